@@ -160,6 +160,7 @@ ERRORS = {
     "with_shape_expected": r"with shape .*expected",
     "with_which_means_a_space": "with ▁, which means a space there",
     "x_g_idx_with_numbers_outside": r"x.g_idx with numbers outside of its 1 groups",
+    "no_type_of_gguf_file": r"no type of GGUF file keeps all blocks of this run \(Q4_1, Q8_0\): choose a type, such as",
     # measure
     "cannot_compile_for_a_gpu": "cannot compile for a GPU without the device",
     "pip_install_dantinox_plot": r"in a checkout of DantinoX, pip install -e '.\[plot\]'",
@@ -177,6 +178,8 @@ ERRORS = {
     "cannot_write_a_csv_no": r"cannot write .*a.csv: No such file or directory",
     "cannot_write_metrics_jsonl_no": r"cannot write .*metrics.jsonl: No space left on device",
     "has_the_columns_step_loss": "has the columns step,loss, but this version writes step,train_loss",
+    "is_not_a_training_log": r"log\.csv is not a training log: a cell is not a number$",
+    "is_not_json_lines": r"jsonl is not JSON lines$",
     "nothing_to_plot_yet": "nothing to plot yet",
     "pip_install_dantinox_plot_2": r"in a checkout of DantinoX, pip install -e '.\[plot\]'",
     "unknown_columns_loss": "unknown columns: loss",
@@ -187,6 +190,7 @@ ERRORS = {
     "last_line_is_not_the": "last line is not the SHA-256",
     "manifest_txt_is_damaged_has": r"manifest.txt (is damaged|has format 2, but this version reads format 1)",
     "was_measured_on_other_weights": "was measured on other weights: run `dantinox calibrate --run_dir",
+    "no_checkpoints_to_fine_tune": r"nothing to resume at .*: it has no checkpoints; to fine-tune it, train with --init_from ",
     # sampling
     "capacity_must_be_set_bad_words": "capacity must be set .*: bad_words",
     "dantinox_calibrate_or_set_router": r"dantinox calibrate .* or set router\.low_entropy, .*router\.varentropy_scale$",

@@ -3,10 +3,14 @@
 import argparse
 import contextlib
 import difflib
+import itertools
 import os
+import queue
 import shlex
-import signal
+import shutil
 import sys
+import termios
+import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +29,12 @@ from dantinox.config.flags import Parser, add_config_flags
 from dantinox.files import UserError, escape_name, quote
 
 if TYPE_CHECKING:
-    from dantinox.generation.chat_session import Chat
+    from dantinox.generation.chat_session import Chat, Parts
     from dantinox.generation.sample_text import TextPart
 
 PROMPT, FAILED = "> ", 2
+LOCAL_FLAGS = 3  # the index in the result of `tcgetattr`
+WAITING = "compiling, and reading the prompt …"
 KEYS_HELP = "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer and keeps its text, Ctrl-D quits."
 SHADED = "each token is shaded by the entropy of its distribution, from dark (0 bits) to light (8 bits and more)"
 BELOW = "the rounded entropy in bits is printed below each token when the answer is complete, because this output has no colors"
@@ -218,37 +224,103 @@ def _format(value: Any) -> str:
 def _run_terminal(conversation: "Chat") -> int:
     from dantinox.report.entropy_view import terminal_colors
 
-    session = _session()
-    colors = terminal_colors(sys.stdout)
+    session, colors, background = _session(), terminal_colors(sys.stdout), _Background()
+    background.start(conversation.warm_up)
+    conversation.iterate = background.iterate
     _note(f"{KEYS_HELP} /help lists the commands.")
+    with _keep_typed_text():
+        _converse(conversation, session, colors)
+    if background.is_busy():  # the end of the interpreter would wait for the compiler
+        sys.stdout.flush()
+        os._exit(0)
+    return 0
+
+
+def _converse(conversation: "Chat", session: Any, colors: Any) -> None:
+    """Reads lines and answers them until the user quits."""
     while True:
         try:
             line = session.prompt(PROMPT)
         except KeyboardInterrupt:  # discards the line, not the conversation
             continue
         except EOFError:
-            return 0
+            return
         if not line.strip():
             continue
         try:
             found = respond(conversation, line.rstrip())
             if found is None:
-                return 0
+                return
             if isinstance(found, str):
                 print(found)
                 continue
-            with _interruptible() as interrupts:
-                _show(found, conversation.entropy, colors, lambda: bool(interrupts))
+            _show(found, conversation.entropy, colors, shutil.get_terminal_size().columns)
             if conversation.finish_reason in FINISH_NOTES:
                 _note(FINISH_NOTES[conversation.finish_reason].format(conversation.config.generation.max_new_tokens))
         except KeyboardInterrupt:
-            _note("(stopped immediately)")
+            _note("\n(stopped)")
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
 
 
+@contextlib.contextmanager
+def _keep_typed_text() -> Iterator[None]:
+    """Keeps the text that is typed during an answer, which a terminal discards on Ctrl-C, for the next prompt."""
+    before = termios.tcgetattr(sys.stdin)
+    changed = list(before)
+    changed[LOCAL_FLAGS] |= termios.NOFLSH
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+class _Background:
+    """Runs functions one after the other in daemon threads, so that Ctrl-C does not wait for the compiler."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+
+    def is_busy(self) -> bool:
+        return self._turn.locked()
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Runs `work` after the earlier functions. A UserError is ignored: the first answer raises it again."""
+
+        def run() -> None:
+            with self._turn, contextlib.suppress(UserError):
+                work()
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def iterate(self, start: "Callable[[], Parts]") -> "Parts":
+        """Yields the items of `start()`, which another thread computes.
+
+        If this generator is closed, that thread ends before its next item.
+        """
+        items, stopped, end = queue.SimpleQueue[Any](), threading.Event(), object()
+
+        def work() -> None:
+            try:
+                with contextlib.closing(start()) as parts:
+                    while not stopped.is_set() and (item := next(parts, end)) is not end:
+                        items.put(item)
+            except BaseException as error:
+                items.put(error)
+            items.put(end)
+
+        self.start(work)
+        try:
+            while (item := items.get()) is not end:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            stopped.set()
+
+
 FINISH_NOTES = {
-    "interrupted": "(stopped)",
     "length": "(truncated: max_new_tokens is {})",
     "loop": "(stopped: the text repeats itself)",
     "context": "(truncated: the context is full)",
@@ -268,7 +340,7 @@ def _run_pipe(conversation: "Chat") -> int:
             if isinstance(found, str):
                 _note(found)
             elif conversation.entropy:
-                _show(found, True, "none", lambda: False)
+                _show(found, True, "none")
             else:
                 for part in found:
                     print(part.text, end="", flush=True)
@@ -281,44 +353,79 @@ def _run_pipe(conversation: "Chat") -> int:
     return code
 
 
-def _show(parts: "Generator[TextPart]", entropy: bool, colors: Any, stopped: Callable[[], bool]) -> None:
-    """Prints an answer while it is generated, or only when it is complete if entropies are shown without colors."""
+def _show(parts: "Generator[TextPart]", entropy: bool, colors: Any, width: int | None = None) -> None:
+    """Prints an answer while it is generated, or only when it is complete if entropies are shown without colors.
+
+    Args:
+      width: the columns of a terminal, for lines that break between words; None: lines are not broken.
+    """
     from dantinox.report.entropy_view import digit_lines, shade_text
 
     is_deferred = entropy and colors == "none"
+    wrap = _wrapper(width) if width and not entropy else str
     found = []
     with contextlib.closing(parts):  # closing keeps the text of a stopped answer
-        for part in parts:
+        with _waiting_note() if width else contextlib.nullcontext():
+            first = list(itertools.islice(parts, 1))
+        for part in itertools.chain(first, parts):
             if is_deferred:
                 found.append((part.text, part.entropy))
             else:
-                print(shade_text(part.text, part.entropy if entropy else None, colors), end="", flush=True)
-            if stopped():
-                break
+                print(wrap(shade_text(part.text, part.entropy if entropy else None, colors)), end="", flush=True)
     print_lines(lambda width: digit_lines(found, width))
     if not is_deferred:
         print(flush=True)
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """Yields a list to which the first Ctrl-C appends, so that the caller can stop between parts.
+def _waiting_note(seconds: float = 0.5) -> Iterator[None]:
+    """Shows a note in a terminal while the first part of an answer takes longer than `seconds`."""
+    shown = threading.Event()
 
-    Only a second Ctrl-C raises KeyboardInterrupt, because an exception at an arbitrary place could leave compilation or
-    decoding in an inconsistent state.
-    """
-    interrupts: list[int] = []
+    def show() -> None:
+        shown.set()
+        print(WAITING, end="", flush=True)
 
-    def stop(number: int, frame: Any) -> None:
-        if interrupts:
-            raise KeyboardInterrupt
-        interrupts.append(number)
-
-    before = signal.signal(signal.SIGINT, stop)
+    timer = threading.Timer(seconds, show)
+    timer.daemon = True
+    timer.start()
     try:
-        yield interrupts
+        yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        timer.cancel()
+        timer.join()
+        if shown.is_set():
+            print("\r\x1b[K", end="", flush=True)
+
+
+def _wrapper(width: int) -> Callable[[str], str]:
+    """Returns a function that prepares successive parts of a text for a terminal, so that lines break between words.
+
+    A word is shown as it is generated. If it reaches the end of the line, it is erased and begins the next line.
+    """
+    from rich.cells import cell_len
+
+    column, word = 0, ""  # the cells of the line that are in use, and the word at its end
+
+    def wrap(text: str) -> str:
+        nonlocal column, word
+        shown = ""
+        for character in text:
+            cells, used = cell_len(character), cell_len(word)
+            if character != "\n" and column + cells >= width:  # the last column stays empty
+                if character == " ":
+                    character = "\n"
+                elif 0 < used < column:
+                    shown += f"\x1b[{used}D\x1b[K\n{word}"
+                    column = used
+                else:  # the word fills the line
+                    shown, column, word = shown + "\n", 0, ""
+            column = 0 if character == "\n" else column + cells
+            word = "" if character in " \n" else word + character
+            shown += character
+        return shown
+
+    return wrap
 
 
 def _session() -> Any:

@@ -53,7 +53,7 @@ EVALUATE: Flags = {
     "tokens": ("sampling kv ppl watermark", COUNT_OPTION | {"help": {
         "sampling": "tokens per continuation",
         "kv": "tokens per sequence (default: the context, at most 512)",
-        "ppl": "tokens to read (default: all)",
+        "ppl": "tokens to read from the beginning of the text (default: 8192)",
         "watermark": "tokens to read (default: all)"}}),
     "reference": ("sampling", {"type": Path, "metavar": "RUN", "help":
         "run whose model scores the texts (default: the run itself)"}),
@@ -327,15 +327,22 @@ KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
 
 def add_info_flags(command: Parser) -> None:
     add_run(command, "run directory")
-    text = "text on which to compare quantized and bfloat16 weights (default: the run's own validation text)"
+    compare = "measure how much bfloat16, int8 and int4 weights raise the loss"
+    command.add_argument("--compare_weights", action="store_true", help=compare)
+    text = "compare the weights on this text (default: the run's own validation text)"
     command.add_argument("--data_path", metavar="FILE", help=text)
 
 
 def info(options: argparse.Namespace) -> int:
-    use_compilation_cache()
     from dantinox.measure.info import info_lines
 
-    return print_lines(lambda _: info_lines(options.run_dir, options.data_path))
+    print_lines(lambda _: info_lines(options.run_dir))
+    if options.compare_weights or options.data_path is not None:
+        use_compilation_cache()
+        from dantinox.measure.weight_comparison import comparison_lines
+
+        print_lines(lambda _: comparison_lines(options.run_dir, options.data_path))
+    return 0
 
 
 def add_plan_flags(command: Parser) -> None:

@@ -1,13 +1,14 @@
-"""`dantinox import`, `export`, `merge-lora` and `verify`: their flags and output."""
+"""`dantinox runs`, `import`, `export`, `merge-lora` and `verify`: their flags and output."""
 
 import argparse
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dantinox.cli.common import add_run
+from dantinox.cli.common import add_run, print_result
 from dantinox.config.flags import Parser
 from dantinox.files import UserError
 
@@ -15,9 +16,30 @@ if TYPE_CHECKING:
     from dantinox.interop.checkpoints import Imported
 
 EXPORT_TYPES = ["f32", "f16", "bf16", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "q8_0"]
+FILE_SUFFIXES = (".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".onnx", ".msgpack", ".ggml")  # not of a folder
 EXIT_DAMAGED = 1
 # Settings of `generation` that an import may read from a checkpoint.
 SAMPLING_SETTINGS = ("greedy", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+def add_list_flags(command: Parser) -> None:
+    text = "folder with run directories, at any depth (default: runs)"
+    command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="FOLDER", help=text)
+    sort = "column or setting to sort by, ascending (default: best)"
+    command.add_argument("--sort", default="best", metavar="KEY", help=sort)
+    where = "show only runs with this value of a column or setting, such as state=finished or lr=0.001; repeatable"
+    command.add_argument("--where", action="append", default=[], metavar="KEY=VALUE", help=where)
+    command.add_argument("--json", action="store_true", help="print one JSON object with all columns")
+
+
+def list_(options: argparse.Namespace) -> int:
+    from dantinox.measure.run_list import differing_settings, list_runs, run_lines, select_runs
+
+    runs = select_runs(list_runs(options.folder), options.where, options.sort)
+    keys = differing_settings(runs)
+    settings = [{key: run.settings[key] for key in keys if key in run.settings} for run in runs]
+    record = {"runs": [asdict(run) | {"settings": values} for run, values in zip(runs, settings, strict=True)]}
+    return print_result(options, record, lambda width: run_lines(runs, width))
 
 
 def add_import_flags(command: Parser) -> None:
@@ -26,7 +48,9 @@ def add_import_flags(command: Parser) -> None:
         "smollm2, a model in a PyPI package"
     )
     command.add_argument("source", metavar="SRC", help=source)
-    command.add_argument("--run_dir", type=Path, required=True, metavar="RUN", help="run directory to create")
+    command.add_argument(
+        "--run_dir", type=Path, metavar="RUN", help="run directory to create (default: runs/ and the name of SRC)"
+    )
     dtype = "precision of stored matrices (default: auto: quantized GGUF blocks or bfloat16 of the checkpoint, else float32)"
     command.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help=dtype)
     context = "longest sequence in tokens (default: the checkpoint's; with longrope: the original context)"
@@ -36,11 +60,11 @@ def add_import_flags(command: Parser) -> None:
 def import_(options: argparse.Namespace) -> int:
     """Imports a checkpoint, then prints a summary of the run and the commands that use it."""
     from dantinox.interop.checkpoints import import_checkpoint
+    from dantinox.run.directory import RUNS
 
     note = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    print(
-        "\n".join(_import_lines(import_checkpoint(options.source, options.run_dir, options.dtype, options.max_context, note)))
-    )
+    run_dir = options.run_dir or RUNS / Path(options.source).absolute().name.removesuffix(".gguf")
+    print("\n".join(_import_lines(import_checkpoint(options.source, run_dir, options.dtype, options.max_context, note))))
     return 0
 
 
@@ -96,7 +120,7 @@ def add_export_flags(command: Parser) -> None:
     command.add_argument(
         "--format", choices=["hf", "gguf"], help="Hugging Face Transformers folder or GGUF file (default: by the name of DEST)"
     )
-    kind = "number type; q*: GGUF only (default: hf: unchanged; gguf: f32)"
+    kind = "number type; q*: GGUF only (default: hf: unchanged; gguf: the run's quantized blocks, or f32)"
     command.add_argument("--type", choices=EXPORT_TYPES, help=kind)
 
 
@@ -106,6 +130,8 @@ def export(options: argparse.Namespace) -> int:
         raise UserError(f"export needs a run directory and a destination, got {' and '.join(map(str, places))}")
     run_dir, dest = places
     named = "gguf" if dest.suffix == ".gguf" else "hf"
+    if options.format is None and dest.suffix in FILE_SUFFIXES:
+        raise UserError(f"DEST must be a folder for Hugging Face Transformers, or a .gguf file, got {dest}")
     if options.format not in (None, named):
         what = "a .gguf file" if options.format == "gguf" else "a folder, whose name does not end in .gguf"
         raise UserError(f"--format {options.format} writes {what}: DEST cannot be {dest}")

@@ -55,7 +55,7 @@ def find_settings(pattern: str, section: str | None = None) -> list[SettingRecor
 
 def _searchable_texts(record: SettingRecord) -> Iterator[str]:
     elsewhere = [name for name, key in OTHER_NAMES.items() if key == record.key]
-    names = (record.key, record.name, record.flag, *record.aliases, *elsewhere)
+    names = (record.key, record.name, record.flag, record.flag.lstrip("-"), *record.aliases, *elsewhere)
     texts = (*names, record.type, record.default_text, record.help)
     yield from (text.lower() for text in (*texts, *record.prerequisites))
 

@@ -41,6 +41,7 @@ def train(options: argparse.Namespace) -> int:
     from dantinox.config.flag_values import overrides
     from dantinox.config.yaml_files import build_training, load_training
     from dantinox.run import check_resumable, newest_run
+    from dantinox.run.directory import check_new_run
 
     if options.resume and options.run_dir is None:
         newest = newest_run()
@@ -62,6 +63,8 @@ def train(options: argparse.Namespace) -> int:
     from dantinox.training import dry_run, launch
 
     if options.dry_run:
+        if options.run_dir is not None and not options.resume:
+            check_new_run(options.run_dir)
         dry_run(config, lambda line: print(line, flush=True))
         return 0
     run = launch(config, run_dir=options.run_dir, resume=options.resume)

@@ -78,7 +78,7 @@ def _nearest_flag(flag: str, known: list[str]) -> str:
     """Returns the end of the error about an unknown flag, such as `, did you mean --lr?`; empty if no flag is similar."""
     from dantinox.config.yaml_files import did_you_mean, nearest_key
 
-    name = flag.lstrip("-")
+    name = flag.lstrip("-").replace("-", "_")
     if name in OTHER_FLAGS:
         return OTHER_FLAGS[name]
     key = nearest_key(name)

@@ -14,7 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dantinox.config.model import WEIGHT_FIELDS
-from dantinox.config.names import ALIASES, FORMER_DEFAULTS, FORMER_NAMES, OTHER_NAMES, REQUEST_SECTIONS, flat_name
+from dantinox.config.names import ALIASES, FORMER_DEFAULTS, FORMER_NAMES, OTHER_NAMES, REQUEST_SECTIONS, SAME_NAMES, flat_name
 from dantinox.config.packaged import CONFIGS
 from dantinox.config.reference import PREREQUISITES, type_in_words
 from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, find_inactive, flatten_config, reset_settings
@@ -288,7 +288,8 @@ def validate_settings(
     unused = find_inactive(config)
     for key, reason in unused.items():
         if key in changes:
-            sentence = f"{key} has no effect {reason}{_place(key, where, source)}"
+            hint = did_you_mean(SAME_NAMES.get(key, ""))
+            sentence = f"{key} has no effect {reason}{hint}{_place(key, where, source)}"
             raise UserError(sentence, key=key, value=changes[key])
     warmup, steps = config.training.warmup_steps or 0, config.training.steps
     if "training.steps" in changes and "training.warmup_steps" not in changes and steps is not None and warmup > steps:
@@ -296,7 +297,7 @@ def validate_settings(
         warnings.warn(f"{conflict} {steps}: the learning rate warms up for a tenth of the steps", stacklevel=3)
         config = reset_settings(config, ["training.warmup_steps"])
     for key, problem in reset_settings(config, unused).conflicts():
-        place = _place(key, where, origin if changes else source)
+        place = _conflict_place(key, problem, where, origin if changes else source)
         raise UserError(f"{key} {problem}{place}", key=key, value=flatten_config(config)[key])
     return config, unused
 
@@ -391,6 +392,15 @@ def _nearest_section(name: str) -> str:
 def _place(key: str, where: Mapping[str, str], source: str) -> str:
     place = where.get(key, source)
     return f" ({place})" if place else ""
+
+
+def _conflict_place(key: str, problem: str, where: Mapping[str, str], source: str) -> str:
+    """Returns the place of `key`, or the places of all settings that `problem` names if they are not in one file."""
+    named = dict.fromkeys([key, *re.findall(r"[a-z]+\.[a-z_0-9]+", problem)])
+    places = {name: where[name] for name in named if name in where}
+    if len({place.partition(", line ")[0] for place in places.values()}) > 1:
+        return f" ({'; '.join(f'{name}: {place}' for name, place in places.items())})"
+    return _place(next(iter(places), key), where, source)
 
 
 def _resolve_aliases(settings: Mapping[str, object], where: dict[str, str], source: str) -> dict[str, Any]:

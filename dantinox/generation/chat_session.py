@@ -4,22 +4,22 @@ Each answer prefills the whole conversation again. Prompts and caches are padded
 needs a new program only when its length doubles.
 """
 
+import contextlib
 import json
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from dantinox.config import Config, UserError, overlay, settings_of, with_generation
 from dantinox.files import atomic_write, check_writable, first_line, quote
-from dantinox.generation.beam_search import BeamRun
 from dantinox.generation.loaded_model import LoadedModel
-from dantinox.generation.memory_groups import DividedRun
-from dantinox.generation.offline_run import BatchRun
+from dantinox.generation.request import GenerationRequest
 from dantinox.generation.sample_text import TextPart
 from dantinox.generation.static_batch import padded_length
 
 Message = dict[str, str]  # with the keys role and content
+Parts = Generator[TextPart | str]  # the parts of an answer, then its finish_reason
 MIN_PADDED_LENGTH = 256  # shortest padded length of a prompt and a cache
 MAX_FILE_BYTES = 64 << 20
 
@@ -64,6 +64,7 @@ class Chat:
       finish_reason: why the last answer ended: `eos`, `stop`, `loop`, `length` (max_new_tokens), `context` (the context is
         full), or `interrupted`.
       is_completion: whether the model continues plain text, because it has no chat template.
+      iterate: calls a function and yields the items of its result. A terminal replaces it, to generate in another thread.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Chat:
           lora: the name of an adapter of the model; None: the base model.
         """
         self.model, self.is_completion, self._lora = run, template is None, lora
+        self.iterate: Callable[[Callable[[], Parts]], Parts] = lambda start: start()
         self.template: Template = PlainTextTemplate(run) if template is None else template
         self._base = with_generation(run.config, n=1, token_healing=False)
         self.messages: list[Message] = []
@@ -129,6 +131,17 @@ class Chat:
           UserError: the template rejects the messages, or this message alone does not fit the context. The conversation is then
             unchanged.
         """
+        turn, request, full = self._request(text)
+        return self._stream_answer(turn, request, full)
+
+    def warm_up(self) -> None:
+        """Compiles the programs of a short answer. The conversation does not change."""
+        _, request, _ = self._request("Hi")
+        with contextlib.closing(self._parts(request)) as parts:
+            next(parts)
+
+    def _request(self, text: str) -> tuple[list[Message], GenerationRequest, str]:
+        """Returns the messages with a new one, the request of its answer, and the `finish_reason` of a full answer."""
         turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
         ids, room = self._build_prompt(turn)
         generation = self.config.generation
@@ -137,21 +150,34 @@ class Chat:
         config = with_generation(self.config, max_new_tokens=min(generation.max_new_tokens, room), seed=seed)
         config = self.model.with_stop_ids(config, self.template.end_ids)
         request = self.model.request(ids, config, logprobs=0 if self.entropy else None, lora=self._lora)
-        (run,) = self.model.start([request], stream=True, pad=self._pad)
-        return self._stream_answer(turn, run, "length" if generation.max_new_tokens <= room else "context")
+        return turn, request, "length" if generation.max_new_tokens <= room else "context"
 
-    def _stream_answer(self, turn: list[Message], run: BatchRun | BeamRun | DividedRun, full: str) -> Generator[TextPart]:
+    def _stream_answer(self, turn: list[Message], request: GenerationRequest, full: str) -> Generator[TextPart]:
         texts: list[str] = []
         self.finish_reason = "interrupted"
         self._answers += 1
+        parts = self.iterate(lambda: self._parts(request))
         try:
-            for _, part in run.parts():
+            for part in parts:
+                if isinstance(part, str):
+                    self.finish_reason = full if part == "length" else part
+                    break
                 texts.append(part.text)
                 yield part
-            reason = run.results[0].finish_reason
-            self.finish_reason = full if reason == "length" else reason
+        except UserError:  # the answer did not start
+            turn = []
+            raise
         finally:
-            self.messages = [*turn, {"role": "assistant", "content": "".join(texts)}]
+            parts.close()
+            if turn:
+                self.messages = [*turn, {"role": "assistant", "content": "".join(texts)}]
+
+    def _parts(self, request: GenerationRequest) -> Parts:
+        """Yields the parts of an answer, then the reason why it ended."""
+        (run,) = self.model.start([request], stream=True, pad=self._pad)
+        for _, part in run.parts():
+            yield part
+        yield run.results[0].finish_reason
 
     def retry(self) -> Generator[TextPart]:
         """Generates a new answer to the last message, in place of its current answer."""

@@ -25,6 +25,7 @@ from dantinox.interop.packed_export import StoredRows
 from dantinox.interop.packed_import import pack_parameters
 from dantinox.interop.source import ExportBundle, LazyArrays, Source
 from dantinox.interop.v0 import convert_parameters, read_v0
+from dantinox.kernels import FORMATS as KERNEL_FORMATS
 from dantinox.model.parameters import abstract_model, widen_arrays
 from dantinox.run import (
     RunDirectory,
@@ -285,7 +286,7 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
       dest: the folder (`hf`) or file (`gguf`) to create.
       format: `hf` for a Hugging Face model folder, or `gguf` for a llama.cpp file.
       kind: the number type: f32, f16 or bf16, and for GGUF also a quantized type such as q8_0 or q4_k_m (`FORMATS`). None: as
-        in `export_hf` for `hf`, f32 for `gguf`.
+        in `export_hf` for `hf`; for `gguf` the type of the run's quantized blocks, or f32 if it has none.
 
     Returns:
       The model family, transformers' `model_type`.
@@ -308,11 +309,15 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
     if Path(dest).exists():
         raise UserError(f"{dest} already exists: choose another name")
     bundle = export_bundle(run_dir)
-    quantized = kind is not None and FILE_TYPES[kind].base not in PLAIN_DTYPES
-    stored = StoredRows(packed_arrays(open_run(run_dir).weights) if quantized else {})
+    quantized = kind is None or FILE_TYPES[kind].base not in PLAIN_DTYPES
+    packed = packed_arrays(open_run(run_dir).weights) if quantized else {}
+    sizes = Counter[str]()
+    for name, array in packed.items():
+        block = name.rpartition("/")[2]
+        sizes[block] += array.nbytes // KERNEL_FORMATS[block].bytes * KERNEL_FORMATS[block].values
     export_gguf(
-        dest, bundle.config, bundle.hf_config, bundle.tensors, bundle.tokenizer, kind=kind or "f32",
-        chat_template=bundle.chat_template, name=Path(run_dir).absolute().name, find_blocks=stored.find,
+        dest, bundle.config, bundle.hf_config, bundle.tensors, bundle.tokenizer, kind=kind, packed=sizes,
+        chat_template=bundle.chat_template, name=Path(run_dir).absolute().name, find_blocks=StoredRows(packed).find,
     )  # fmt: skip
     return str(bundle.hf_config["model_type"])
 

@@ -6,6 +6,7 @@ Three conversions change tensors. GGUF orders the query and key rows of the Llam
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -260,7 +261,8 @@ def export_gguf(
     tensors: LazyArrays,
     tokenizer: Tokenizer,
     *,
-    kind: str = "f32",
+    kind: str | None = None,
+    packed: Mapping[str, int] | None = None,
     chat_template: str | None = None,
     name: str = "",
     find_blocks: FindBlocks = lambda kind, array: None,
@@ -274,25 +276,34 @@ def export_gguf(
       tensors: the tensors, with transformers' names.
       tokenizer: the tokenizer.
       kind: the type of matrices, a key of `FILE_TYPES`. Vectors are float32. In a quantized file some matrices have other
-        types, see `tensor_types`.
+        types, see `tensor_types`. None: the type with the formats in `packed`, or f32 if there are none.
+      packed: the number of weights of the run in each block format.
       chat_template: the Jinja template, or None.
       name: the name of the model in the metadata.
       find_blocks: see `write_gguf`.
 
     Raises:
-      UserError: GGUF cannot represent the model or its tokenizer, or the file cannot be written.
+      UserError: GGUF cannot represent the model or its tokenizer, no type has the formats in `packed`, or the file cannot be
+        written.
     """
     family = select_family(hf_config)
     tied = {"lm_head.weight"} if config.model.weight_tying else set()
     sources = _group_by_stored(family, [name for name in tensors if name not in tied])
-    base, file_type = FILE_TYPES[kind]
-    shapes = {stored: _shape(family, tensors, stored, names, base, hf_config) for stored, names in sources.items()}
-    rows = shapes["token_embd.weight"][0][0]
     model = config.architecture(tokenizer.vocab_size)
-    if base not in PLAIN_DTYPES:
-        matrices = {stored: shape[-1] for stored, (shape, type_name) in shapes.items() if type_name == base}
-        types = tensor_types(kind, matrices, model.num_blocks, model.experts.count if model.experts else 0)
-        shapes |= {stored: (shapes[stored][0], type_name) for stored, type_name in types.items()}
+
+    def shapes_of(kind: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Returns the shape and the type of each tensor in a file of a type."""
+        base = FILE_TYPES[kind].base
+        shapes = {stored: _shape(family, tensors, stored, names, base, hf_config) for stored, names in sources.items()}
+        if base not in PLAIN_DTYPES:
+            matrices = {stored: shape[-1] for stored, (shape, type_name) in shapes.items() if type_name == base}
+            types = tensor_types(kind, matrices, model.num_blocks, model.experts.count if model.experts else 0)
+            shapes |= {stored: (shapes[stored][0], type_name) for stored, type_name in types.items()}
+        return shapes
+
+    kind = kind or _type_of_blocks(packed or {}, shapes_of)
+    shapes = shapes_of(kind)
+    rows = shapes["token_embd.weight"][0][0]
     if feature := unsupported_feature(model, family, hf_config):
         raise UserError(f"llama.cpp's {family.arch} does not support {feature}")
     context = hf_config.get("max_position_embeddings", model.max_context)
@@ -305,7 +316,7 @@ def export_gguf(
     shapes |= {stored: (array.shape, "F32") for stored, array in extra.items()}
     metadata: dict[str, Any] = {"general.architecture": family.arch, "general.type": "model"}
     metadata |= {"general.name": name} if name else {}
-    metadata |= {"general.file_type": file_type, "general.quantization_version": 2}
+    metadata |= {"general.file_type": FILE_TYPES[kind].number, "general.quantization_version": 2}
     metadata |= {f"{family.arch}.{key}": value for key, value in gguf_metadata(model, family, context).items()}
     _check_roundtrip(model, family, metadata, shapes, extra)
     metadata |= vocabulary_metadata(tokenizer, rows, chat_template)
@@ -321,6 +332,27 @@ def export_gguf(
         yield from extra.values()
 
     write_gguf(path, metadata, shapes, arrays(), find_blocks)
+
+
+def _type_of_blocks(packed: Mapping[str, int], shapes_of: Callable[[str], Mapping[str, tuple[tuple[int, ...], str]]]) -> str:
+    """Returns the type of file whose tensors have the formats of packed weights, or f32 if no weights are packed.
+
+    Raises:
+      UserError: a file of no type would keep all packed weights.
+    """
+    if not packed:
+        return "f32"
+    kept = {}
+    for kind in FILE_TYPES:
+        sizes = Counter[str]()
+        for shape, type_name in shapes_of(kind).values():
+            sizes[type_name] += math.prod(shape)
+        kept[kind] = sum(min(count, sizes[type_name]) for type_name, count in packed.items())
+    best = max(kept, key=kept.__getitem__)
+    if kept[best] < sum(packed.values()):
+        formats = ", ".join(sorted(packed))
+        raise UserError(f"no type of GGUF file keeps all blocks of this run ({formats}): choose a type, such as {best}")
+    return best
 
 
 def _group_by_stored(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:

@@ -33,11 +33,9 @@ def doctor_lines() -> Iterator[str]:
         memory = f", {human_bytes(stats['bytes_limit'])}" if "bytes_limit" in stats else ""
         yield f"device {device.id}: {device.platform} {device.device_kind}{memory}"
     yield _compiler_check()
-    cpu = get_platform().name == "cpu"
-    size, dtype = (1024, jnp.float32) if cpu else (8192, jnp.bfloat16)
-    flops = 2 * size**3 / _seconds(jnp.matmul, *[jnp.ones((size, size), dtype)] * 2)
-    yield f"matrix multiplications: {flops / 1e9:.0f} GFLOP/s in {jnp.dtype(dtype).name}"
-    if cpu:
+    flops, dtype = matmul_speed()
+    yield f"matrix multiplications: {flops / 1e9:.0f} GFLOP/s in {dtype}"
+    if get_platform().name == "cpu":
         speed = f"{bfloat16_gain():.2g} × the speed of float32"
         yield f"matrix multiplications of eight rows with bfloat16 weights: {speed} (saved in {cache_folder()})"
         yield load_kernels().note
@@ -45,6 +43,12 @@ def doctor_lines() -> Iterator[str]:
     yield f"memory: {human_bytes(large.nbytes / _seconds(lambda x: jnp.sum(x, axis=1), large))}/s"
     use_compilation_cache()  # set last: the benchmarks above should not fill the cache
     yield f"compiled programs are cached in {jax.config.values['jax_compilation_cache_dir'] or 'memory only'}"
+
+
+def matmul_speed() -> tuple[float, str]:
+    """Measures the FLOP/s of large matrix multiplications, and returns them with the dtype. It takes a fraction of a second."""
+    size, dtype = (1024, "float32") if get_platform().name == "cpu" else (8192, "bfloat16")
+    return 2 * size**3 / _seconds(jnp.matmul, *[jnp.ones((size, size), dtype)] * 2), dtype
 
 
 def _compiler_check() -> str:

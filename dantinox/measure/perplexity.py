@@ -18,16 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dantinox.config import UserError
+from dantinox.config import ModelConfig, UserError
 from dantinox.generation import load
 from dantinox.generation.decode import PREFILL_BATCH_TOKENS
 from dantinox.generation.quantized_weights import dequantize
 from dantinox.generation.static_batch import padded_length
+from dantinox.measure.doctor import matmul_speed
 from dantinox.measure.texts import decoded_bytes, equal_batches, pad_rows, padded_positions, read_documents
 from dantinox.model import Transformer
+from dantinox.model.flops import forward_flops
 from dantinox.model.scoring import map_positions
 from dantinox.report import human_count, table
 from dantinox.report.console import Progress
+from dantinox.report.tables import human_time
+
+DEFAULT_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Perplexity:
       perplexity: e to the power of `nats`.
       bits_per_byte: −log2 p of all scored tokens divided by the UTF-8 bytes that they decode to.
       documents, tokens, bytes: the amount of text that was scored.
+      truncated: whether the text may be longer than the tokens that were read.
       unscored: number of documents whose first token is not scored, because there is no BOS token before it.
       context: tokens of a window.
       stride: tokens from one window to the next.
@@ -53,6 +59,7 @@ class Perplexity:
     documents: int
     tokens: int
     bytes: int
+    truncated: bool
     unscored: int
     context: int
     stride: int
@@ -78,7 +85,7 @@ def measure_perplexity(
     data_path: str,
     *,
     stride: int | None = None,
-    tokens: int | None = None,
+    tokens: int = DEFAULT_TOKENS,
     context: int | None = None,
     progress: Callable[[str], None] = lambda line: None,
     **settings: Any,
@@ -88,7 +95,7 @@ def measure_perplexity(
     Args:
       data_path: the text, in the form of `data.path`.
       stride: tokens from one window to the next (default: half of a window).
-      tokens: maximum tokens of the text to read.
+      tokens: maximum tokens of the text to read, from its beginning.
       context: tokens of a window (default: the model's context).
       settings: `weights`, `matmul_dtype` and `tensor_parallel` of the section `generation`.
 
@@ -104,7 +111,7 @@ def measure_perplexity(
     stride = max(1, context // 2) if stride is None else stride
     if not 1 <= stride < context:
         raise UserError(f"--stride must be in [1, {context - 1}], less than a window of {context} tokens, got {stride}")
-    if tokens is not None and tokens < 2:
+    if tokens < 2:
         raise UserError(f"--tokens must be at least 2, got {tokens}")
     started = time.perf_counter()
     begin = np.array(run.tokenizer.ids_before_text, np.int32)
@@ -113,6 +120,7 @@ def measure_perplexity(
     total = sum(text.new for text in texts)
     if not total:
         raise UserError(f"{data_path} has no token to score: a scored token needs a token before it")
+    progress(_estimate(run.model.config, texts))
     parts, done = [0.0], Progress(progress, "scoring", total, "tokens")
     for number, scores in score_sequences(run.prepared(generation), texts):
         parts.append(-math.fsum(scores.logp))
@@ -130,11 +138,19 @@ def measure_perplexity(
         documents=len(documents),
         tokens=total,
         bytes=size,
+        truncated=sum(len(document.ids) for document in documents) >= tokens,
         unscored=len(unscored),
         context=context,
         stride=stride,
         seconds=time.perf_counter() - started,
     )
+
+
+def _estimate(model: ModelConfig, texts: Sequence[ScoringInput]) -> str:
+    """Returns the minimum time of the forward passes at the measured speed of large matrix multiplications, in words."""
+    length, flops = _program_length(model, texts), matmul_speed()[0]
+    seconds = len(texts) * length * forward_flops(model, length) / flops
+    return f"{len(texts)} windows of {length} tokens take at least {human_time(seconds)} at {flops / 1e9:.0f} GFLOP/s"
 
 
 def sliding_windows(ids: np.ndarray, context: int, stride: int) -> Iterator[ScoringInput]:
@@ -151,7 +167,7 @@ def sliding_windows(ids: np.ndarray, context: int, stride: int) -> Iterator[Scor
 
 def score_sequences(model: Transformer, texts: Sequence[ScoringInput]) -> Iterator[tuple[int, TokenScores]]:
     """Yields (index of a sequence, its scores) for all sequences in order, computed by one compiled program."""
-    length = min(padded_length(max(len(text.ids) for text in texts) - 1), model.config.max_context)
+    length = _program_length(model.config, texts)
     for rows in equal_batches(len(texts), int(np.clip(PREFILL_BATCH_TOKENS // length, 1, 64))):
         tokens_BT, lengths_B = pad_rows([texts[row].ids for row in rows], length + 1)
         logp_BT, is_top1_BT = map(np.asarray, _score_batch(model, jnp.asarray(tokens_BT), jnp.asarray(lengths_B)))
@@ -160,6 +176,11 @@ def score_sequences(model: Transformer, texts: Sequence[ScoringInput]) -> Iterat
                 break  # the rest of the batch repeats the first sequences
             last = slice(lengths_B[place] - 1 - texts[number].new, lengths_B[place] - 1)
             yield int(number), TokenScores(logp_BT[place, last].astype(np.float64), is_top1_BT[place, last])
+
+
+def _program_length(model: ModelConfig, texts: Sequence[ScoringInput]) -> int:
+    """Returns the number of tokens in each row of the compiled program."""
+    return min(padded_length(max(len(text.ids) for text in texts) - 1), model.max_context)
 
 
 @nnx.jit(graph_updates=False)
@@ -179,12 +200,13 @@ def _score_batch(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array)
 def perplexity_lines(result: Perplexity) -> list[str]:
     """Returns the result as the lines of a table."""
     unscored = f"; {result.unscored} first tokens have no token before them and are not scored" if result.unscored else ""
+    first = "the beginning (--tokens reads more): " if result.truncated else ""
     count = f"{result.documents} documents, " if result.documents > 1 else ""
     return table([
         ("nats per token", f"{result.nats:.4f}"),
         ("perplexity", f"{result.perplexity:.4f}"),
         ("bits per byte", f"{result.bits_per_byte:.4f}"),
-        ("text", f"{count}{result.tokens} tokens, {result.bytes} bytes{unscored}"),
+        ("text", f"{first}{count}{result.tokens} tokens, {result.bytes} bytes{unscored}"),
         ("windows", f"of {result.context} tokens, {result.stride} from one to the next"),
         ("took", f"{result.seconds:.1f} s, {human_count(result.tokens / result.seconds)} tokens per second"),
     ]).splitlines()  # fmt: skip

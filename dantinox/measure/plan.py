@@ -33,9 +33,10 @@ from dantinox.model.cache import uncompressed_slots
 from dantinox.model.flops import adapter_parameters, attention_flops, forward_flops, matrix_parameters, training_flops
 from dantinox.model.parameters import abstract_model
 from dantinox.programs import Chip, MemoryUsage, memory_usage, tree_bytes
-from dantinox.report.tables import Column, human_bytes, human_count, percent, text_table, wrap_lines
+from dantinox.report.tables import Column, human_bytes, human_count, human_time, percent, text_table, wrap_lines
 from dantinox.sampling import SamplingParams
 
+RUN_MFUS = (1.0, 0.4)  # the bound, and a usual value of large training runs
 LOOKUP_TABLES = ("embed", "position_embed")  # each token reads one row of these tables
 SCHEDULE_STEPS = 1000  # if the corpus determines the length of the schedule; this constant does not affect the plan
 # The formula of each program's FLOPs and its source; N, L, H, Q as in `dantinox.model.flops`.
@@ -72,7 +73,8 @@ class Program:
       flops: a device's share of the model FLOPs, by `FORMULAS`, without work that the program discards.
       again: FLOPs of the second forward pass of the layers, if `model.gradient_checkpointing` recomputes everything.
       traffic: bytes that must move between memory and chip. Every weight, optimizer moment, key and value is read once. The
-        bytes that are written, or received from other devices, are added.
+        bytes that are written, or received from other devices, are added. Temporary buffers of the compiled program are
+        written and read once.
       collectives: kind → number per call, with loop iterations counted, and the bytes that the device sends.
       bytes: memory of the compiled program; None if it did not compile.
       needs: peak memory in bytes; None if the compiler does not report it.
@@ -114,6 +116,7 @@ class Plan:
       trained: number of trained parameters: all parameters, or those of adapters.
       matrix_parameters: N of the formulas: the weights in matrix multiplications, including the output layer, but without
         norms and lookup tables.
+      steps: optimizer steps of a training run; None if the corpus determines them.
       batch: number of prompts in a batch.
       prompt: tokens of each prompt.
       new: generated tokens.
@@ -129,6 +132,7 @@ class Plan:
     trained: int
     matrix_parameters: int
     vocab_size: int
+    steps: int | None
     batch: int
     prompt: int
     new: int
@@ -204,6 +208,7 @@ def make_plan(
         trained=adapter_parameters(trained) or tree_bytes(abstract_model(model)[1]) // 4,
         matrix_parameters=matrix_parameters(model),
         vocab_size=vocab_size,
+        steps=config.training.steps,
         batch=batch,
         prompt=prompt,
         new=new,
@@ -322,9 +327,10 @@ def _compile_program(topology: Topology, planned: Program, program: Any, options
     seconds, memory, chip = time.perf_counter() - started, topology.memory, topology.chip
     fits = None if needs is None or memory is None else needs <= memory and failure is None
     sent = sum(collective.sent for collective in collectives.values())
+    temporary = 2 * (0 if usage is None else usage.temp)
     finished = replace(
-        planned, traffic=planned.traffic + sent, bytes=usage, needs=needs, fits=fits, kernels=kernels, collectives=collectives,
-        compile_seconds=seconds, failure=failure,
+        planned, traffic=planned.traffic + sent + temporary, bytes=usage, needs=needs, fits=fits, kernels=kernels,
+        collectives=collectives, compile_seconds=seconds, failure=failure,
     )  # fmt: skip
     if chip is None:
         return finished
@@ -403,6 +409,7 @@ def plan_lines(plan: Plan, width: int = 100) -> Iterator[str]:
         on = f" on {program.mesh}" if plan.chips > 1 else ""
         kernels = "".join(f", {count} × {name}" for name, count in program.kernels.items())
         yield from wrap_lines([f"{program.name}{on}: {_fits(program, plan.memory)}{kernels}"], width)
+    yield from wrap_lines(_run_time(plan), width)
     yield ""
     formulas = [f"{name}: {formula}" for name, formula in plan.formulas.items()]
     heading = f"N = {human_count(plan.matrix_parameters)} weights in matrix multiplications; FLOPs:"
@@ -421,6 +428,18 @@ def _machine(plan: Plan) -> Iterator[str]:
         yield f"{plan.chips} chips{link}: all figures are per chip; the bytes of a collective are the bytes that a chip sends"
     adapters = f" and {human_count(plan.trained)} trained adapter parameters" * (plan.trained != plan.parameters)
     yield f"{human_count(plan.parameters)} parameters{adapters}, computed in {plan.dtype}, vocabulary of {plan.vocab_size}"
+
+
+def _run_time(plan: Plan) -> Iterator[str]:
+    """Yields the time of all training steps at two model FLOPs utilizations, if the figures of the chip are published."""
+    train = next((program for program in plan.programs if program.name == "train"), None)
+    if train is None or plan.chip is None:
+        return
+    steps = plan.steps or SCHEDULE_STEPS
+    seconds = steps * train.flops / plan.chip.flops
+    more = "" if plan.steps else "; the corpus determines the number of steps"
+    times = " and ".join(f"{human_time(seconds / mfu)} at {mfu:.0%} MFU" for mfu in RUN_MFUS)
+    yield f"train: {steps:,} steps take {times}, without evaluations{more}"
 
 
 def _fits(program: Program, memory: int | None) -> str:

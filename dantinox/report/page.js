@@ -1,5 +1,7 @@
 // The report, which shows one complete sample at a time.
 
+const PART_TOKENS = 100;
+
 /** Rebuilds the tokens of a sample from its columns. */
 function unpack(sample) {
   const {columns, lists} = sample;
@@ -26,8 +28,19 @@ function drawText() {
   state.nodes = sample.tokens.map(tokenNode);
   byId("prompt").textContent = sample.prompt;
   const nothing = element("em", {role: "option", "aria-selected": "false"}, "No token was generated.");
-  byId("tokens").replaceChildren(...(state.nodes.length ? state.nodes : [nothing]));
+  byId("tokens").replaceChildren(...(state.nodes.length ? partsOf(state.nodes) : [nothing]));
   shade();
+}
+
+/** Groups the tokens of a long text into parts of whole lines; the browser lays out only the parts in view. */
+function partsOf(nodes) {
+  const parts = [[]];
+  nodes.forEach((node, i) => {
+    parts.at(-1).push(node);
+    if (parts.at(-1).length >= PART_TOKENS && state.sample.tokens[i].text.endsWith("\n")) parts.push([]);
+  });
+  const [first, ...others] = parts.filter((part) => part.length); // the first line continues the prompt
+  return [...first, ...others.map((part) => element("span", {class: "part", role: "presentation"}, ...part))];
 }
 
 // Header and footer.

@@ -190,12 +190,13 @@ function mark(node, isSelected) {
   node.setAttribute("aria-selected", isSelected);
 }
 
-/** Scrolls the text, but not the page, until the token is visible. */
-function reveal(node) {
+/** Scrolls the text, but not the page, until the token is visible. Parts that come into view change their height in the next frame. */
+function reveal(node, frames = 3) {
   const frame = byId("text").getBoundingClientRect();
   const box = node.getBoundingClientRect();
-  if (box.top > frame.top + 8 && box.bottom < frame.bottom - 16) return;
-  byId("text").scrollTop += box.top - frame.top - frame.height / 2;
+  const isVisible = box.top > frame.top + 8 && box.bottom < frame.bottom - 16;
+  if (!isVisible) byId("text").scrollTop += box.top - frame.top - frame.height / 2;
+  if (frames) requestAnimationFrame(() => node === state.nodes[state.at] && reveal(node, frames - 1));
 }
 
 function point(i) {

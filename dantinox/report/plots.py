@@ -5,8 +5,7 @@ import itertools
 import json
 import math
 import warnings
-from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.files import UserError, atomic_write, require_extra
-from dantinox.report.metric_files import iter_csv, iter_jsonl
+from dantinox.report.metric_files import Columns, csv_columns, jsonl_columns
 from dantinox.report.tables import human_count
 
 TRAIN, VALIDATION, GREY = "#8aa4c8", "#c2410c", "#6b7280"
+
+
+Line = tuple[np.ndarray, np.ndarray]  # x and y
 
 
 class Curves(NamedTuple):
@@ -35,30 +37,21 @@ REWARDS = Curves("reward", "val_reward", "mean reward", max)
 
 
 MAX_POINTS = 4000  # of a line: more than the pixels of its width
-NAMES = ("step", "tokens", "ms_per_step", *LOSSES[:2], *REWARDS[:2])
-Columns = Mapping[str, np.ndarray]  # name → float64 `[rows]`, NaN where a row lacks the value
+INTERVALS = ("step", "tokens", "ms_per_step", LOSSES.train, REWARDS.train)
+EVALUATIONS = (*INTERVALS, LOSSES.validation, REWARDS.validation)
 
 
 def read_columns(path_csv: Path, path_jsonl: Path) -> tuple[Columns, Columns]:
-    """Returns the columns `NAMES` of the training intervals and of the evaluations of a run.
+    """Returns the columns `INTERVALS` of the training intervals and `EVALUATIONS` of the evaluations of a run.
 
-    The evaluations stand for the intervals if the log has none. The rows are read one by one, because a long run has millions.
+    The evaluations stand for the intervals if the log has none.
 
     Raises:
       UserError: a file cannot be read or is damaged.
     """
-    evaluations = _columns(iter_csv(path_csv, NAMES))
-    intervals = _columns(row for row in iter_jsonl(path_jsonl) if row.get("kind") == "interval")
+    evaluations = csv_columns(path_csv, EVALUATIONS)
+    intervals = jsonl_columns(path_jsonl, "interval", INTERVALS)
     return (intervals if intervals["step"].size else evaluations), evaluations
-
-
-def _columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
-    columns = {name: array("d") for name in NAMES}
-    for row in rows:
-        for name, column in columns.items():
-            value = row.get(name)
-            column.append(math.nan if value is None else value)
-    return {name: np.frombuffer(column) if column else np.zeros(0) for name, column in columns.items()}
 
 
 def curves_of(evaluations: Columns) -> Curves:
@@ -94,13 +87,15 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
     save_files(out.parent, {out.name: partial(to_png, figure)})
 
 
+NAMED_RUNS = 10  # of a plot with many runs: the best ones, which have a color and an entry in the legend
 BY = {"step": "optimizer step", "tokens": "training tokens", "time": "minutes of training"}
 
 
 def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None:
     """Plots the losses of several runs into the PNG file `out`: validation as lines with points, training as faint lines.
 
-    If the first run has rewards, the plot shows the rewards of all runs.
+    If the first run has rewards, the plot shows the rewards of all runs. Of more than `NAMED_RUNS` runs, only the best have a
+    color and an entry in the legend; the others are grey.
 
     Args:
       logs: name of a run → paths of its CSV and JSON lines.
@@ -112,26 +107,38 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
     """
     figure = new_figure(8, 4.8)
     axes, curves = figure.add_subplot(), None
-    for number, (name, paths) in enumerate(logs.items()):
+    lines: dict[str, tuple[Line, Line]] = {}
+    for name, paths in logs.items():
         intervals, evaluations = read_columns(*paths)
         curves = curves or curves_of(evaluations)
         x_of = _axis_mapping(intervals, evaluations, by)
         train, validation = (
-            (x_of(steps), values)
+            thinned(x_of(steps), values)
             for steps, values in (_points(intervals, curves.train), _points(evaluations, curves.validation))
         )
         if not train[0].size and not validation[0].size:
             raise UserError(f"nothing to plot yet: {paths[0]} and {paths[1]} have no loss")
-        color = f"C{number % 10}"
-        if train[0].size:
-            label = None if validation[0].size else name
-            axes.plot(*thinned(*train), color=color, linewidth=0.9, alpha=0.4, label=label)
-        if validation[0].size:
-            axes.plot(*thinned(*validation), color=color, linewidth=1.8, marker="o", markersize=3.5, label=name)
-    axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
+        lines[name] = train, validation
     curves = curves or LOSSES
+    for name, color in _run_colors(lines, curves).items():
+        train, validation = lines[name]
+        label, width = (None, 0.6) if color == GREY else (name, 1.8)
+        if train[0].size:
+            train_label = None if validation[0].size else label
+            axes.plot(*train, color=color, linewidth=width / 2, alpha=0.4, label=train_label)
+        if validation[0].size:
+            axes.plot(*validation, color=color, linewidth=width, marker="o", markersize=2 * width, label=label)
+    axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
     _label(axes, BY[by], f"{curves.label}, points: validation", "lower right" if curves == REWARDS else "upper right")
     save_files(out.parent, {out.name: partial(to_png, figure)})
+
+
+def _run_colors(lines: Mapping[str, tuple[Line, Line]], curves: Curves) -> dict[str, str]:
+    """Returns the color of each run in the order of drawing. The best runs come last, on top of grey ones."""
+    best = {name: curves.best((validation if validation[1].size else train)[1]) for name, (train, validation) in lines.items()}
+    ranked = sorted(best, key=best.__getitem__, reverse=curves.best is max)
+    named = [name for name in lines if name in ranked[:NAMED_RUNS]]
+    return dict.fromkeys(lines.keys() - set(named), GREY) | {name: f"C{number}" for number, name in enumerate(named)}
 
 
 def draw_rates(key: str, rates: list[float], losses: list[float], smoothed: list[float], marks: Mapping[str, float]) -> bytes:

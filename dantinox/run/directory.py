@@ -160,6 +160,18 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
     return run
 
 
+def check_new_run(path: str | Path) -> None:
+    """Raises the UserError of `create_run` for a new run, and creates no directory."""
+    path = Path(path).absolute()
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        create_run(path)
+    finally:
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
 def is_failed_start(run: RunDirectory) -> bool:
     """Whether a directory holds only what a start leaves that was killed or that failed before its first step."""
     if not (run.path / ".lock").is_file():
@@ -210,12 +222,14 @@ def check_resumable(path: str | Path) -> Path:
     """Returns the path of the config of a run that training can continue.
 
     Raises:
-      UserError: the directory has no config.yaml.
+      UserError: the directory has no config.yaml, or weights without checkpoints, as an imported run.
     """
-    config = RunDirectory(path).config
-    if not config.is_file():
-        raise UserError(f"nothing to resume at {path}: it has no {config.name}")
-    return config
+    run = RunDirectory(path)
+    if not run.config.is_file():
+        raise UserError(f"nothing to resume at {path}: it has no {run.config.name}")
+    if run.weights_or_adapter.is_file() and not run.checkpoints.is_dir():
+        raise UserError(f"nothing to resume at {path}: it has no checkpoints; to fine-tune it, train with --init_from {path}")
+    return run.config
 
 
 def open_run(path: str | Path, *, check: bool = True) -> RunDirectory:

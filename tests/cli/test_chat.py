@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pexpect
@@ -115,6 +117,61 @@ def test_parts_are_shaded():
     assert list(digit_lines([("ab", 1.2), ("c\n", 9.7), ("d", None)], 20)) == ["abc↵", "1 9", "d"]
 
 
+def screen(text, width):
+    """Returns the rows that a terminal shows for printed text with the two codes that `_wrapper` uses."""
+    rows = [""]
+    for code, count, character in re.findall(r"(\x1b\[(\d+)D\x1b\[K)|([^\x1b])", text, re.S):
+        if code:
+            rows[-1] = rows[-1][: -int(count)]
+        elif character == "\n":
+            rows.append("")
+        else:
+            assert len(rows[-1]) < width - 1, "the last column would wrap"
+            rows[-1] += character
+    return rows
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_lines_of_a_terminal_break_between_words(size):
+    text = "the quick brown fox jumps\n\nover a lazydogandmoredogs of 12345678901234567890 words"
+    wrap = chatting._wrapper(16)
+    rows = screen("".join(wrap(text[at : at + size]) for at in range(0, len(text), size)), 16)
+    assert [row.rstrip() for row in rows] == [
+        "the quick brown", "fox jumps", "", "over a", "lazydogandmored", "ogs of", "123456789012345", "67890 words",
+    ]  # fmt: skip
+
+
+def test_closing_an_answer_does_not_wait_for_the_work():
+    begun, release, ended = threading.Event(), threading.Event(), []
+
+    def work():
+        yield "a"
+        begun.set()
+        assert release.wait(20)
+        yield "b"
+        ended.append(True)
+
+    background = chatting._Background()
+    answer = background.iterate(work)
+    assert next(answer) == "a" and begun.wait(20)
+    answer.close()
+    assert background.is_busy()
+    release.set()
+    assert list(background.iterate(lambda: iter_of("c", "d"))) == ["c", "d"]
+    assert ended == [], "closed work stops after its item"
+
+    def fail():
+        raise UserError("no")
+        yield
+
+    with pytest.raises(UserError, match="no"):
+        list(background.iterate(fail))
+
+
+def iter_of(*items):
+    yield from items
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_real_terminal(run_dir, tmp_path, interruptible):
@@ -150,9 +207,11 @@ def test_a_real_terminal(run_dir, tmp_path, interruptible):
     send("/entropy on", "each token is shaded")
     send("/clear", "started a new conversation")
     send("a", "\x1b\\[38;5;\\d+;48;5;\\d+mè")
+    child.sendline("/undo")  # typed ahead: it is kept
+    time.sleep(0.2)
     child.sendintr()
     child.expect(r"\(stopped\)")
-    send("/undo", "removed: a")
+    child.expect("removed: a")
     send("/set max_new_tokens 117", "max_new_tokens 117")
     send("a", r"\(truncated: ")
     send("/retry", r"mè.*mè.*\(truncated: ")

@@ -196,6 +196,7 @@ def test_help_imports_nothing_heavy(words):
         ("adafactor", None, "training.optimizer"),
         ("max_generations", None, "generation.max_new_tokens"),
         ("--kv_budget", None, "kv.budget"),
+        ("kv_*", None, "kv.budget"),
         ("lora.rank is set", "lora", "lora.alpha"),
         ("", "optimizer", "training.lr"),
     ],

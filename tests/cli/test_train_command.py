@@ -221,7 +221,7 @@ def test_train_then_generate_then_resume(dantinox, tmp_path, text):
     assert (run / "samples" / "step_5.txt").read_text(encoding="utf-8").startswith("è")
     code, _, err = dantinox("train", "--run_dir", run, "--resume", "--lr", 1)
     assert code == 2 and "training.lr cannot change when a run is resumed: the run has 0.025, got 1" in err
-    code, out, _ = dantinox("info", run)
+    code, out, _ = dantinox("info", run, "--compare_weights")
     assert code == 0 and "val loss" in out and "weights int8" in out and "perplexity" in out
 
 

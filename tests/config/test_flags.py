@@ -7,7 +7,7 @@ import pytest
 from dantinox.config import UserError, build_config, overlay
 from dantinox.config.flag_values import overrides
 from dantinox.config.flags import Parser, add_config_flags
-from dantinox.config.names import FORMER_NAMES
+from dantinox.config.names import FORMER_NAMES, OTHER_FLAGS, OTHER_NAMES, flat_name
 from dantinox.config.sections import flatten_config
 from dantinox.config.yaml_files import FIELDS
 from tests.error_texts import ERRORS
@@ -109,6 +109,58 @@ def test_a_former_name_is_accepted_in_a_request():
 def test_the_default_of_a_former_name_in_a_saved_config_changes_nothing(objective):
     training = {"objective": objective, "init_from": "runs/x"}
     assert build_config({"training": training | {"dpo_beta": 0.1}}) == build_config({"training": training})
+
+
+def own_flag(key):
+    flat = flat_name(key)
+    return f"--{flat}" if [flat_name(other) for other in FIELDS].count(flat) == 1 else f"--{key}"
+
+
+@pytest.mark.parametrize(("name", "key"), OTHER_NAMES.items())
+def test_a_name_of_another_program_names_the_setting(name, key):
+    section, _, own = key.partition(".")
+    assert name not in {flat_name(other) for other in FIELDS}
+    for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
+        with pytest.raises(UserError) as caught:
+            given(flag, "1")
+        assert str(caught.value) == f"unknown flag {flag}, did you mean {own_flag(key)}?"
+    with pytest.raises(UserError) as caught:
+        build_config({section: {name: 1}}, source="x.yaml")
+    assert str(caught.value) == f"unknown key {section}.{name}, did you mean {key}? (x.yaml)"
+    with pytest.raises(UserError) as caught:
+        build_config({name: 1}, source="x.yaml")
+    assert str(caught.value) == f"no section {name}, did you mean {key}? (x.yaml)"
+
+
+@pytest.mark.parametrize(("name", "advice"), OTHER_FLAGS.items())
+def test_a_flag_of_another_program_says_what_to_do(name, advice):
+    with pytest.raises(UserError) as caught:
+        given(f"--{name}", "1")
+    assert str(caught.value) == f"unknown flag --{name}{advice}"
+
+
+def test_the_dropout_of_other_programs_is_not_that_of_adapters():
+    with pytest.raises(UserError) as caught:
+        config_of("--dropout", "0.1")
+    hint = "lora.dropout has no effect while lora.rank is null, did you mean model.dropout_rate? (command line)"
+    assert str(caught.value) == hint
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"model.n_heads": 3}, "got 128 and 3 (model.dim: my.yaml, line 10; model.n_heads: command line)"),
+        ({"model.dim": 130}, "got 130 and 4 (model.dim: command line; model.n_heads: my.yaml, line 12)"),
+        ({"model.dim": 130, "model.n_heads": 3}, "got 130 and 3 (command line)"),
+        ({}, "got 128 and 3 (my.yaml, line 10)"),
+    ],
+)
+def test_a_conflict_names_the_place_of_each_value(flags, says):
+    tree = {"model": {"dim": 128, "n_heads": 4 if flags else 3}}
+    where = {"model.dim": "my.yaml, line 10", "model.n_heads": "my.yaml, line 12"}
+    with pytest.raises(UserError) as caught:
+        build_config(tree, flags, where, "my.yaml")
+    assert str(caught.value).endswith(says)
 
 
 def test_no_flag_changes_nothing():

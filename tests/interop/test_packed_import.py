@@ -20,8 +20,9 @@ from dantinox.generation.quantized_weights import permute_heads, weight_bytes
 from dantinox.interop import packed_import
 from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
 from dantinox.interop.ggml_quantize import quantize
-from dantinox.interop.gguf import source_from_gguf
+from dantinox.interop.gguf import _type_of_blocks, source_from_gguf
 from dantinox.interop.gguf_file import open_gguf, read_rows, read_tensor
+from dantinox.interop.gguf_file_types import FILE_TYPES
 from dantinox.interop.hf_config import hf_config_to_settings
 from dantinox.interop.hf_weights import from_hf
 from dantinox.interop.packed_import import pack_parameters
@@ -33,6 +34,7 @@ from dantinox.run import RunDirectory, create_run, load_run_config, save_config,
 from dantinox.run.adapters import load_run_weights
 from dantinox.run.weights import StoredArray, load_weights, read_arrays, save_weights
 from dantinox.text import train_tokenizer
+from tests.error_texts import ERRORS
 
 from .test_gguf import NAMED, SYMBOLS, export
 
@@ -195,6 +197,8 @@ def test_an_export_keeps_the_blocks_of_a_packed_run(kind, folder, tmp_path):
     for name, tensor in before.tensors.items():
         assert after.tensors[name][:2] == tensor[:2]
         np.testing.assert_array_equal(read_rows(after, name), read_rows(before, name), err_msg=name)
+    export_checkpoint(tmp_path / "run", tmp_path / "default.gguf", "gguf")
+    assert (tmp_path / "default.gguf").read_bytes() == (tmp_path / "again.gguf").read_bytes(), "the type of the blocks is kept"
     # Matrices in another format are quantized.
     other = {"q4_k_m": "q6_k", "q8_0": "q4_0"}[kind]
     export_checkpoint(tmp_path / "run", tmp_path / "other.gguf", "gguf", other)
@@ -203,6 +207,20 @@ def test_an_export_keeps_the_blocks_of_a_packed_run(kind, folder, tmp_path):
     np.testing.assert_array_equal(
         read_rows(open_gguf(tmp_path / "other.gguf"), name).reshape(-1), raw.view(np.uint8).reshape(-1)
     )
+
+
+def test_blocks_of_no_file_type_need_a_type():
+    shapes = lambda kind: {"a": ((64, 32), FILE_TYPES[kind].base), "b": ((32,), "F32")}  # noqa: E731
+    assert _type_of_blocks({}, shapes) == "f32"
+    assert _type_of_blocks({"Q4_1": 64 * 32}, shapes) == "q4_1"
+    with pytest.raises(UserError, match=ERRORS["no_type_of_gguf_file"]):
+        _type_of_blocks({"Q4_1": 1024, "Q8_0": 1024}, shapes)
+
+
+def test_a_file_name_that_is_no_export_format_is_refused(run_dir, tmp_path, capsys):
+    assert main(["export", str(run_dir), str(tmp_path / "x.bin")]) == 2
+    assert "DEST must be a folder for Hugging Face Transformers, or a .gguf file" in capsys.readouterr().err
+    assert not (tmp_path / "x.bin").exists()
 
 
 @pytest.mark.slow
@@ -221,7 +239,7 @@ def test_a_packed_run_is_exported_and_evaluated(folder, tmp_path):
 def test_info_and_verify_report_a_packed_run(folder, capsys):
     assert main(["info", str(folder / "packed")]) == 0
     lines = capsys.readouterr().out
-    assert re.search(r"weights packed +[\d.]+ \wB +Q4_K [\d.]+ \wB, Q6_K", lines)
+    assert re.search(r"weights +[\d.]+ \wB \(Q4_K [\d.]+ \wB, Q6_K [\d.]+ \wB, float32", lines)
     assert verify_run(RunDirectory(folder / "packed")).damage == []
     assert main(["import", str(folder / "x.gguf"), "--run_dir", str(folder / "again")]) == 0
     assert "Q4_K, Q6_K" in capsys.readouterr().out

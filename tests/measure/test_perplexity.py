@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,13 @@ import pytest
 from dantinox.cli import main
 from dantinox.config import UserError
 from dantinox.generation import load
-from dantinox.measure.perplexity import ScoringInput, measure_perplexity, score_sequences, sliding_windows
+from dantinox.measure.perplexity import (
+    ScoringInput,
+    measure_perplexity,
+    perplexity_lines,
+    score_sequences,
+    sliding_windows,
+)
 from dantinox.measure.texts import read_documents
 
 TEXT = "aè€😀b\nc, and what no circle says: " * 4
@@ -92,6 +99,18 @@ def test_windows_score_each_token_once_with_enough_context(count, context, strid
     for text in found:
         assert len(text.ids) <= context
         assert text.ids[0] == 0 or len(text.ids) - text.new >= context - stride
+
+
+def test_a_long_text_is_truncated_and_the_time_is_estimated_first(run_dir, tmp_path):
+    file, lines = tmp_path / "text.txt", []
+    file.write_text("a" * 10_000, encoding="utf-8")
+    found = measure_perplexity(run_dir, str(file), progress=lines.append)
+    assert (found.tokens, found.bytes, found.truncated) == (8192, 8192, True)
+    windows = 1 + math.ceil((8193 - 128) / 64)  # of 128 tokens, 64 apart, with the BOS token
+    assert re.match(rf"{windows} windows of 128 tokens take at least \d+s at \d+ GFLOP/s$", lines[0])
+    assert any("the beginning" in line for line in perplexity_lines(found))
+    file.write_text("a" * 100, encoding="utf-8")
+    assert not measure_perplexity(run_dir, str(file)).truncated
 
 
 @pytest.mark.parametrize(

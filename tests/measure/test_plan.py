@@ -12,6 +12,7 @@ import pytest
 
 from dantinox import cli
 from dantinox.config import ExpertsConfig, LatentConfig, UserError, build_config, dump_config
+from dantinox.distributed import make_layout
 from dantinox.measure import topology as topologies
 from dantinox.measure.plan import (
     Collectives,
@@ -21,11 +22,13 @@ from dantinox.measure.plan import (
     matrix_parameters,
     parse_needed_bytes,
     plan_lines,
+    training_programs,
 )
 from dantinox.measure.topology import CUDNN_MODULE, _emulate_h100, find_topology
 from dantinox.model.flops import attention_flops
 from dantinox.model.parameters import abstract_model
 from dantinox.programs import CHIPS
+from dantinox.report.tables import human_time
 from dantinox.training.step import TrainStep
 from tests.error_texts import ERRORS
 
@@ -149,14 +152,15 @@ def test_bytes_by_hand(programs):
     train, batch = programs["train"], 4 * 4 * 32 * 4
     # Weights and two moments, three step counters, two pairs of sums; the metrics are three numbers.
     assert 3 * weights + batch < train.bytes.arguments < 3 * weights + batch + 100
-    assert train.traffic == pytest.approx(2 * 3 * weights + batch, abs=200)
+    assert train.traffic - 2 * train.bytes.temp == pytest.approx(2 * 3 * weights + batch, abs=200)
     assert train.bytes.alias >= 3 * weights and train.needs == train.bytes.peak
     assert 0 <= programs["evaluation"].bytes.arguments - weights - 4 * 256 * 32 * 4 < 100
     # Decoding has a separate output layer in addition to the embedding table, and reads only that layer.
     decode = programs["decode"]
     assert 0 <= decode.bytes.arguments - weights - head - cache < 300
     assert cache <= decode.bytes.alias < cache + 300
-    assert decode.traffic == programs["prefill"].traffic == weights + cache
+    for program in (decode, programs["prefill"]):
+        assert program.traffic == weights + cache + 2 * program.bytes.temp
     assert all(program.fits and program.compute_seconds is None and program.failure is None for program in programs.values())
 
 
@@ -197,6 +201,14 @@ def test_time_bounds_follow_from_published_figures(plan, config, monkeypatch):
     assert train.compute_seconds == train.flops / 1e9 and train.memory_seconds == train.traffic / 1e6
     assert train.collectives == {"all-gather": Collectives(1, 3 * 128)} and train.link_seconds == 3 * 128 / 1e5
     assert train.mfu == train.compute_seconds / max(train.compute_seconds, train.memory_seconds)
+    # Temporary buffers are written and read once; an all-gather receives the parts of three other devices.
+    model = config.trained_architecture(259)
+    by_hand, *_ = next(training_programs(config, model, TrainStep, make_layout(config, model, here.devices)))
+    assert train.traffic == by_hand.traffic + 2 * 300 + 3 * 128
+    assert found.steps is None and "train: 1,000 steps take" in "\n".join(plan_lines(found))
+    seconds = 4 * 32 * (6 * N + 12 * 16 * (5 + 32)) * 50_000 / 1e9
+    timed = "\n".join(plan_lines(replace(found, steps=50_000), 200))
+    assert f"50,000 steps take {human_time(seconds)} at 100% MFU and {human_time(seconds / 0.4)} at 40% MFU" in timed
     again = config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": True})})
     compiled = iter([program] * 4)
     twice = make_plan(target, again, 259, TrainStep).programs[0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import dantinox.report.metric_files as metrics
 from dantinox.config import UserError
 from dantinox.report import MetricsLog, read_csv, read_jsonl
-from dantinox.report.metric_files import COLUMNS
+from dantinox.report.metric_files import COLUMNS, csv_columns, jsonl_columns
 from tests.error_texts import ERRORS
 
 
@@ -146,3 +146,41 @@ def test_a_file_that_is_not_a_log_raises_a_user_error(log):
                 assert len(str(error).splitlines()) == 1
             else:
                 assert read is read_csv and b"{" in content, (read, content)
+
+
+def test_columns_equal_the_rows_of_a_log_of_several_blocks(log, monkeypatch):
+    monkeypatch.setattr(metrics, "BLOCK_BYTES", 100)
+    rows = [{"step": i, "train_loss": 1 / i, "tokens": 100 * i} | ({"val_reward": -i} if i % 2 else {}) for i in range(1, 9)]
+    for row in rows:
+        log.evaluation(row)
+        log.event("interval", row | {"train_loss": float("nan")})
+    names = ("tokens", "train_loss", "val_reward", "unknown")
+    wanted = {name: [row.get(name, np.nan) for row in rows] for name in names}
+    with open(log.path_csv, "a") as csv_file, open(log.path_jsonl, "a") as jsonl_file:
+        csv_file.write("9,1")
+        jsonl_file.write('{"kind": "inter')
+    evaluations = csv_columns(log.path_csv, names)
+    intervals = jsonl_columns(log.path_jsonl, "interval", names)
+    for name in names:
+        np.testing.assert_array_equal(evaluations[name], wanted[name])
+        np.testing.assert_array_equal(intervals[name], [np.nan] * 8 if name == "train_loss" else wanted[name])
+    assert csv_columns(log.path_csv, ("unknown",))["unknown"].shape == (8,)
+
+
+def test_columns_of_a_missing_log_are_empty(tmp_path):
+    for columns in (csv_columns(tmp_path / "no.csv", ("step",)), jsonl_columns(tmp_path / "no.jsonl", "interval", ("step",))):
+        assert columns["step"].shape == (0,)
+
+
+@pytest.mark.parametrize("content", [b"step,loss\n1,abc\n", b"step\n1,2,3\n", b"step,loss\n1\n2,3,4\n", b"step\n\xff\xfe\n"])
+def test_columns_of_a_damaged_log_raise_a_user_error(log, content):
+    log.path_csv.write_bytes(content)
+    with pytest.raises(UserError, match=ERRORS["is_not_a_training_log"]):
+        csv_columns(log.path_csv, ("step", "loss"))
+
+
+@pytest.mark.parametrize("content", [b"{\n", b"[1]\n", b'{"kind": "interval", "step": "x"}\n', b"{}, {}]\n", b"\xff\n"])
+def test_columns_of_damaged_json_lines_raise_a_user_error(log, content):
+    log.path_jsonl.write_bytes(content)
+    with pytest.raises(UserError, match=ERRORS["is_not_json_lines"]):
+        jsonl_columns(log.path_jsonl, "interval", ("step",))

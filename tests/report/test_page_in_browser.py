@@ -116,6 +116,20 @@ def test_a_click_selects_one_of_two_thousand_tokens(opened, long_trace):
     assert long_trace["tokens"][30]["strategy"] in find(browser, ".head").text
 
 
+def test_parts_of_a_long_text_have_the_same_lines_as_the_whole_text(opened, long_trace):
+    browser = opened(long_trace)
+    assert text_on_screen(browser) == long_trace["text"]
+    parts = browser.execute_script("return [...document.querySelectorAll('.part')].map((part) => part.textContent)")
+    assert len(parts) > 10 and all(part.endswith("\n") for part in parts[:-1])
+    height = """
+        document.querySelectorAll('.part').forEach((part) => {
+          part.style.contentVisibility = 'visible';
+          part.style.display = arguments[0];
+        });
+        return document.getElementById('text').scrollHeight"""
+    assert browser.execute_script(height, "block") == browser.execute_script(height, "inline")
+
+
 def test_selecting_is_fast(opened, long_trace):
     browser = opened(long_trace)
     load = browser.execute_script("return performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")

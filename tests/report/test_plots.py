@@ -54,6 +54,31 @@ def test_several_runs_are_drawn_into_one_plot(log, tmp_path, by, monkeypatch):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_legend_of_many_runs_has_the_ten_best(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    labels, colors = [], set()
+    original = Axes.plot
+
+    def plot(self, x, y, **options):
+        labels.append(options["label"])
+        colors.add(options["color"])
+        return original(self, x, y, **options)
+
+    monkeypatch.setattr(Axes, "plot", plot)
+    logs = {}
+    for number in range(30):
+        log = MetricsLog(tmp_path / f"{number}.csv", tmp_path / f"{number}.jsonl")
+        log.evaluation({"step": 10, "val_loss": 5.0 - number})
+        log.evaluation({"step": 20, "val_loss": 50.0 - number})
+        log.path_jsonl.unlink()
+        logs[f"run {number}"] = log.path_csv, log.path_jsonl
+    plot_runs(logs, "step", tmp_path / "a.png")
+    assert [label for label in labels if label] == [f"run {number}" for number in range(20, 30)]
+    assert labels.count(None) == 20 and len(colors) == 11
+
+
 def test_a_log_without_losses_raises_a_user_error(log, tmp_path):
     with pytest.raises(UserError, match=ERRORS["nothing_to_plot_yet"]):
         plot_loss(log.path_csv, log.path_jsonl, tmp_path / "a.png")

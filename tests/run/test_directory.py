@@ -21,6 +21,7 @@ from dantinox.run import (
     open_run,
     save_config,
 )
+from dantinox.run.directory import check_new_run, check_resumable
 from tests.error_texts import ERRORS
 
 from .small import sentence
@@ -79,6 +80,27 @@ def test_a_directory_with_other_files_needs_resume(tmp_path, name):
     (tmp_path / ".lock").unlink()
     (tmp_path / name).unlink()
     assert "is not empty" in sentence(create_run, tmp_path), "no start of a run has made it"
+
+
+def test_weights_without_checkpoints_cannot_be_resumed(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.config.write_text("model: {}")
+    assert check_resumable(tmp_path) == run.config, "a start without weights"
+    run.weights.touch()
+    with pytest.raises(UserError, match=ERRORS["no_checkpoints_to_fine_tune"]):
+        check_resumable(tmp_path)
+    run.checkpoints.mkdir()
+    assert check_resumable(tmp_path) == run.config
+
+
+def test_a_check_of_a_new_run_creates_no_directory(tmp_path):
+    check_new_run(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file", tmp_path / "file" / "b", "/proc/x"):
+        with pytest.raises(UserError):
+            check_new_run(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_an_existing_file_raises_one_sentence(tmp_path):
