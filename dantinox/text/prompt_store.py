@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 from dantinox.files import UserError
 from dantinox.text.batch_rows import MixtureRows, ShuffledRows
 from dantinox.text.chat_template import ChatTemplate
-from dantinox.text.conversations import FIRST_TOKEN, Encoded, Example, prompt_messages, template_fields
+from dantinox.text.conversations import FIRST_TOKEN, EncodedConversation, Example, prompt_messages, template_fields
 from dantinox.text.token_store import Counts, TokenStore
 from dantinox.text.tool_prompts import chat_prompt
 
@@ -151,13 +150,17 @@ class _Indices:
         return self._indices[chosen_N][:, None]
 
 
-def prompt_examples(records: Iterable[tuple[str, dict]], corpus: str, *, template: ChatTemplate) -> Iterator[Example]:
-    """Yields an example for each record: its prompt, with the beginning of the answer."""
-    for where, record in records:
-        yield Example(None, partial(_encode_prompt, where, record, template))
+def prompt_examples(records: Iterable[tuple[str, dict]], corpus: str) -> Iterator[Example]:
+    """Yields an example for each record: its file and line, and the record."""
+    return (Example(None, [found]) for found in records)
 
 
-def _encode_prompt(where: str, record: Mapping[str, Any], template: ChatTemplate, part: int, source: int) -> list[Encoded]:
+def encode_prompts(records: Sequence[tuple[str, dict]], template: ChatTemplate) -> list[EncodedConversation]:
+    """Returns the prompts of records, each with its file and line, with the beginning of the answer."""
+    return [_encode_prompt(where, record, template) for where, record in records]
+
+
+def _encode_prompt(where: str, record: Mapping[str, Any], template: ChatTemplate) -> EncodedConversation:
     try:
         messages = prompt_messages(record)
         ids = np.array(chat_prompt(template, messages, *template_fields(record)).ids, np.int32)
@@ -167,9 +170,7 @@ def _encode_prompt(where: str, record: Mapping[str, Any], template: ChatTemplate
         raise UserError(f"{error} ({where})") from None
     marks = np.zeros(len(ids), np.uint8)
     marks[0] = FIRST_TOKEN
-    texts = [message["content"] or "" for message in messages]
-    counts = Counts(len(ids), 1, sum(map(len, texts)), sum(len(text.encode()) for text in texts))
-    return [Encoded(part, source, ids, counts, marks, json.dumps(record).encode())]
+    return EncodedConversation(ids, marks, [message["content"] or "" for message in messages], json.dumps(record).encode())
 
 
 def read_records(path: Path) -> list[bytes]:
