@@ -77,12 +77,11 @@ class _CorpusPlan(NamedTuple):
             for number, (corpus, extent, val_start) in enumerate(zip(self.corpora, self.extents, self.val_starts, strict=True)):
                 position = 0
                 for document, text in corpus.read_text(extent.digest):
-                    split = min(max(val_start - position, 0), len(text))
-                    position += len(text)
-                    if split and 0 in parts:
-                        yield TextChunk(0, (number, document), text[:split])
-                    if split < len(text) and 1 in parts:
-                        yield TextChunk(1, (number, document), text[split:])
+                    start, position = position, position + len(text)
+                    if start < val_start and 0 in parts:
+                        yield TextChunk(0, (number, document), text[: val_start - start])
+                    if position > val_start and 1 in parts:
+                        yield TextChunk(1, (number, document), text[max(val_start - start, 0) :])
 
 
 def prepare_data(

@@ -28,6 +28,7 @@ RENDERER = Path(__file__).with_name("rendering.py")
 CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS = 5, 1 << 30, 1 << 24
 REQUEST_BYTES = 1 << 18  # of the conversations in one request, if they are several
 
+_JSON = json.JSONEncoder(allow_nan=False)
 END_MARK = "4b1e3a9c5d0f8b27"  # marks the end of the last message in a rendered conversation; no text has it by chance
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token"}
 
@@ -319,7 +320,7 @@ class ChatTemplate:
         values = self._escape({**(variables or {}), **({"tools": list(tools)} if tools else {})})
         try:
             request = {"cuts": cuts, "messages": self._check_messages(messages), "values": values}
-            return json.dumps(request, allow_nan=False).encode()
+            return _JSON.encode(request).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"messages must be plain JSON: {error}") from None
 

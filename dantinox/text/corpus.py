@@ -1,7 +1,6 @@
 """A corpus: documents that are read in parts. Error messages name the file and the line or byte."""
 
 import codecs
-import contextlib
 import hashlib
 import io
 import json
@@ -245,9 +244,9 @@ def _records(source: Source, field: str, content: Any) -> Iterator[tuple[bool, s
 def _parse(line: bytes) -> Any:
     try:
         text = line.decode("utf-8-sig" if line.startswith(codecs.BOM_UTF8) else "utf-8")
-        with contextlib.suppress(ValueError):  # `loads` below names the error
+        if text[:1] == "{":  # faster than `loads`
             value, end = _JSON.raw_decode(text)
-            if text[end:] in ("", "\n", "\r\n"):
+            if text[end:] in ("\n", "", "\r\n"):
                 return value
         return json.loads(text)
     except UnicodeDecodeError as error:

@@ -192,7 +192,9 @@ class Tokenizer:
             return [self._encode_characters(text) for text in texts]
         encoded = [_to_bytes(text) for text in texts]
         if self.kind == "byte":
-            return [np.frombuffer(data, np.uint8).astype(np.int32) for data in encoded]
+            ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.int32)
+            ends = itertools.accumulate(map(len, encoded), initial=0)
+            return [ids[start:end] for start, end in itertools.pairwise(ends)]
         try:
             encoder = self._dropout_encoder if dropout and self.dropout else self._encoder_for(texts)
             encodings = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -315,7 +317,7 @@ class Tokenizer:
         single_names, pattern = self._escape_pattern
         if short := next((name for name in single_names if name in text), None):
             raise UserError(f"the text contains {short!r}, which is a special token of this vocabulary")
-        return pattern.sub("\\1\0", text)
+        return pattern.sub("\\1\0", text) if self._special_pattern.search(text) else text  # the search is faster
 
     @cached_property
     def _escape_pattern(self) -> tuple[list[str], re.Pattern[str]]:
