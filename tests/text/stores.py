@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from dantinox.config import Config, TokenizerSection, build_config
-from dantinox.text import Tokenizer, build_store, corpus, train_tokenizer
+from dantinox.text import Tokenizer, build_store, conversations, corpus, train_tokenizer
 from dantinox.text.token_pieces import byte_letters
 
 WORDS = "Nel mezzo del cammin di nostra vita é ß 猫 <eos> 😀 mi ritrovai x".split()
@@ -118,6 +118,8 @@ def use_small_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(build_store, "CHUNK_CHARACTERS", 50)
     patch.setattr(build_store, "BATCH_CHARACTERS", 300)
     patch.setattr(corpus, "BLOCK_BYTES", 90)
+    patch.setattr(build_store, "BATCH_EXAMPLES", 3)
+    patch.setattr(conversations, "BATCH_EXAMPLES", 3)
 
 
 def content_digest(directory: Path) -> str:
