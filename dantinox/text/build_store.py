@@ -15,7 +15,6 @@ import numpy as np
 
 from dantinox.config import Config
 from dantinox.files import UserError, atomic_write, wrap_os_errors
-from dantinox.text import corpus, store_writer
 from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore
 from dantinox.text.conversations import (
@@ -27,9 +26,19 @@ from dantinox.text.conversations import (
     encode_conversations,
     store_options,
 )
-from dantinox.text.corpus import Corpus, Extent, split_text
+from dantinox.text.corpus import BLOCK_BYTES, Corpus, Extent, split_text
 from dantinox.text.hub import fetch_datasets
 from dantinox.text.prompt_store import PromptStore, encode_prompts, prompt_examples, read_records
+from dantinox.text.store_writer import (
+    MARKS,
+    RECORDS,
+    STATE,
+    TOKENIZER,
+    TOKENS,
+    content_digest,
+    remove_partial,
+    write_partial,
+)
 from dantinox.text.token_store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
@@ -138,7 +147,7 @@ def prepare_data(
         options["encoding"] = ENCODING
         wanted = {"format": FORMAT, "sources": list(digests), "tokenizer": tokenizer.fingerprint, "options": options}
         header = _read_header(directory, wanted) or _build_store(encode, tokenizer, directory, wanted)
-        (directory / store_writer.TOKENIZER).unlink(missing_ok=True)
+        (directory / TOKENIZER).unlink(missing_ok=True)
         return tokenizer, _open_store(directory, header, config, tokenizer)
 
 
@@ -182,7 +191,11 @@ def _corpora(config: Config) -> tuple[Corpus, ...]:
     if data.path is None:
         raise UserError("no training text: set data.path in the config, or pass --data_path")
     paths = data.path if data.mixture and isinstance(data.path, tuple) else (data.path,)
-    return tuple(Corpus.open(path, data.text_field) for path in (*paths, data.val_path) if path is not None)
+    skip_bad = data.on_bad_file == "skip"
+    corpora = tuple(Corpus.open(path, data.text_field, skip_bad) for path in (*paths, data.val_path) if path is not None)
+    if skip_bad:
+        return tuple(corpus.without_bad_files(config.data_objective != "next_token") for corpus in corpora)
+    return corpora
 
 
 def _make_plan(config: Config) -> _CorpusPlan:
@@ -221,8 +234,13 @@ def _make_tokenizer(config: Config, plan: _CorpusPlan, directory: Path, progress
 
     if not is_bpe:  # takes no longer than reading the corpus
         return train_tokenizer(config.tokenizer, documents)
-    digests, kept = [extent.digest for extent in plan.extents], directory / store_writer.TOKENIZER
-    inputs = {"sources": digests, "val_starts": plan.val_starts, "vocab_size": config.tokenizer.vocab_size, "encoding": ENCODING}
+    digests, kept = [extent.digest for extent in plan.extents], directory / TOKENIZER
+    inputs = {
+        "sources": digests,
+        "val_starts": plan.val_starts,
+        "vocab_size": config.tokenizer.vocab_size,
+        "encoding": ENCODING,
+    }
     written = json.dumps(inputs)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, UserError):
         saved = json.loads(kept.read_bytes())
@@ -274,23 +292,23 @@ def _build_store(encode: EncodeFrom, tokenizer: Tokenizer, directory: Path, want
 def _write_store(encode: EncodeFrom, tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     # The sizes determine the items of a partial store.
-    inputs = wanted | {"sizes": [CHUNK_CHARACTERS, BATCH_CHARACTERS, corpus.BLOCK_BYTES, BATCH_EXAMPLES]}
-    written = store_writer.write_partial(encode, dtype, directory, inputs, len(wanted["sources"]))
-    stem = f"tokens-{store_writer.content_digest(directory, np.dtype(dtype).itemsize)[:16]}"
+    inputs = wanted | {"sizes": [CHUNK_CHARACTERS, BATCH_CHARACTERS, BLOCK_BYTES, BATCH_EXAMPLES]}
+    written = write_partial(encode, dtype, directory, inputs, len(wanted["sources"]))
+    stem = f"tokens-{content_digest(directory, np.dtype(dtype).itemsize)[:16]}"
     train, val = (Counts(*numbers)._asdict() for numbers in written.counts)
     header = wanted | {"file": f"{stem}.bin", "dtype": dtype, "train": train, "val": val}
-    (directory / store_writer.STATE).unlink()
+    (directory / STATE).unlink()
     if "objective" in wanted["options"]:
         header["marks"] = f"{stem}.marks"
-        os.replace(directory / store_writer.MARKS, directory / header["marks"])
+        os.replace(directory / MARKS, directory / header["marks"])
     if written.sizes[2]:
         header |= {"records": f"{stem}.records", "records_bytes": written.sizes[2]}
-        os.replace(directory / store_writer.RECORDS, directory / header["records"])
-    os.replace(directory / store_writer.TOKENS, directory / header["file"])
+        os.replace(directory / RECORDS, directory / header["records"])
+    os.replace(directory / TOKENS, directory / header["file"])
     if "sources" in wanted["options"]:
         header["mixture"] = written.sources[: wanted["options"]["sources"]]
     atomic_write(directory / HEADER, json.dumps(header, indent=1))
-    store_writer.remove_partial(directory)
+    remove_partial(directory)
     for old in directory.glob("tokens-*"):
         if old.stem != stem:
             old.unlink()

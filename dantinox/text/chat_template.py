@@ -233,9 +233,9 @@ class ChatTemplate:
             list(dict.fromkeys([(len(c.messages), False), *((i, True) for i in its), *((i + 1, False) for i in its)]))
             for c, its in zip(conversations, turns, strict=True)
         ]
-        rendered = self._render([
-            Rendering(c.messages, its, c.tools, c.variables) for c, its in zip(conversations, cuts, strict=True)
-        ])
+        rendered = self._render(
+            [Rendering(c.messages, its, c.tools, c.variables) for c, its in zip(conversations, cuts, strict=True)]
+        )
         full_texts = [texts[0] for texts in rendered if not isinstance(texts, UserError)]
         encoded = iter(self._tokenizer.encode_specials_batch(full_texts))
         return [

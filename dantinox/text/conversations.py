@@ -191,9 +191,7 @@ def store_options(template: ChatTemplate, objective: str, data: DataSection) -> 
     return {"objective": objective, "template": digest, "val_fraction": data.val_fraction}
 
 
-def conversation_examples(
-    records: Iterable[tuple[str, dict]], corpus: str, *, objective: str
-) -> Iterator[Example]:
+def conversation_examples(records: Iterable[tuple[str, dict]], corpus: str, *, objective: str) -> Iterator[Example]:
     """Yields the examples of an objective; see `conversations_of_record` and `with_mismatched_completions`."""
     form = RECORD_FORMS[objective]
     conversations: Iterator[Sequence[TrainingConversation]]
@@ -266,7 +264,9 @@ def _with_prompt(record: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[l
     completions = [_messages(record, key, "assistant") for key in keys]
     if implicit:
         return [(completion, _common_messages(*completions)) for completion in completions]
-    found = [_join_completion(record["prompt"], prompt, completion, key) for key, completion in zip(keys, completions, strict=True)]
+    found = [
+        _join_completion(record["prompt"], prompt, completion, key) for key, completion in zip(keys, completions, strict=True)
+    ]
     if len(found) == 2 and found[0][0][: found[0][1]] != found[1][0][: found[1][1]]:
         raise UserError(f"the fields {keys[0]!r} and {keys[1]!r} begin with different prompts")
     if len(found) == 2 and all(messages is completion for (messages, _), completion in zip(found, completions, strict=True)):
@@ -357,9 +357,7 @@ def _messages(record: Mapping[str, Any], key: str, role: str) -> list[Message]:
     raise UserError(f"the field {key!r} must be {text}a list of messages, got {quote(value)}")
 
 
-def encode_conversations(
-    conversations: Sequence[TrainingConversation], template: ChatTemplate
-) -> list[EncodedConversation]:
+def encode_conversations(conversations: Sequence[TrainingConversation], template: ChatTemplate) -> list[EncodedConversation]:
     """Returns the tokens of conversations.
 
     Raises:
@@ -375,7 +373,7 @@ def encode_conversations(
             raise UserError(f"a conversation has no assistant message to train on ({where})")
         marks = np.where(mask, IN_LOSS, 0).astype(np.uint8)
         marks[0] |= FIRST_TOKEN | (DESIRABLE if label else 0)
-        answers = [message["content"] or "" for message in itertools.compress(messages, in_loss)]
+        answers = [message["content"] or "" for message in itertools.compress(messages, in_loss or ())]
         encoded.append(EncodedConversation(ids, marks, answers))
     return encoded
 

@@ -7,7 +7,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from dantinox.files import UserError, quote
 from dantinox.text.builtin_recall import FIELD
 from dantinox.text.compressed_files import open_decompressed
-from dantinox.text.sources import Source, find_sources
+from dantinox.text.sources import Source, find_sources, warn_skipped
 
 BLOCK_BYTES = 4 << 20
 RECORD_BYTES = 1 << 28  # a record is read into memory as a whole
@@ -66,9 +66,32 @@ class Corpus:
     text_field: str = "text"
 
     @classmethod
-    def open(cls, paths: str | tuple[str, ...], text_field: str = "text") -> "Corpus":
+    def open(cls, paths: str | tuple[str, ...], text_field: str = "text", skip_bad: bool = False) -> "Corpus":
         """Finds the files of a corpus; see `find_sources`."""
-        return cls(paths if isinstance(paths, str) else ", ".join(paths), find_sources(paths), text_field)
+        return cls(paths if isinstance(paths, str) else ", ".join(paths), find_sources(paths, skip_bad), text_field)
+
+    def without_bad_files(self, as_records: bool) -> "Corpus":
+        """Returns the corpus without the files that cannot be read. A warning names each of them, with the reason.
+
+        Args:
+          as_records: whether the corpus is read by `records` instead of `read_text`.
+
+        Raises:
+          UserError: no file can be read.
+        """
+        good, first = [], None
+        for source in self.sources:
+            alone = replace(self, sources=(source,))
+            try:
+                for _ in alone.records() if as_records else alone.read_text():
+                    pass
+                good.append(source)
+            except UserError as error:
+                warn_skipped(error)
+                first = first or error
+        if not good:
+            raise UserError(f"no file of the corpus {self.name} can be read: {first}")
+        return replace(self, sources=tuple(good))
 
     def digest(self) -> str:
         """Returns the SHA-256 (hex) over the SHA-256 digests of all files, decompressed but not decoded."""

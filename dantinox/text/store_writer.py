@@ -1,4 +1,4 @@
-"""Writes the tokens of a store. An interrupted build leaves a partial store, and the next build with the same inputs continues it."""
+"""Writes the tokens of a store. An interrupted build leaves a partial store, which the next one with equal inputs continues."""
 
 import contextlib
 import hashlib
@@ -107,11 +107,15 @@ def has_partial(directory: Path) -> bool:
 def content_digest(directory: Path, item_size: int) -> str:
     """Returns the SHA-256 (hex) of a complete partial store. The tokens, marks and record of each conversation are adjacent."""
     digest = hashlib.sha256()
-    with open(directory / TOKENS, "rb") as tokens, open(directory / MARKS, "rb") as marks, open(directory / RECORDS, "rb") as records:
+    with (
+        open(directory / TOKENS, "rb") as tokens,
+        open(directory / MARKS, "rb") as marks,
+        open(directory / RECORDS, "rb") as records,
+    ):
         flags = np.frombuffer(marks.read(), np.uint8)
         for start, end in pairwise([*np.flatnonzero(flags & FIRST_TOKEN).tolist(), len(flags)]):
             digest.update(tokens.read((end - start) * item_size))
-            digest.update(flags[start:end])
+            digest.update(flags[start:end].tobytes())
             digest.update(records.readline().removesuffix(b"\n"))
         while block := tokens.read(BLOCK_BYTES):  # plain text has no marks
             digest.update(block)

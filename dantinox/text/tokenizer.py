@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -221,29 +221,32 @@ class Tokenizer:
                 self._encode_characters(part)  # raises for unknown characters
             named = [SPECIAL_PREFIX + name for name in parts[1::2]]
             joined.append("".join(itertools.chain.from_iterable(zip(plain, [*named, ""], strict=True))))
-        encoded = [_to_bytes(text) for text in joined]
-        by_length = self._source_bytes_V is not None
-        encode = self._encoder.encode_batch_fast if by_length else self._encoder.encode_batch
-        found = []
-        for text, parts, joined_text, data, encoding in zip(
-            texts, split, joined, encoded, encode(joined, add_special_tokens=False), strict=True
-        ):
-            ids_N = np.array(encoding.ids, np.int32)
-            ends_N = self._ends_by_length(text, ids_N, len(data)) if by_length else None
-            if ends_N is None:
-                offsets = encoding.offsets if not by_length else self._encoder.encode(joined_text, add_special_tokens=False).offsets
-                ends_N = self._ends_by_offset(parts, ids_N, offsets)
-            found.append((ids_N, ends_N))
-        return found
+        sizes = [len(_to_bytes(text)) for text in joined]
+        lengths_V = self._source_bytes_V
+        encode = self._encoder.encode_batch if lengths_V is None else self._encoder.encode_batch_fast
+        encodings = encode(joined, add_special_tokens=False)
+        found = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        ends: list[np.ndarray | None]
+        if lengths_V is None:
+            ends = [self._ends_by_offset(*item) for item in zip(split, found, encodings, strict=True)]
+        else:
+            lengths = [lengths_V[ids_N] for ids_N in found]
+            ends = [self._ends_by_length(*item) for item in zip(texts, found, lengths, sizes, strict=True)]
+        encode_one = partial(self._encoder.encode, add_special_tokens=False)
+        return [
+            (ids_N, self._ends_by_offset(parts, ids_N, encode_one(text)) if ends_N is None else ends_N)
+            for parts, text, ids_N, ends_N in zip(split, joined, found, ends, strict=True)
+        ]
 
-    def _ends_by_length(self, text: str, ids_N: np.ndarray, size: int) -> np.ndarray | None:
+    def _ends_by_length(self, text: str, ids_N: np.ndarray, lengths_N: np.ndarray, size: int) -> np.ndarray | None:
         """Returns the end of each token's text, or None if the tokens do not stand for the bytes of the text.
 
         Args:
           text: the text, in which NULs are no part of a token.
+          ids_N, lengths_N: the tokens, and the number of bytes that each stands for.
           size: the number of bytes that were encoded, with the prefix of special token names.
         """
-        ends_N = np.cumsum(self._source_bytes_V[ids_N])
+        ends_N = np.cumsum(lengths_N)
         special = len(SPECIAL_PREFIX) * int(np.count_nonzero(self.is_special_V[ids_N]))
         if (ends_N[-1] if len(ends_N) else 0) + special != size:
             return None
@@ -253,11 +256,12 @@ class Tokenizer:
         widths = np.where(codes > 0, 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF), 0)
         return np.searchsorted(np.cumsum(widths), ends_N) + 1
 
-    def _ends_by_offset(self, parts: Sequence[str], ids_N: np.ndarray, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    def _ends_by_offset(self, parts: Sequence[str], ids_N: np.ndarray, encoding: Any) -> np.ndarray:
         """Returns the end of each token's text from the offsets of the library.
 
         Args:
           parts: the text; every second part is the name of a special token.
+          ids_N, encoding: the tokens, and the result of the library that contains them.
         """
         origins, ends, offset = [np.zeros(0, np.int64)], [], 0  # positions of encoded characters, ends of special tokens
         for number, part in enumerate(parts):
@@ -268,7 +272,7 @@ class Tokenizer:
                 origins.append(offset + np.flatnonzero(np.frombuffer(part.encode("utf-32-le"), "<u4")))
             offset += len(part)
         origin = np.concatenate(origins)
-        ends_N = np.array([origin[end - 1] + 1 if end else 0 for _, end in offsets], np.int64)
+        ends_N = np.array([origin[end - 1] + 1 if end else 0 for _, end in encoding.offsets], np.int64)
         special_N = self.is_special_V[ids_N]
         if np.count_nonzero(special_N) == len(ends):  # the library includes the space that some special tokens absorb
             ends_N[special_N] = ends

@@ -14,7 +14,7 @@ from dantinox.config import Config, TokenizerSection, build_config
 from dantinox.text import Tokenizer, build_store, conversations, corpus, train_tokenizer
 from dantinox.text.token_pieces import byte_letters
 
-WORDS = "Nel mezzo del cammin di nostra vita é ß 猫 <eos> 😀 mi ritrovai x".split()
+WORDS = ["Nel", "mezzo", "del", "cammin", "di", "nostra", "vita", "é", "ß", "猫", "<eos>", "😀", "mi", "ritrovai", "x"]
 SEPARATORS = (" ", " ", " ", "\n", "\n\n", "  ", "\t", ".\r\n")
 MERGES = "n e|e l|m e|z z|me zz|mezz o|Ġ d|Ġ m|Ġm i|c a|ca m|i t|v it|vit a|Ã ©|Ċ n|r i"
 
@@ -29,7 +29,9 @@ def write_corpora(folder: Path) -> None:
     for name, words in (("one.txt", 300), ("two.md", 5), ("three.txt", 120)):
         (folder / name).write_text(text_of(chance, words), encoding="utf-8", newline="")
     texts = [text_of(chance, chance.choice((1, 2, 3, 8, 60))) for _ in range(50)]
-    lines = [json.dumps({"text": text, "n": [1, {"a": "b"}]}, ensure_ascii=number % 2 == 0) for number, text in enumerate(texts)]
+    lines = [
+        json.dumps({"text": text, "n": [1, {"a": "b"}]}, ensure_ascii=number % 2 == 0) for number, text in enumerate(texts)
+    ]
     (folder / "records.jsonl").write_text("\n".join([*lines[:7], "", '{"text": ""}', *lines[7:]]), encoding="utf-8")
     (folder / "more.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[9:2:-1]))
     records: dict[str, list[dict]] = {"sft": [], "dpo": [], "kto": [], "grpo": []}

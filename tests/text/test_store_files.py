@@ -47,7 +47,16 @@ def interrupt(config, directory, tokenizer, calls):
     assert has_partial(directory)
 
 
-CONTINUED = ["records, bpe", "mixture, other", "val_path, char", "list, byte", "sft, bpe", "kto, byte", "grpo, bpe", "dpo, char"]
+CONTINUED = [
+    "records, bpe",
+    "mixture, other",
+    "val_path, char",
+    "list, byte",
+    "sft, bpe",
+    "kto, byte",
+    "grpo, bpe",
+    "dpo, char",
+]
 
 
 def test_an_interrupted_build_continues_with_equal_files(tmp_path, monkeypatch):
