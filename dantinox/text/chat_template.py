@@ -237,11 +237,22 @@ class ChatTemplate:
             [Rendering(c.messages, its, c.tools, c.variables) for c, its in zip(conversations, cuts, strict=True)]
         )
         full_texts = [texts[0] for texts in rendered if not isinstance(texts, UserError)]
-        encoded = iter(self._tokenizer.encode_specials_batch(full_texts))
-        return [
-            texts if isinstance(texts, UserError) else self._mask_turns(dict(zip(its, texts, strict=True)), at, *next(encoded))
-            for texts, its, at in zip(rendered, cuts, turns, strict=True)
-        ]
+        encoded = iter(self._encode_texts(full_texts))
+        results: list[tuple[np.ndarray, np.ndarray] | UserError] = []
+        for texts, its, at in zip(rendered, cuts, turns, strict=True):
+            tokens = texts if isinstance(texts, UserError) else next(encoded)
+            if isinstance(texts, UserError) or isinstance(tokens, UserError):
+                results.append(tokens)
+            else:
+                results.append(self._mask_turns(dict(zip(its, texts, strict=True)), at, *tokens))
+        return results
+
+    def _encode_texts(self, texts: Sequence[str]) -> Sequence[tuple[np.ndarray, np.ndarray] | UserError]:
+        """Returns the result of `encode_specials` for each text, or its error."""
+        try:
+            return self._tokenizer.encode_specials_batch(texts)
+        except UserError as error:
+            return [error] if len(texts) == 1 else [result for text in texts for result in self._encode_texts([text])]
 
     def _mask_turns(
         self, texts: Mapping[tuple[int, bool], str], turns: Sequence[int], ids_N: np.ndarray, ends_N: np.ndarray

@@ -334,6 +334,7 @@ def test_records_that_cannot_be_paired_are_refused(prepared, tmp_path):
         ('{"messages": [{"role": "bot", "content": ""}]}', "the role of message 0 must be one of system, developer, user, "),
         ('{"messages": [{"role": "user", "content": "a"}]}', "a conversation has no assistant message to train on "),
         ('{"prompt": 1, "completion": "b"}', "the field 'prompt' must be a string or a list of messages, got 1 "),
+        ('{"prompt": "a", "completion": "\\ud83d"}', "U+D83D at position "),
         ('{"prompt": "a"}', "a record lacks the field 'completion'; it has 'prompt' "),
         ('["a"]', "a record must be a JSON object, got ['a'] "),
         ("{", "not JSON: "),

@@ -192,7 +192,7 @@ def compare_text(rng: np.random.Generator, kind: str) -> None:
     sources: list[list[list[int]]] = []
     for _ in range(rng.integers(1, 4)):
         sources.append([])
-        while sum(map(len, sources[-1])) < (ROWS + 1) * LENGTH:
+        while sum(map(len, sources[-1])) < (ROWS + 4) * LENGTH:  # enough for a batch if the last document is split
             sources[-1].append(draw())
     val = [draw() for _ in range(rng.integers(1, 12))]
     if rng.integers(2):  # the last document is split between training and validation
