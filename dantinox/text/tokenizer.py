@@ -318,17 +318,17 @@ class Tokenizer:
         """
         if "\0" in text:
             raise UserError(f"the text contains U+0000 at character {text.index(chr(0))}, which is not allowed")
-        single_names, pattern = self._escape_pattern
-        if short := next((name for name in single_names if name in text), None):
+        if not self._special_pattern.search(text):  # faster than `_escape_pattern`
+            return text
+        if short := next((name for name in self.special_tokens if len(name) == 1 and name in text), None):
             raise UserError(f"the text contains {short!r}, which is a special token of this vocabulary")
-        return pattern.sub("\\1\0", text) if self._special_pattern.search(text) else text  # the search is faster
+        return self._escape_pattern.sub("\\1\0", text)
 
     @cached_property
-    def _escape_pattern(self) -> tuple[list[str], re.Pattern[str]]:
-        """The special token names of one character, and a pattern that matches the first character of every other one."""
+    def _escape_pattern(self) -> re.Pattern[str]:
+        """A pattern that matches the first character of every special token name that has several."""
         names = [re.escape(name) for name in self.special_tokens if len(name) > 1]
-        pattern = re.compile(f"(?={'|'.join(names) or '(?!)'})(.)", re.DOTALL)
-        return [name for name in self.special_tokens if len(name) == 1], pattern
+        return re.compile(f"(?={'|'.join(names) or '(?!)'})(.)", re.DOTALL)
 
     @cached_property
     def template_variables(self) -> dict[str, str]:
