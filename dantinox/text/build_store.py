@@ -28,7 +28,7 @@ from dantinox.text.conversations import (
 )
 from dantinox.text.corpus import BLOCK_BYTES, Corpus, Extent, split_text
 from dantinox.text.hub import fetch_datasets
-from dantinox.text.prompt_store import PromptStore, encode_prompts, prompt_examples, read_records
+from dantinox.text.prompt_store import PromptStore, encode_prompt_records, prompt_examples, read_records
 from dantinox.text.store_writer import (
     MARKS,
     RECORDS,
@@ -138,7 +138,7 @@ def prepare_data(
             found = Conversations.scan(_corpora(config), data)
             digests, options = found.digests, store_options(chat, objective, data)
             if objective == "grpo":
-                encode = partial(found.encode, prompt_examples, partial(encode_prompts, template=chat), progress)
+                encode = partial(found.encode, prompt_examples, partial(encode_prompt_records, template=chat), progress)
             else:
                 examples = partial(conversation_examples, objective=objective)
                 encode = partial(found.encode, examples, partial(encode_conversations, template=chat), progress)

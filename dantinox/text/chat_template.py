@@ -233,18 +233,36 @@ class ChatTemplate:
             list(dict.fromkeys([(len(c.messages), False), *((i, True) for i in its), *((i + 1, False) for i in its)]))
             for c, its in zip(conversations, turns, strict=True)
         ]
+        results: list[tuple[np.ndarray, np.ndarray] | UserError] = []
+        for result, its, at in zip(self._render_and_encode(conversations, cuts), cuts, turns, strict=True):
+            if isinstance(result, UserError):
+                results.append(result)
+            else:
+                texts, tokens = result
+                results.append(self._mask_turns(dict(zip(its, texts, strict=True)), at, *tokens))
+        return results
+
+    def encode_prompts(self, conversations: Sequence[MaskedConversation]) -> list[np.ndarray | UserError]:
+        """Returns the token ids of `prompt` for each of several conversations, int32, or the error that it raises."""
+        cuts = [[(len(conversation.messages), True)] for conversation in conversations]
+        results = self._render_and_encode(conversations, cuts)
+        return [result if isinstance(result, UserError) else result[1][0] for result in results]
+
+    def _render_and_encode(
+        self, conversations: Sequence[MaskedConversation], cuts: Sequence[Sequence[tuple[int, bool]]]
+    ) -> list[tuple[list[str], tuple[np.ndarray, np.ndarray]] | UserError]:
+        """Returns the texts of each conversation, and `encode_specials` of the first one; or an error."""
         rendered = self._render(
             [Rendering(c.messages, its, c.tools, c.variables) for c, its in zip(conversations, cuts, strict=True)]
         )
-        full_texts = [texts[0] for texts in rendered if not isinstance(texts, UserError)]
-        encoded = iter(self._encode_texts(full_texts))
-        results: list[tuple[np.ndarray, np.ndarray] | UserError] = []
-        for texts, its, at in zip(rendered, cuts, turns, strict=True):
-            tokens = texts if isinstance(texts, UserError) else next(encoded)
-            if isinstance(texts, UserError) or isinstance(tokens, UserError):
-                results.append(tokens)
+        encoded = iter(self._encode_texts([texts[0] for texts in rendered if not isinstance(texts, UserError)]))
+        results: list[tuple[list[str], tuple[np.ndarray, np.ndarray]] | UserError] = []
+        for texts in rendered:
+            if isinstance(texts, UserError):
+                results.append(texts)
             else:
-                results.append(self._mask_turns(dict(zip(its, texts, strict=True)), at, *tokens))
+                tokens = next(encoded)
+                results.append(tokens if isinstance(tokens, UserError) else (texts, tokens))
         return results
 
     def _encode_texts(self, texts: Sequence[str]) -> Sequence[tuple[np.ndarray, np.ndarray] | UserError]:

@@ -9,10 +9,10 @@ import numpy as np
 
 from dantinox.files import UserError
 from dantinox.text.batch_rows import MixtureRows, ShuffledRows
-from dantinox.text.chat_template import ChatTemplate
+from dantinox.text.chat_template import ChatTemplate, MaskedConversation
 from dantinox.text.conversations import FIRST_TOKEN, EncodedConversation, Example, prompt_messages, template_fields
 from dantinox.text.token_store import Counts, TokenStore
-from dantinox.text.tool_prompts import chat_prompt
+from dantinox.text.tool_prompts import encode_prompts
 
 
 class Prompt(NamedTuple):
@@ -155,22 +155,28 @@ def prompt_examples(records: Iterable[tuple[str, dict]], corpus: str) -> Iterato
     return (Example(None, [found]) for found in records)
 
 
-def encode_prompts(records: Sequence[tuple[str, dict]], template: ChatTemplate) -> list[EncodedConversation]:
-    """Returns the prompts of records, each with its file and line, with the beginning of the answer."""
-    return [_encode_prompt(where, record, template) for where, record in records]
+def encode_prompt_records(records: Sequence[tuple[str, dict]], template: ChatTemplate) -> list[EncodedConversation]:
+    """Returns the prompts of records, each with its file and line, with the beginning of the answer.
 
-
-def _encode_prompt(where: str, record: Mapping[str, Any], template: ChatTemplate) -> EncodedConversation:
-    try:
-        messages = prompt_messages(record)
-        ids = np.array(chat_prompt(template, messages, *template_fields(record)).ids, np.int32)
+    Raises:
+      UserError: a record is invalid; the message ends with its file and line.
+    """
+    inputs, encoded = [], []
+    for where, record in records:
+        try:
+            inputs.append(MaskedConversation(prompt_messages(record), None, *template_fields(record)))
+        except UserError as error:
+            raise UserError(f"{error} ({where})") from None
+    for (where, record), prompt, ids in zip(records, inputs, encode_prompts(template, inputs), strict=True):
+        if isinstance(ids, UserError):
+            raise UserError(f"{ids} ({where})")
         if not len(ids):
-            raise UserError("a prompt has no tokens")
-    except UserError as error:
-        raise UserError(f"{error} ({where})") from None
-    marks = np.zeros(len(ids), np.uint8)
-    marks[0] = FIRST_TOKEN
-    return EncodedConversation(ids, marks, [message["content"] or "" for message in messages], json.dumps(record).encode())
+            raise UserError(f"a prompt has no tokens ({where})")
+        marks = np.zeros(len(ids), np.uint8)
+        marks[0] = FIRST_TOKEN
+        texts = [message["content"] or "" for message in prompt.messages]
+        encoded.append(EncodedConversation(ids, marks, texts, json.dumps(record).encode()))
+    return encoded
 
 
 def read_records(path: Path) -> list[bytes]:

@@ -1,7 +1,7 @@
 """Tools in conversations: the fields of messages that templates expect, and a default prompt for templates without tools."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,6 +115,20 @@ def encode_with_loss_masks(
     Args:
       conversations: conversations with messages and tools as in `chat_prompt`, each with `in_loss`.
     """
+    return _with_tools(template, conversations, template.encode_with_loss_masks)
+
+
+def encode_prompts(template: ChatTemplate, conversations: Sequence[MaskedConversation]) -> list[np.ndarray | UserError]:
+    """Returns the token ids of `chat_prompt` for each of several conversations, or the error that it raises."""
+    return _with_tools(template, conversations, template.encode_prompts)
+
+
+def _with_tools(
+    template: ChatTemplate,
+    conversations: Sequence[MaskedConversation],
+    encode: Callable[[Sequence[MaskedConversation]], list[Any]],
+) -> list[Any]:
+    """Returns the results of `encode` for conversations with tools, with any template."""
     results: list[Any] = [None] * len(conversations)
     chosen, again = {}, {}
     for index, conversation in enumerate(conversations):
@@ -128,12 +142,12 @@ def encode_with_loss_masks(
         else:
             chosen[index], again[index] = (_without_tools(converted, place) for place in (True, False))
 
-    def encode(inputs: Mapping[int, MaskedConversation]) -> None:
-        for index, result in zip(inputs, template.encode_with_loss_masks(list(inputs.values())), strict=True):
+    def fill(inputs: Mapping[int, MaskedConversation]) -> None:
+        for index, result in zip(inputs, encode(list(inputs.values())), strict=True):
             results[index] = result
 
-    encode(chosen)
-    encode({i: other for i, other in again.items() if isinstance(results[i], UserError)})  # as in `chat_prompt`
+    fill(chosen)
+    fill({i: other for i, other in again.items() if isinstance(results[i], UserError)})  # as in `chat_prompt`
     return results
 
 
@@ -141,7 +155,9 @@ def _without_tools(conversation: MaskedConversation, in_system_message: bool) ->
     """Returns a conversation with the tools in a prompt; see `with_tool_prompt`."""
     messages, in_loss, tools, _ = conversation
     plain = with_tool_prompt(messages, tools, in_system_message=in_system_message)
-    flags = iter([is_in for message, is_in in zip(messages, in_loss or (), strict=True) if message["role"] == "assistant"])
+    if in_loss is None:
+        return conversation._replace(messages=plain, tools=None)
+    flags = iter([is_in for message, is_in in zip(messages, in_loss, strict=True) if message["role"] == "assistant"])
     return conversation._replace(
         messages=plain, in_loss=[message["role"] == "assistant" and next(flags) for message in plain], tools=None
     )
