@@ -170,7 +170,7 @@ def find_parts(batch: Batch, known: Counter[Part]) -> Counter[Part]:
 
 
 def check_epoch(store: TokenStore, known: Counter[Part]) -> list[Batch]:
-    """Checks that the first epoch has each document once, and returns its batches."""
+    """Checks that the first epoch has each document once, and returns its batches. No document may begin with another one."""
     found, batches = Counter(), []
     for step in range(-(-store.windows_per_epoch // ROWS)):
         batches.append(store.batch(step))
@@ -268,13 +268,19 @@ def part_of(conversation: tuple[list[int], list[int]], longest: int | None = Non
 
 def compare_conversations(rng: np.random.Generator, kind: str) -> None:
     """Compares random conversations, packed into rows."""
-    longest = int(rng.choice([4, 9, LENGTH + 3]))
-    parts = [[draw_conversation(rng, longest) for _ in range(rng.integers(4, 20))] for _ in range(2)]
-    for part in parts:
-        part.append(draw_conversation(rng, LENGTH))  # at least one is not too long
-    sources = [parts[0]]
-    if rng.integers(2):
-        sources = [parts[0], [draw_conversation(rng, 9) for _ in range(5)]]
+    longest, beginnings = int(rng.choice([4, 9, LENGTH + 3])), set()
+
+    def draw(longest: int) -> tuple[list[int], list[int]]:
+        while True:
+            conversation = draw_conversation(rng, longest)
+            beginning = tuple(conversation[0][:2])
+            if beginning not in beginnings:
+                beginnings.add(beginning)
+                return conversation
+
+    # At least one conversation of each part is not too long.
+    parts = [[*(draw(longest) for _ in range(rng.integers(4, 20))), draw(LENGTH)] for _ in range(2)]
+    sources = [parts[0], [draw(9) for _ in range(5)]] if rng.integers(2) else [parts[0]]
     training = [one for source in sources for one in source]
     sizes = [(sum(len(one[0]) for one in source), float(rng.integers(1, 4))) for source in sources]
     store = make_store(rng, [training, parts[1]], mixture=sizes if len(sources) > 1 else ())
