@@ -48,6 +48,7 @@ ENCODING = 2  # raised if the same corpus and settings give other tokens; a run 
 HEADER = "tokens.json"
 CHUNK_CHARACTERS = 1 << 16  # encoded by one core at a time
 BATCH_CHARACTERS = 4 << 20  # encoded between two calls of `progress`
+BATCH_CHUNKS = 1 << 14  # the most chunks of one such batch
 MAX_HEADER_BYTES = 1 << 16
 
 Header = dict[str, Any]
@@ -271,7 +272,8 @@ def _group_chunks(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
     group: list[TextChunk] = []
     size = 0
     for chunk in chunks:
-        if group and (size >= BATCH_CHARACTERS or group[0].part != chunk.part or group[0].document[0] != chunk.document[0]):
+        full = size + len(chunk.text) > BATCH_CHARACTERS or len(group) == BATCH_CHUNKS
+        if group and (full or group[0].part != chunk.part or group[0].document[0] != chunk.document[0]):
             yield group
             group, size = [], 0
         group.append(chunk)
@@ -292,7 +294,7 @@ def _build_store(encode: EncodeFrom, tokenizer: Tokenizer, directory: Path, want
 def _write_store(encode: EncodeFrom, tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     # The sizes determine the items of a partial store.
-    inputs = wanted | {"sizes": [CHUNK_CHARACTERS, BATCH_CHARACTERS, BLOCK_BYTES, BATCH_EXAMPLES]}
+    inputs = wanted | {"sizes": [CHUNK_CHARACTERS, BATCH_CHARACTERS, BATCH_CHUNKS, BLOCK_BYTES, BATCH_EXAMPLES]}
     written = write_partial(encode, dtype, directory, inputs, len(wanted["sources"]))
     stem = f"tokens-{content_digest(directory, np.dtype(dtype).itemsize)[:16]}"
     train, val = (Counts(*numbers)._asdict() for numbers in written.counts)

@@ -107,17 +107,14 @@ def has_partial(directory: Path) -> bool:
 def content_digest(directory: Path, item_size: int) -> str:
     """Returns the SHA-256 (hex) of a complete partial store. The tokens, marks and record of each conversation are adjacent."""
     digest = hashlib.sha256()
-    with (
-        open(directory / TOKENS, "rb") as tokens,
-        open(directory / MARKS, "rb") as marks,
-        open(directory / RECORDS, "rb") as records,
-    ):
-        flags = np.frombuffer(marks.read(), np.uint8)
-        for start, end in pairwise([*np.flatnonzero(flags & FIRST_TOKEN).tolist(), len(flags)]):
-            digest.update(tokens.read((end - start) * item_size))
-            digest.update(flags[start:end].tobytes())
-            digest.update(records.readline().removesuffix(b"\n"))
-        while block := tokens.read(BLOCK_BYTES):  # plain text has no marks
+    with open(directory / TOKENS, "rb") as tokens, open(directory / RECORDS, "rb") as records:
+        if (directory / MARKS).stat().st_size:  # plain text has no marks
+            marks = np.memmap(directory / MARKS, np.uint8, mode="r")
+            for start, end in pairwise([*np.flatnonzero(marks & FIRST_TOKEN).tolist(), len(marks)]):
+                digest.update(tokens.read((end - start) * item_size))
+                digest.update(marks[start:end].tobytes())
+                digest.update(records.readline().removesuffix(b"\n"))
+        while block := tokens.read(BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
