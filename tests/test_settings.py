@@ -1,6 +1,7 @@
 """Every setting has an observable effect, or is refused in flags and reported in files while it has none."""
 
 import re
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -114,7 +115,7 @@ OTHER: dict[str, tuple] = {
     **{f"training.kto_{kind}_weight": (1.5, KTO) for kind in ("desirable", "undesirable")},
     "data.path": ("b.txt",), "data.packing": ("best_fit",),
     "data.mixture": ([3, 1], {"data.path": ["a.txt", "b.txt"]}),
-    "data.val_path": ("b.txt",), "data.val_fraction": (0.4,),
+    "data.val_path": ("b.txt",), "data.val_fraction": (0.4,), "data.on_bad_file": ("skip", {"data.path": "mixed"}),
     "data.text_field": ("body", {"data.path": "c.jsonl"}),
     **{
         f"data.{key}": (value, {"data.dataset_source": "huggingface", "data.path": "set"})
@@ -316,8 +317,12 @@ HUB = ("dataset_source", "dataset_split", "dataset_config", "streaming")
 
 
 def prepared_data(config, directory):
-    """Returns the tokenizer, the tokens of the corpus and the first batch."""
-    tokenizer, store = prepare_data(config, directory)
+    """Returns the tokenizer, the tokens of the corpus and the first batch, or the error."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tokenizer, store = prepare_data(config, directory)
+    except UserError as error:
+        return str(error)
     return tokenizer.fingerprint, store.training_ids.tolist(), store.validation_ids.tolist(), store.batch(0).tokens_BT.tolist()
 
 
@@ -343,6 +348,9 @@ def corpora(tmp_path_factory):
     (folder / "b.txt").write_text("".join(lines)[::-1])
     (folder / "c.jsonl").write_text('{"text": "nel mezzo", "body": "di nostra vita"}\n' * 300)
     (folder / "d.jsonl").write_text('{"prompt": "nel mezzo", "completion": "di nostra vita"}\n' * 9)
+    (folder / "mixed").mkdir()
+    (folder / "mixed" / "a.txt").write_text("".join(lines))
+    (folder / "mixed" / "b.txt").write_bytes(b"\0")
     (folder / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     tokenizer, _ = prepare_data(build_config({}, {**SMALL, "data.path": str(folder / "b.txt")}), folder / "t")
     (folder / "t.json").write_text(tokenizer.to_json())

@@ -117,6 +117,9 @@ class DataSection(Section):
         Needs(*((f"data.{key}", has_records) for key in ("path", "val_path"))),
         *NEEDS_TEXT,
     ] = field("text", "field of a JSON Lines record that holds the text")
+    on_bad_file: Literal["error", "skip"] = field(
+        "error", "a file that is not UTF-8 text or JSON Lines, or that cannot be read: stop, or skip it with a warning"
+    )
     dataset_source: Literal["local", "huggingface"] = field(
         "local", "read path as local files or as Hugging Face datasets (needs the extra `hf`)"
     )

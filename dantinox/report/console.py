@@ -13,6 +13,7 @@ from dantinox.report.tables import human_count, human_time
 
 Row = Mapping[str, Any]
 PROGRESS_INTERVAL = 5.0  # seconds between two lines of progress
+STAGE_INTERVAL = 30.0  # seconds between two lines of a preparation stage of training
 REPEAT_INTERVAL = 8.0  # seconds without a new line after which `steady_progress` repeats the last line
 
 
@@ -58,25 +59,46 @@ def steady_progress(
 
 
 class Progress:
-    """Shows the progress of a long task: a line at its start and one every `PROGRESS_INTERVAL` seconds.
+    """Shows the progress of a long task: a line at its start and one every `interval` seconds.
 
     `reading sequences: 12 of 80 sequences, 2m05s left`
     """
 
-    def __init__(self, show: Callable[[str], None], task: str, total: int, unit: str):
-        self.show, self.task, self.total, self.unit = show, task, total, unit
-        self.done, self.started = 0, time.monotonic()
+    def __init__(
+        self,
+        show: Callable[[str], None],
+        task: str,
+        total: int,
+        unit: str,
+        *,
+        done: int = 0,
+        interval: float = PROGRESS_INTERVAL,
+    ):
+        """Shows the first line.
+
+        Args:
+          show: prints a line.
+          task, total, unit: what is done, the number of units and their name.
+          done: the units that were already complete. The time left is estimated from the other ones.
+          interval: seconds between two lines.
+        """
+        self.show, self.task, self.total, self.unit, self.interval = show, task, total, unit, interval
+        self.first, self.done, self.started = done, done, time.monotonic()
         self.shown = self.started
         show(f"{task}: {human_count(total)} {unit}")
+
+    def time_left(self, now: float) -> str:
+        """Returns the estimated time left, such as `2m05s left`; `now` is the value of `time.monotonic`."""
+        seconds = (now - self.started) * (self.total - self.done) / max(1, self.done - self.first)
+        return f"{human_time(seconds)} left"
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """Adds `count` completed units. If it is time to show a line, `note` is appended to the line."""
         self.done, now = self.done + count, time.monotonic()
-        if now - self.shown < PROGRESS_INTERVAL:
+        if now - self.shown < self.interval:
             return
         self.shown = now
-        left = human_time((now - self.started) * (self.total - self.done) / max(1, self.done))
-        done = f"{human_count(self.done)} of {human_count(self.total)} {self.unit}, {left} left"
+        done = f"{human_count(self.done)} of {human_count(self.total)} {self.unit}, {self.time_left(now)}"
         self.show(f"{self.task}: {done}{note}")
 
 
@@ -86,17 +108,22 @@ class Console:
     The rows are those of the metric files. In the line of an evaluation, however, `train_loss` is called
     `train_loss_since_eval`, to distinguish it from the `train_loss` of an interval that ends at the same step: the two means
     differ. `seconds_left` is shown as a duration.
+
+    Attributes:
+      stage_interval: seconds between two lines of a preparation stage.
     """
+
+    stage_interval = STAGE_INTERVAL
 
     def __init__(self, stream: TextIO):
         self.stream = stream
-        self.stages: set[str] = set()
+        self.stages: dict[str, Progress] = {}
 
     def stage(self, name: str, done: int, total: int, unit: str = "characters") -> None:
         """Shows a preparation stage before the first step. Further calls update `done`, the number of completed units."""
         if name not in self.stages:
-            self.stages.add(name)
-            self.note(f"{name}: {human_count(total)} {unit}")
+            self.stages[name] = Progress(self.note, name, total, unit, done=done, interval=self.stage_interval)
+        self.stages[name].advance(done - self.stages[name].done)
 
     def start(self, total_steps: int, step: int = 0) -> None:
         """Starts the display before the first step is compiled; `step` is the last completed step of a resumed run."""

@@ -1,5 +1,7 @@
 """The live display of training at a terminal, drawn with rich."""
 
+import math
+import time
 from typing import TextIO
 
 from rich.console import Console as Screen
@@ -19,6 +21,8 @@ class LiveConsole(Console):
 
     External text is wrapped in `Text`, which rich prints literally and never interprets as markup.
     """
+
+    stage_interval = math.inf  # the bar shows the progress
 
     def __init__(self, stream: TextIO, screen: Screen | None = None):
         super().__init__(stream)
@@ -41,12 +45,14 @@ class LiveConsole(Console):
     def stage(self, name: str, done: int, total: int, unit: str = "characters") -> None:
         if name not in self.stages:
             self._end_stage()
-            self.bar = Progress(BarColumn(bar_width=None), TaskProgressColumn(), console=self.screen, transient=True)
-            self.bar.add_task(name, total=total)
+            columns = BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("{task.fields[left]}")
+            self.bar = Progress(*columns, console=self.screen, transient=True)
+            self.bar.add_task(name, total=total, left="")
             self.bar.start()
         super().stage(name, done, total, unit)
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=done, refresh=done >= total)
+            left = self.stages[name].time_left(time.monotonic()) if done > self.stages[name].first else ""
+            self.bar.update(self.bar.task_ids[0], completed=done, left=left, refresh=done >= total)
         if done >= total:
             self._end_stage()
 

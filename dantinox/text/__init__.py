@@ -5,6 +5,7 @@ from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore, LabeledCompletions, Preferences
 from dantinox.text.corpus import Corpus
 from dantinox.text.prompt_store import Prompt, PromptStore
+from dantinox.text.store_writer import has_partial
 from dantinox.text.token_store import PADDING, Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
 from dantinox.text.vocabulary import train_tokenizer
@@ -24,6 +25,7 @@ __all__ = [
     "TokenStore",
     "Tokenizer",
     "corpus_changed",
+    "has_partial",
     "open_store",
     "prepare_data",
     "train_tokenizer",

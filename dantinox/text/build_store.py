@@ -1,7 +1,7 @@
 """Builds the tokenizer and the token store of a config, or opens those on disk if they are up to date."""
 
+import contextlib
 import fcntl
-import hashlib
 import itertools
 import json
 import os
@@ -17,10 +17,28 @@ from dantinox.config import Config
 from dantinox.files import UserError, atomic_write, wrap_os_errors
 from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore
-from dantinox.text.conversations import RECORD_FORMS, Conversations, Encoded, ReadExamples, conversation_examples, store_options
-from dantinox.text.corpus import Corpus, Extent, split_text
+from dantinox.text.conversations import (
+    BATCH_EXAMPLES,
+    RECORD_FORMS,
+    Conversations,
+    Encoded,
+    conversation_examples,
+    encode_conversations,
+    store_options,
+)
+from dantinox.text.corpus import BLOCK_BYTES, Corpus, Extent, split_text
 from dantinox.text.hub import fetch_datasets
-from dantinox.text.prompt_store import PromptStore, prompt_examples, read_records
+from dantinox.text.prompt_store import PromptStore, encode_prompt_records, prompt_examples, read_records
+from dantinox.text.store_writer import (
+    MARKS,
+    RECORDS,
+    STATE,
+    TOKENIZER,
+    TOKENS,
+    content_digest,
+    remove_partial,
+    write_partial,
+)
 from dantinox.text.token_store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.vocabulary import train_tokenizer
@@ -30,9 +48,11 @@ ENCODING = 2  # raised if the same corpus and settings give other tokens; a run 
 HEADER = "tokens.json"
 CHUNK_CHARACTERS = 1 << 16  # encoded by one core at a time
 BATCH_CHARACTERS = 4 << 20  # encoded between two calls of `progress`
+BATCH_CHUNKS = 1 << 14  # the most chunks of one such batch
 MAX_HEADER_BYTES = 1 << 16
 
 Header = dict[str, Any]
+EncodeFrom = Callable[[int], Iterator[Encoded]]  # maps the number of items to skip to the other ones
 Progress = Callable[..., None]  # (activity, units done, total units[, name of the unit if not characters])
 
 
@@ -67,12 +87,11 @@ class _CorpusPlan(NamedTuple):
             for number, (corpus, extent, val_start) in enumerate(zip(self.corpora, self.extents, self.val_starts, strict=True)):
                 position = 0
                 for document, text in corpus.read_text(extent.digest):
-                    split = min(max(val_start - position, 0), len(text))
-                    position += len(text)
-                    if split and 0 in parts:
-                        yield TextChunk(0, (number, document), text[:split])
-                    if split < len(text) and 1 in parts:
-                        yield TextChunk(1, (number, document), text[split:])
+                    start, position = position, position + len(text)
+                    if start < val_start and 0 in parts:
+                        yield TextChunk(0, (number, document), text[: val_start - start])
+                    if position > val_start and 1 in parts:
+                        yield TextChunk(1, (number, document), text[max(val_start - start, 0) :])
 
 
 def prepare_data(
@@ -103,11 +122,11 @@ def prepare_data(
         config = config.model_copy(update={"data": data})
         if objective == "next_token":
             plan = _make_plan(config)
-            tokenizer = tokenizer or _make_tokenizer(config, plan, progress)
+            tokenizer = tokenizer or _make_tokenizer(config, plan, directory, progress)
             digests: Sequence[str] = [extent.digest for extent in plan.extents]
             options: dict[str, Any] = {"text_field": data.text_field, "val_fraction": data.val_fraction}
             options["around"] = [list(tokenizer.ids_before_text), list(tokenizer.ids_after_document)]
-            encode = partial(_encode_corpus, plan, tokenizer, progress)
+            encode: EncodeFrom = partial(_encode_corpus, plan, tokenizer, progress)
         else:
             if tokenizer is None:
                 if config.tokenizer.tokenizer_type not in ("byte", "file"):
@@ -119,15 +138,17 @@ def prepare_data(
             chat = ChatTemplate.from_name(data.chat_template or chat_template, tokenizer)
             found = Conversations.scan(_corpora(config), data)
             digests, options = found.digests, store_options(chat, objective, data)
-            examples: ReadExamples = partial(conversation_examples, template=chat, objective=objective)
             if objective == "grpo":
-                examples = partial(prompt_examples, template=chat)
-            encode = partial(found.encode, examples, progress)
+                encode = partial(found.encode, prompt_examples, partial(encode_prompt_records, template=chat), progress)
+            else:
+                examples = partial(conversation_examples, objective=objective)
+                encode = partial(found.encode, examples, partial(encode_conversations, template=chat), progress)
         if data.mixture:
             options |= {"sources": len(data.mixture)}
         options["encoding"] = ENCODING
         wanted = {"format": FORMAT, "sources": list(digests), "tokenizer": tokenizer.fingerprint, "options": options}
         header = _read_header(directory, wanted) or _build_store(encode, tokenizer, directory, wanted)
+        (directory / TOKENIZER).unlink(missing_ok=True)
         return tokenizer, _open_store(directory, header, config, tokenizer)
 
 
@@ -171,7 +192,11 @@ def _corpora(config: Config) -> tuple[Corpus, ...]:
     if data.path is None:
         raise UserError("no training text: set data.path in the config, or pass --data_path")
     paths = data.path if data.mixture and isinstance(data.path, tuple) else (data.path,)
-    return tuple(Corpus.open(path, data.text_field) for path in (*paths, data.val_path) if path is not None)
+    skip_bad = data.on_bad_file == "skip"
+    corpora = tuple(Corpus.open(path, data.text_field, skip_bad) for path in (*paths, data.val_path) if path is not None)
+    if skip_bad:
+        return tuple(corpus.without_bad_files(config.data_objective != "next_token") for corpus in corpora)
+    return corpora
 
 
 def _make_plan(config: Config) -> _CorpusPlan:
@@ -196,18 +221,37 @@ def _find_val_start(extent: Extent, val_fraction: float) -> int:
     return min(max(int(target), 1), total - 1) if total > 1 else int(target)
 
 
-def _make_tokenizer(config: Config, plan: _CorpusPlan, progress: Progress | None) -> Tokenizer:
-    parts = (0,) if config.tokenizer.tokenizer_type == "bpe" else (0, 1)
+def _make_tokenizer(config: Config, plan: _CorpusPlan, directory: Path, progress: Progress | None) -> Tokenizer:
+    """Trains or loads the tokenizer. One that a build trained that was interrupted is used again if its inputs are equal."""
+    is_bpe = config.tokenizer.tokenizer_type == "bpe"
 
     def documents() -> Iterator[str]:
         done = 0
-        for text in (chunk.text for chunk in plan.chunks() if chunk.part in parts):
+        for text in (chunk.text for chunk in plan.chunks() if chunk.part == 0 or not is_bpe):
             done += len(text)
             if progress:
                 progress("training the tokenizer", done, plan.characters)
             yield text
 
-    return train_tokenizer(config.tokenizer, documents)
+    if not is_bpe:  # takes no longer than reading the corpus
+        return train_tokenizer(config.tokenizer, documents)
+    digests, kept = [extent.digest for extent in plan.extents], directory / TOKENIZER
+    inputs = {
+        "sources": digests,
+        "val_starts": plan.val_starts,
+        "vocab_size": config.tokenizer.vocab_size,
+        "encoding": ENCODING,
+    }
+    written = json.dumps(inputs)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, UserError):
+        saved = json.loads(kept.read_bytes())
+        if saved["inputs"] == written:
+            return Tokenizer(saved["tokenizer"])
+    tokenizer = train_tokenizer(config.tokenizer, documents)
+    with wrap_os_errors(f"cannot write the tokens in {directory}"):
+        directory.mkdir(parents=True, exist_ok=True)
+        atomic_write(kept, json.dumps({"inputs": written, "tokenizer": tokenizer.to_json()}))
+    return tokenizer
 
 
 def _split_chunks(plan: _CorpusPlan, tokenizer: Tokenizer) -> Iterator[TextChunk]:
@@ -216,23 +260,29 @@ def _split_chunks(plan: _CorpusPlan, tokenizer: Tokenizer) -> Iterator[TextChunk
     Only the chunks for our own BPE are small, because its tokens do not depend on the split.
     """
     size = CHUNK_CHARACTERS if tokenizer.kind == "bpe" else BATCH_CHARACTERS
-    return (TextChunk(part, document, text) for part, document, long in plan.chunks() for text in split_text(long, size))
+    for chunk in plan.chunks():
+        if len(chunk.text) <= size:
+            yield chunk
+        else:
+            yield from (TextChunk(chunk.part, chunk.document, text) for text in split_text(chunk.text, size))
 
 
-def _batch_chunks(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
-    batch: list[TextChunk] = []
+def _group_chunks(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
+    """Yields groups of chunks that are encoded together. All chunks of a group are of one part and one source."""
+    group: list[TextChunk] = []
     size = 0
     for chunk in chunks:
-        batch.append(chunk)
+        full = size + len(chunk.text) > BATCH_CHARACTERS or len(group) == BATCH_CHUNKS
+        if group and (full or group[0].part != chunk.part or group[0].document[0] != chunk.document[0]):
+            yield group
+            group, size = [], 0
+        group.append(chunk)
         size += len(chunk.text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    if group:
+        yield group
 
 
-def _build_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
+def _build_store(encode: EncodeFrom, tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
     """Encodes everything into a file named by the hash of its content, then writes the header that refers to it."""
     with wrap_os_errors(f"cannot write the tokens in {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
@@ -241,77 +291,64 @@ def _build_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, 
             return _read_header(directory, wanted) or _write_store(encode, tokenizer, directory, wanted)
 
 
-def _write_store(encode: Callable[[], Iterator[Encoded]], tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
+def _write_store(encode: EncodeFrom, tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    for leftover in directory.glob(".tokens*"):  # files of a killed build; this process holds the lock
-        leftover.unlink()
-    tokens_file, marks_file, records_file = (directory / f".tokens{suffix}.tmp" for suffix in ("", ".marks", ".records"))
-    digest, counts = hashlib.sha256(), np.zeros((2, len(Counts._fields)), np.int64)
-    sources = [0] * len(wanted["sources"])  # training tokens per source
-    try:
-        with open(tokens_file, "wb") as file, open(marks_file, "wb") as marks_out, open(records_file, "wb") as records_out:
-            for part, source, ids, added, marks, record in encode():
-                data = ids.astype(dtype).tobytes()
-                file.write(data)
-                digest.update(data)
-                if marks is not None:
-                    marks_out.write(marks.tobytes())
-                    digest.update(marks.tobytes())
-                if record is not None:
-                    records_out.write(record + b"\n")
-                    digest.update(record)
-                counts[part] += added
-                sources[source] += len(ids) if part == 0 else 0
-            for output in (file, marks_out, records_out):
-                output.flush()
-                os.fsync(output.fileno())
-        train, val = (Counts(*numbers)._asdict() for numbers in counts.tolist())
-        stem = f"tokens-{digest.hexdigest()[:16]}"
-        header = wanted | {"file": f"{stem}.bin", "dtype": dtype, "train": train, "val": val}
-        if "objective" in wanted["options"]:
-            header["marks"] = f"{stem}.marks"
-            os.replace(marks_file, directory / header["marks"])
-        if records_file.stat().st_size:
-            header |= {"records": f"{stem}.records", "records_bytes": records_file.stat().st_size}
-            os.replace(records_file, directory / header["records"])
-        os.replace(tokens_file, directory / header["file"])
-    finally:
-        for path in (tokens_file, marks_file, records_file):
-            path.unlink(missing_ok=True)
+    # The sizes determine the items of a partial store.
+    inputs = wanted | {"sizes": [CHUNK_CHARACTERS, BATCH_CHARACTERS, BATCH_CHUNKS, BLOCK_BYTES, BATCH_EXAMPLES]}
+    written = write_partial(encode, dtype, directory, inputs, len(wanted["sources"]))
+    stem = f"tokens-{content_digest(directory, np.dtype(dtype).itemsize)[:16]}"
+    train, val = (Counts(*numbers)._asdict() for numbers in written.counts)
+    header = wanted | {"file": f"{stem}.bin", "dtype": dtype, "train": train, "val": val}
+    (directory / STATE).unlink()
+    if "objective" in wanted["options"]:
+        header["marks"] = f"{stem}.marks"
+        os.replace(directory / MARKS, directory / header["marks"])
+    if written.sizes[2]:
+        header |= {"records": f"{stem}.records", "records_bytes": written.sizes[2]}
+        os.replace(directory / RECORDS, directory / header["records"])
+    os.replace(directory / TOKENS, directory / header["file"])
     if "sources" in wanted["options"]:
-        header["mixture"] = sources[: wanted["options"]["sources"]]
+        header["mixture"] = written.sources[: wanted["options"]["sources"]]
     atomic_write(directory / HEADER, json.dumps(header, indent=1))
+    remove_partial(directory)
     for old in directory.glob("tokens-*"):
         if old.stem != stem:
             old.unlink()
     return header
 
 
-def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Encoded]:
-    """Yields the tokens of texts; BOS and EOS tokens are separate items."""
+def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress | None, skip: int = 0) -> Iterator[Encoded]:
+    """Yields the tokens of texts, with BOS and EOS tokens, a group of chunks at a time.
+
+    Args:
+      skip: the number of groups at the start that are not encoded.
+    """
     begin, end = (np.array(ids, np.int32) for ids in (tokenizer.ids_before_text, tokenizer.ids_after_document))
     part, document, done = 0, (-1, 0), 0
-    for batch in _batch_chunks(_split_chunks(plan, tokenizer)):
-        texts = [chunk.text for chunk in batch]
-        try:
-            parts = [list(group) for _, group in itertools.groupby(batch, lambda chunk: chunk.part)]
-            by_part = (tokenizer.encode_batch([chunk.text for chunk in part], dropout=part[0].part == 0) for part in parts)
-            encoded = [ids for part in by_part for ids in part]
-        except UnknownCharacter as error:  # report the position in the corpus instead of the batch
-            raise UnknownCharacter(error.character, done + "".join(texts).index(error.character)) from None
-        for chunk, ids in zip(batch, encoded, strict=True):
-            is_new = chunk.document != document
-            if is_new and done:
-                yield Encoded(part, document[0], end, Counts(len(end), 0, 0, 0))
-            if is_new:
-                yield Encoded(chunk.part, chunk.document[0], begin, Counts(len(begin), 0, 0, 0))
-            starts = is_new or chunk.part != part
-            added = Counts(len(ids), starts, len(chunk.text), len(chunk.text.encode()))
-            yield Encoded(chunk.part, chunk.document[0], ids, added)
-            part, document, done = chunk.part, chunk.document, done + len(chunk.text)
-        if progress:
+    groups = itertools.chain(_group_chunks(_split_chunks(plan, tokenizer)), [[]])
+    for number, (group, following) in enumerate(itertools.pairwise(groups)):
+        text = "".join(chunk.text for chunk in group)
+        if number >= skip:
+            try:
+                encoded = tokenizer.encode_batch([chunk.text for chunk in group], dropout=group[0].part == 0)
+            except UnknownCharacter as error:  # report the position in the corpus instead of the group
+                raise UnknownCharacter(error.character, done + text.index(error.character)) from None
+            pieces, started, before = [], 0, document
+            next_documents = [chunk.document for chunk in (*group[1:], *following[:1])]
+            for chunk, ids, next_document in itertools.zip_longest(group, encoded, next_documents):
+                if chunk.document != before:
+                    pieces.append(begin)
+                    started += 1
+                pieces.append(ids)
+                if chunk.document != next_document:
+                    pieces.append(end)
+                before = chunk.document
+            started += group[0].document == document and group[0].part != part  # a document that is split between the parts
+            ids = np.concatenate(pieces)
+            yield Encoded(group[0].part, group[0].document[0], ids, Counts(len(ids), started, len(text), len(text.encode())))
+        part, document, done = group[-1].part, group[-1].document, done + len(text)
+        if progress and number >= skip:
             progress("encoding the corpus", done, plan.characters)
-    yield Encoded(part, document[0], end, Counts(len(end), 0, 0, 0))
 
 
 def _read_header(directory: Path, wanted: Header) -> Header | None:

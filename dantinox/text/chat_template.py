@@ -24,9 +24,11 @@ Tools = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TEMPLATE_BYTES = 1 << 20
 RENDERER = Path(__file__).with_name("rendering.py")
-# The limits of one rendering: seconds of CPU time, bytes of memory, characters of output.
+# The limits of one conversation: seconds of CPU time, bytes of memory, characters of output.
 CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS = 5, 1 << 30, 1 << 24
+REQUEST_BYTES = 1 << 18  # of the conversations in one request, if they are several
 
+_JSON = json.JSONEncoder(allow_nan=False)
 END_MARK = "4b1e3a9c5d0f8b27"  # marks the end of the last message in a rendered conversation; no text has it by chance
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token"}
 
@@ -58,6 +60,30 @@ BUILTIN = {
     "bare": (BARE, ("eos_token",)),
     "chatml": (CHATML, ("<|im_start|>", "<|im_end|>")),
 }
+
+
+class MaskedConversation(NamedTuple):
+    """A conversation to encode with a loss mask; see `ChatTemplate.encode_with_loss_mask`."""
+
+    messages: Sequence[Message]
+    in_loss: Sequence[bool] | None = None
+    tools: Tools | None = None
+    variables: Mapping[str, Any] | None = None
+
+
+class Rendering(NamedTuple):
+    """What to render of a conversation.
+
+    Attributes:
+      messages: the conversation.
+      cuts: for each text, the number of messages, and whether to append the start of an assistant turn.
+      tools, variables: as in `ChatTemplate.prompt`.
+    """
+
+    messages: Sequence[Message]
+    cuts: Sequence[tuple[int, bool]]
+    tools: Tools | None = None
+    variables: Mapping[str, Any] | None = None
 
 
 class ChatPrompt(NamedTuple):
@@ -117,7 +143,7 @@ class ChatTemplate:
 
     def text(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         """Renders a conversation to text, with special tokens by name; see `encode`."""
-        return self._render([(messages, generation_prompt)])[0].replace("\0", "")
+        return self._render_one(messages, generation_prompt).replace("\0", "")
 
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> list[int]:
         """Returns the token ids of a conversation, like `apply_chat_template` of Transformers.
@@ -131,7 +157,7 @@ class ChatTemplate:
         Raises:
           UserError: the messages are invalid, or the template is invalid, unsafe, refuses the messages, or exceeds its limits.
         """
-        return self._tokenizer.encode_special_ids(self._render([(messages, generation_prompt)])[0])
+        return self._tokenizer.encode_special_ids(self._render_one(messages, generation_prompt))
 
     def prompt(
         self,
@@ -155,7 +181,7 @@ class ChatTemplate:
         """
         if continues:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + END_MARK}]
-        rendered = self._render([(messages, not continues)], tools, variables)[0]
+        rendered = self._render_one(messages, not continues, tools, variables)
         if continues:
             rendered, found, _ = rendered.rpartition(END_MARK)
             if not found:
@@ -193,20 +219,79 @@ class ChatTemplate:
           UserError: as in `prompt`; or the template renders a turn differently if other turns follow. Training and generation
             would then see different tokens.
         """
-        roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
-        turns = [i for i, role in enumerate(roles) if role == "assistant" and (in_loss is None or in_loss[i])]
-        prefixes = [(messages[:i], True) for i in turns] + [(messages[: i + 1], False) for i in turns]
-        full_text, *prefix_texts = self._render([(messages, False), *prefixes], tools, variables)
-        ids_N, ends_N = self._tokenizer.encode_specials(full_text)
-        mask_N = np.zeros(len(ids_N), bool)
-        for before, after in zip(prefix_texts[: len(turns)], prefix_texts[len(turns) :], strict=True):
+        result = self.encode_with_loss_masks([MaskedConversation(messages, in_loss, tools, variables)])[0]
+        if isinstance(result, UserError):
+            raise result
+        return result
+
+    def encode_with_loss_masks(
+        self, conversations: Sequence[MaskedConversation]
+    ) -> list[tuple[np.ndarray, np.ndarray] | UserError]:
+        """Returns the result of `encode_with_loss_mask` for each of several conversations, or the error that it raises."""
+        turns = [_turns_in_loss(conversation) for conversation in conversations]
+        cuts = [
+            list(dict.fromkeys([(len(c.messages), False), *((i, True) for i in its), *((i + 1, False) for i in its)]))
+            for c, its in zip(conversations, turns, strict=True)
+        ]
+        results: list[tuple[np.ndarray, np.ndarray] | UserError] = []
+        for result, its, at in zip(self._render_and_encode(conversations, cuts), cuts, turns, strict=True):
+            if isinstance(result, UserError):
+                results.append(result)
+            else:
+                texts, tokens = result
+                results.append(self._mask_turns(dict(zip(its, texts, strict=True)), at, *tokens))
+        return results
+
+    def encode_prompts(self, conversations: Sequence[MaskedConversation]) -> list[np.ndarray | UserError]:
+        """Returns the token ids of `prompt` for each of several conversations, int32, or the error that it raises."""
+        cuts = [[(len(conversation.messages), True)] for conversation in conversations]
+        results = self._render_and_encode(conversations, cuts)
+        return [result if isinstance(result, UserError) else result[1][0] for result in results]
+
+    def _render_and_encode(
+        self, conversations: Sequence[MaskedConversation], cuts: Sequence[Sequence[tuple[int, bool]]]
+    ) -> list[tuple[list[str], tuple[np.ndarray, np.ndarray]] | UserError]:
+        """Returns the texts of each conversation, and `encode_specials` of the first one; or an error."""
+        rendered = self._render(
+            [Rendering(c.messages, its, c.tools, c.variables) for c, its in zip(conversations, cuts, strict=True)]
+        )
+        encoded = iter(self._encode_texts([texts[0] for texts in rendered if not isinstance(texts, UserError)]))
+        results: list[tuple[list[str], tuple[np.ndarray, np.ndarray]] | UserError] = []
+        for texts in rendered:
+            if isinstance(texts, UserError):
+                results.append(texts)
+            else:
+                tokens = next(encoded)
+                results.append(tokens if isinstance(tokens, UserError) else (texts, tokens))
+        return results
+
+    def _encode_texts(self, texts: Sequence[str]) -> Sequence[tuple[np.ndarray, np.ndarray] | UserError]:
+        """Returns the result of `encode_specials` for each text, or its error."""
+        try:
+            return self._tokenizer.encode_specials_batch(texts)
+        except UserError as error:
+            return [error] if len(texts) == 1 else [result for text in texts for result in self._encode_texts([text])]
+
+    def _mask_turns(
+        self, texts: Mapping[tuple[int, bool], str], turns: Sequence[int], ids_N: np.ndarray, ends_N: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray] | UserError:
+        """Returns the tokens of a rendered conversation and the mask of some turns.
+
+        Args:
+          texts: the rendered texts by `Rendering.cuts`, that of the whole conversation first.
+          turns: the indices of the messages in the mask.
+          ids_N, ends_N: the result of `encode_specials`.
+        """
+        full_text, mask_N = next(iter(texts.values())), np.zeros(len(ids_N), bool)
+        for turn in turns:
+            before, after = texts[turn, True], texts[turn + 1, False]
             if not (after.startswith(before) and full_text.startswith(after)):
-                raise UserError(
+                return UserError(
                     f"{self.name} does not support training on single turns: a turn of the assistant does not continue its "
                     "generation prompt, or changes if other turns follow"
                 )
             turn_tokens = np.flatnonzero((ends_N > len(before)) & (ends_N <= len(after)))
-            specials = np.flatnonzero(np.isin(ids_N[turn_tokens], list(self._tokenizer.special_ids)))
+            specials = np.flatnonzero(self._tokenizer.is_special_V[ids_N[turn_tokens]])
             mask_N[turn_tokens[: specials[-1] + 1] if len(specials) else turn_tokens] = True
         return ids_N, mask_N
 
@@ -220,30 +305,59 @@ class ChatTemplate:
             return frozenset(ids)
         return frozenset(ids | (set(tokens[mask][-1:].tolist()) & self._tokenizer.special_ids))
 
-    def _render(
+    def _render_one(
         self,
-        conversations: Sequence[tuple[Sequence[Message], bool]],
+        messages: Sequence[Message],
+        generation_prompt: bool,
         tools: Tools | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> list[str]:
-        """Renders (messages, generation prompt) pairs to text.
+    ) -> str:
+        texts = self._render([Rendering(messages, [(len(messages), generation_prompt)], tools, variables)])[0]
+        if isinstance(texts, UserError):
+            raise texts
+        return texts[0]
+
+    def _render(self, conversations: Sequence[Rendering]) -> list[list[str] | UserError]:
+        """Renders several conversations. Returns the texts of each one, or its error.
 
         Special token names inside messages and variables are escaped by a NUL.
         """
+        results: list[list[str] | UserError | None] = []
+        requests: list[list[bytes]] = [[]]
+        size = 0
+        for conversation in conversations:
+            try:
+                values = self._to_json(conversation)
+            except UserError as error:
+                results.append(error)
+                continue
+            results.append(None)
+            if size + len(values) > REQUEST_BYTES:
+                requests.append([])
+                size = 0
+            requests[-1].append(values)
+            size += len(values)
+        with self._lock:
+            responses = iter([response for request in requests if request for response in self._request(request)])
+        return [self._check_response(next(responses)) if result is None else result for result in results]
+
+    def _to_json(self, conversation: Rendering) -> bytes:
+        messages, cuts, tools, variables = conversation
         for name in variables or {}:
             if not name.isidentifier() or name.startswith("_") or name in RESERVED_VARIABLES:
                 raise UserError(f"a variable of the chat template must not have the name {quote(name)}")
-        shared = self._escape({**(variables or {}), **({"tools": list(tools)} if tools else {})})
-        values = [
-            {**shared, "messages": self._check_messages(messages), "add_generation_prompt": prompt}
-            for messages, prompt in conversations
-        ]
-        with self._lock:
-            response = self._request(values)
-        if isinstance(response, dict):
-            problem = "refuses these messages" if "refusal" in response else "cannot be rendered"
-            raise UserError(f"{self.name} {problem}: {next(iter(response.values()))}")
-        return response
+        values = self._escape({**(variables or {}), **({"tools": list(tools)} if tools else {})})
+        try:
+            request = {"cuts": cuts, "messages": self._check_messages(messages), "values": values}
+            return _JSON.encode(request).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"messages must be plain JSON: {error}") from None
+
+    def _check_response(self, response: Any) -> list[str] | UserError:
+        if isinstance(response, list):
+            return response
+        problem = "refuses these messages" if "refusal" in response else "cannot be rendered"
+        return UserError(f"{self.name} {problem}: {next(iter(response.values()))}")
 
     def _check_messages(self, messages: Sequence[Message]) -> list[Any]:
         for number, message in enumerate(messages):
@@ -263,14 +377,14 @@ class ChatTemplate:
             return {self._escape(str(name)): self._escape(item) for name, item in value.items()}
         return [self._escape(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def _request(self, conversations: Any) -> Any:
-        """Sends a request to the rendering process and returns its response. The next call restarts a process that died."""
+    def _request(self, conversations: Sequence[bytes]) -> list[Any]:
+        """Sends conversations to the rendering process and returns its response to each of them.
+
+        If the process dies, each of several conversations is sent again separately, to a new process.
+        """
         variables = json.dumps(self._tokenizer.template_variables | {"tools": None, "documents": None})
-        request = {"template": self.source, "variables": variables, "conversations": conversations}
-        try:
-            line = json.dumps(request, allow_nan=False).encode() + b"\n"
-        except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(f"messages must be plain JSON: {error}") from None
+        shared = json.dumps({"template": self.source, "variables": variables}).encode()
+        line = shared[:-1] + b', "conversations": [' + b", ".join(conversations) + b"]}\n"
         if self._process is None:
             command = [sys.executable, "-P", str(RENDERER), *map(str, (CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS))]
             self._process = subprocess.Popen(
@@ -282,11 +396,21 @@ class ChatTemplate:
         try:
             stdin.write(line)
             stdin.flush()
-            return json.loads(stdout.readline())
+            responses: list[Any] = json.loads(stdout.readline())
+            return responses
         except (OSError, ValueError):  # the process has died
             _kill(self._process)
             self._process = None
-            return {"error": f"it needs more than {CPU_SECONDS} seconds or {MEMORY_BYTES >> 20} MiB"}
+        if len(conversations) > 1:
+            return [response for conversation in conversations for response in self._request([conversation])]
+        return [{"error": f"it needs more than {CPU_SECONDS} seconds or {MEMORY_BYTES >> 20} MiB"}]
+
+
+def _turns_in_loss(conversation: MaskedConversation) -> list[int]:
+    """Returns the indices of the assistant messages in the loss."""
+    messages, in_loss = conversation[:2]
+    roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+    return [i for i, role in enumerate(roles) if role == "assistant" and (in_loss is None or in_loss[i])]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -5,20 +5,21 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from dantinox.config import DataSection
 from dantinox.files import UserError, quote
-from dantinox.text.chat_template import ChatTemplate, Message, Tools
+from dantinox.text.chat_template import ChatTemplate, MaskedConversation, Message, Tools
 from dantinox.text.corpus import Corpus
 from dantinox.text.token_store import Counts
-from dantinox.text.tool_prompts import encode_with_loss_mask
+from dantinox.text.tool_prompts import encode_with_loss_masks
 
 # Flags of a token: a target in the loss; the first token of a conversation; the first token if the label is true.
 IN_LOSS, FIRST_TOKEN, DESIRABLE = 1, 2, 4
+
+BATCH_EXAMPLES = 256  # encoded together
 
 # The form of the records of an objective: one conversation; a preferred and a rejected completion; a completion with a label.
 RecordForm = Literal["conversation", "pair", "label"]
@@ -62,7 +63,7 @@ class TrainingConversation(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Encoded tokens of one conversation or chunk of text.
+    """Encoded tokens of consecutive conversations or documents of one source.
 
     Attributes:
       part: 0 for training, 1 for validation.
@@ -70,7 +71,7 @@ class Encoded(NamedTuple):
       ids: token ids, int32.
       added: the counts of these tokens and their text. Summed over a part of the corpus, they give its size.
       marks: uint8, combinations of `IN_LOSS`, `FIRST_TOKEN` and `DESIRABLE`; None for plain text.
-      record: the record of a prompt in JSON, without line breaks; None if the store needs none.
+      record: the record of each prompt in JSON, one per line; None if the store needs none.
     """
 
     part: int
@@ -81,15 +82,26 @@ class Encoded(NamedTuple):
     record: bytes | None = None
 
 
+class EncodedConversation(NamedTuple):
+    """The tokens of one conversation or prompt: `ids`, `marks` and `record` as in `Encoded`, and the text in the loss."""
+
+    ids: np.ndarray
+    marks: np.ndarray
+    texts: Sequence[str]
+    record: bytes | None = None
+
+
 class Example(NamedTuple):
-    """One record: its label, if it has one, and a function that maps (part, source) to its encoded conversations."""
+    """One record: its label, if it has one, and its conversations."""
 
     label: bool | None
-    encode: Callable[[int, int], Iterable[Encoded]]
+    conversations: Sequence[Any]
 
 
 # Maps the records of a corpus, each with its file and line, and the name of the corpus to examples.
 ReadExamples = Callable[[Iterable[tuple[str, dict]], str], Iterator[Example]]
+# Encodes conversations of examples.
+EncodeAll = Callable[[Sequence[Any]], Sequence[EncodedConversation]]
 
 
 class Conversations(NamedTuple):
@@ -116,8 +128,7 @@ class Conversations(NamedTuple):
         Raises:
           UserError: a corpus has too few records, or is plain text.
         """
-        digests = tuple(corpus.digest() for corpus in corpora)
-        records = tuple(sum(1 for _ in corpus.records(digest)) for corpus, digest in zip(corpora, digests, strict=True))
+        digests, records = zip(*(corpus.count_records() for corpus in corpora), strict=True)
         minimum = 2 if data.val_path is None else 1
         for corpus, count in zip(corpora, records, strict=True):
             if count < minimum:
@@ -127,28 +138,51 @@ class Conversations(NamedTuple):
         val_sizes = (max(1, round(count * data.val_fraction)) for count in records)
         return cls(corpora, digests, records, tuple(max(1, c - v) for c, v in zip(records, val_sizes, strict=True)))
 
-    def encode(self, read_examples: ReadExamples, progress: Callable[..., None] | None) -> Iterator[Encoded]:
-        """Yields the encoded conversations of all records, training before validation.
+    def encode(
+        self, read_examples: ReadExamples, encode_all: EncodeAll, progress: Callable[..., None] | None, skip: int = 0
+    ) -> Iterator[Encoded]:
+        """Yields the encoded conversations of all records in groups, training before validation.
+
+        Args:
+          skip: the number of groups at the start that are not encoded.
 
         Raises:
           UserError: a record is not a conversation; the message names its file and line. Or all training records have the same
             label.
         """
-        done = 0
-        for part in (0, 1):
-            labels: set[bool | None] = set()
+        number = done = 0
+        for (part, source), group in itertools.groupby(self._examples(read_examples), key=lambda found: found[:2]):
+            while examples := [example for *_, example in itertools.islice(group, BATCH_EXAMPLES)]:
+                done += len(examples)
+                if number >= skip:
+                    yield _join(part, source, encode_all([one for example in examples for one in example.conversations]))
+                    if progress:
+                        progress("encoding", done, sum(self.records), "conversations")
+                number += 1
+
+    def _examples(self, read_examples: ReadExamples) -> Iterator[tuple[int, int, Example]]:
+        """Yields (part, source, example), training before validation. If several corpora are split, they are read twice."""
+        split_corpora = sum(0 < start < count for start, count in zip(self.val_starts, self.records, strict=True))
+        labels: set[bool | None] = set()
+        for parts in [(0,), (1,)] if split_corpora > 1 else [(0, 1)]:
             for source, (corpus, val_start) in enumerate(zip(self.corpora, self.val_starts, strict=True)):
                 for index, example in enumerate(read_examples(corpus.records(self.digests[source]), corpus.name)):
-                    if (index >= val_start) != part:
-                        continue
-                    labels.add(example.label)
-                    yield from example.encode(part, source)
-                    done += 1
-                    if progress and done % 100 == 0:
-                        progress("encoding", done, sum(self.records), "conversations")
-            if part == 0 and labels in ({True}, {False}):
-                label = str(labels.pop()).lower()
-                raise UserError(f"the field 'label' is {label} in all training records: kto needs both true and false")
+                    part = int(index >= val_start)
+                    if part in parts:
+                        labels |= {example.label} if part == 0 else set()
+                        yield part, source, example
+        if labels in ({True}, {False}):
+            label = str(labels.pop()).lower()
+            raise UserError(f"the field 'label' is {label} in all training records: kto needs both true and false")
+
+
+def _join(part: int, source: int, encoded: Sequence[EncodedConversation]) -> Encoded:
+    """Joins the tokens of several conversations."""
+    ids, marks = (np.concatenate(arrays) for arrays in zip(*(one[:2] for one in encoded), strict=True))
+    texts = [text for one in encoded for text in one.texts]
+    counts = Counts(len(ids), len(encoded), sum(map(len, texts)), sum(len(text.encode()) for text in texts))
+    records = [one.record for one in encoded if one.record is not None]
+    return Encoded(part, source, ids, counts, marks, b"\n".join(records) if records else None)
 
 
 def store_options(template: ChatTemplate, objective: str, data: DataSection) -> dict[str, Any]:
@@ -157,9 +191,7 @@ def store_options(template: ChatTemplate, objective: str, data: DataSection) -> 
     return {"objective": objective, "template": digest, "val_fraction": data.val_fraction}
 
 
-def conversation_examples(
-    records: Iterable[tuple[str, dict]], corpus: str, *, template: ChatTemplate, objective: str
-) -> Iterator[Example]:
+def conversation_examples(records: Iterable[tuple[str, dict]], corpus: str, *, objective: str) -> Iterator[Example]:
     """Yields the examples of an objective; see `conversations_of_record` and `with_mismatched_completions`."""
     form = RECORD_FORMS[objective]
     conversations: Iterator[Sequence[TrainingConversation]]
@@ -167,8 +199,7 @@ def conversation_examples(
     if form == "label":
         conversations = with_mismatched_completions((example[0] for example in conversations), corpus)
     for example in conversations:
-        label = example[0].label if form == "label" else None
-        yield Example(label, partial(_encode_conversations, example, template))
+        yield Example(example[0].label if form == "label" else None, example)
 
 
 def conversations_of_record(record: Mapping[str, Any], form: RecordForm, where: str) -> list[TrainingConversation]:
@@ -233,7 +264,9 @@ def _with_prompt(record: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[l
     completions = [_messages(record, key, "assistant") for key in keys]
     if implicit:
         return [(completion, _common_messages(*completions)) for completion in completions]
-    found = [_join(record["prompt"], prompt, completion, key) for key, completion in zip(keys, completions, strict=True)]
+    found = [
+        _join_completion(record["prompt"], prompt, completion, key) for key, completion in zip(keys, completions, strict=True)
+    ]
     if len(found) == 2 and found[0][0][: found[0][1]] != found[1][0][: found[1][1]]:
         raise UserError(f"the fields {keys[0]!r} and {keys[1]!r} begin with different prompts")
     if len(found) == 2 and all(messages is completion for (messages, _), completion in zip(found, completions, strict=True)):
@@ -241,7 +274,7 @@ def _with_prompt(record: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[l
     return found
 
 
-def _join(given: Any, prompt: list[Message], completion: list[Message], key: str) -> tuple[list[Message], int]:
+def _join_completion(given: Any, prompt: list[Message], completion: list[Message], key: str) -> tuple[list[Message], int]:
     """Returns a prompt and its completion, or only the completion if it contains the prompt."""
     if completion[: len(prompt)] == prompt:
         return completion, len(prompt)
@@ -324,28 +357,36 @@ def _messages(record: Mapping[str, Any], key: str, role: str) -> list[Message]:
     raise UserError(f"the field {key!r} must be {text}a list of messages, got {quote(value)}")
 
 
-def _encode_conversations(
-    conversations: Sequence[TrainingConversation], template: ChatTemplate, part: int, source: int
-) -> Iterator[Encoded]:
-    return (_encode_conversation(part, source, conversation, template) for conversation in conversations)
+def encode_conversations(conversations: Sequence[TrainingConversation], template: ChatTemplate) -> list[EncodedConversation]:
+    """Returns the tokens of conversations.
+
+    Raises:
+      UserError: a conversation is invalid; the message ends with its file and line.
+    """
+    encoded, inputs = [], [_template_inputs(conversation) for conversation in conversations]
+    results = encode_with_loss_masks(template, inputs)
+    for (where, messages, *_, label), (_, in_loss, *_), result in zip(conversations, inputs, results, strict=True):
+        if isinstance(result, UserError):
+            raise UserError(f"{result} ({where})")
+        ids, mask = result
+        if not mask.any():
+            raise UserError(f"a conversation has no assistant message to train on ({where})")
+        marks = np.where(mask, IN_LOSS, 0).astype(np.uint8)
+        marks[0] |= FIRST_TOKEN | (DESIRABLE if label else 0)
+        answers = [message["content"] or "" for message in itertools.compress(messages, in_loss or ())]
+        encoded.append(EncodedConversation(ids, marks, answers))
+    return encoded
 
 
-def _encode_conversation(part: int, source: int, conversation: TrainingConversation, template: ChatTemplate) -> Encoded:
-    where, messages, loss_start, tools, variables, label = conversation
+def _template_inputs(conversation: TrainingConversation) -> MaskedConversation:
+    where, messages, loss_start, tools, variables, _ = conversation
     try:
         weights = [_weight(number, message) for number, message in enumerate(messages)]
-        in_loss = [bool(weight) and number >= loss_start for number, weight in enumerate(weights)]
-        plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
-        ids, mask = encode_with_loss_mask(template, plain, in_loss, tools, variables)
-        if not mask.any():
-            raise UserError("a conversation has no assistant message to train on")
     except UserError as error:
         raise UserError(f"{error} ({where})") from None
-    marks = np.where(mask, IN_LOSS, 0).astype(np.uint8)
-    marks[0] |= FIRST_TOKEN | (DESIRABLE if label else 0)
-    answers = [message["content"] or "" for message in itertools.compress(messages, in_loss) if message["role"] == "assistant"]
-    characters, encoded_bytes = sum(map(len, answers)), sum(len(text.encode()) for text in answers)
-    return Encoded(part, source, ids, Counts(len(ids), 1, characters, encoded_bytes), marks)
+    in_loss = [bool(weight) and number >= loss_start for number, weight in enumerate(weights)]
+    plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
+    return MaskedConversation(plain, in_loss, tools, variables)
 
 
 def _weight(number: int, message: Message) -> int:

@@ -7,7 +7,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from dantinox.files import UserError, quote
 from dantinox.text.builtin_recall import FIELD
 from dantinox.text.compressed_files import open_decompressed
-from dantinox.text.sources import Source, find_sources
+from dantinox.text.sources import Source, find_sources, warn_skipped
 
 BLOCK_BYTES = 4 << 20
 RECORD_BYTES = 1 << 28  # a record is read into memory as a whole
@@ -24,6 +24,7 @@ RECORD_BYTES = 1 << 28  # a record is read into memory as a whole
 # points changes no token. If a line break is next to other white space, the pattern merges them, so a split is not safe.
 _SAFE_SPLIT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 _SPLIT_RANGE = 2048
+_JSON = json.JSONDecoder()
 BYTE_ORDER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -65,9 +66,32 @@ class Corpus:
     text_field: str = "text"
 
     @classmethod
-    def open(cls, paths: str | tuple[str, ...], text_field: str = "text") -> "Corpus":
+    def open(cls, paths: str | tuple[str, ...], text_field: str = "text", skip_bad: bool = False) -> "Corpus":
         """Finds the files of a corpus; see `find_sources`."""
-        return cls(paths if isinstance(paths, str) else ", ".join(paths), find_sources(paths), text_field)
+        return cls(paths if isinstance(paths, str) else ", ".join(paths), find_sources(paths, skip_bad), text_field)
+
+    def without_bad_files(self, as_records: bool) -> "Corpus":
+        """Returns the corpus without the files that cannot be read. A warning names each of them, with the reason.
+
+        Args:
+          as_records: whether the corpus is read by `records` instead of `read_text`.
+
+        Raises:
+          UserError: no file can be read.
+        """
+        good, first = [], None
+        for source in self.sources:
+            alone = replace(self, sources=(source,))
+            try:
+                for _ in alone.records() if as_records else alone.read_text():
+                    pass
+                good.append(source)
+            except UserError as error:
+                warn_skipped(error)
+                first = first or error
+        if not good:
+            raise UserError(f"no file of the corpus {self.name} can be read: {first}")
+        return replace(self, sources=tuple(good))
 
     def digest(self) -> str:
         """Returns the SHA-256 (hex) over the SHA-256 digests of all files, decompressed but not decoded."""
@@ -76,6 +100,12 @@ class Corpus:
             for _ in _blocks(source, content):
                 pass
         return total.hexdigest()
+
+    def count_records(self) -> tuple[str, int]:
+        """Returns the digest and the number of records; see `records`."""
+        total = hashlib.sha256()
+        count = sum(1 for _ in self._read_records(total))
+        return total.hexdigest(), count
 
     def _contents(self, total: Any, expected: str | None = None) -> Iterator[tuple[Source, Any]]:
         """Yields every file with a hash object. The caller updates the hash object with the content of the file.
@@ -93,17 +123,18 @@ class Corpus:
         if expected is not None and total.hexdigest() != expected:
             raise UserError(f"the corpus {self.name} changed while it was read: start again once it is complete")
 
-    def read_text(self, expected: str | None = None) -> Iterator[TextPiece]:
+    def read_text(self, expected: str | None = None, total: Any = None) -> Iterator[TextPiece]:
         """Yields all text in order; documents without text are omitted.
 
         Args:
           expected: the digest that the corpus must have.
+          total: a hash object that is updated as in `digest`.
 
         Raises:
           UserError: a file is not text, a record is invalid, or the digest of the content is not `expected`.
         """
         document = -1
-        for source, content in self._contents(hashlib.sha256(), expected):
+        for source, content in self._contents(total or hashlib.sha256(), expected):
             empty, field = True, self.text_field if source.content is None else FIELD
             for starts, text in _records(source, field, content) if source.records else _text(source, content):
                 empty = False
@@ -118,10 +149,14 @@ class Corpus:
         Raises:
           UserError: a file is plain text, a line is not a JSON object, or the digest of the content is not `expected`.
         """
-        for source, content in self._contents(hashlib.sha256(), expected):
+        return self._read_records(hashlib.sha256(), expected)
+
+    def _read_records(self, total: Any, expected: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        for source, content in self._contents(total, expected):
             if not source.records:
                 raise UserError(f"{source.path} is plain text: conversations must be records of JSON Lines (.jsonl)")
-            yield from _objects(source, content)
+            for number, record in _objects(source, content):
+                yield _where(source, number), record
 
     def scan(self) -> Extent:
         """Reads the whole corpus and returns its digest and document ends.
@@ -129,15 +164,15 @@ class Corpus:
         Raises:
           UserError: a file is not text, a record is invalid, or the corpus has no text other than white space.
         """
-        digest, sizes, blank = self.digest(), array("q"), True
-        for document, text in self.read_text(digest):
+        total, sizes, blank = hashlib.sha256(), array("q"), True
+        for document, text in self.read_text(total=total):
             blank = blank and text.isspace()
             if document == len(sizes):
                 sizes.append(0)
             sizes[document] += len(text)
         if blank:
             raise UserError(f"the corpus {self.name} holds " + ("only white space" if sizes else "no text"))
-        return Extent(digest, np.cumsum(np.asarray(sizes)))
+        return Extent(total.hexdigest(), np.cumsum(np.asarray(sizes)))
 
 
 def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes]:
@@ -185,27 +220,38 @@ def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
         starts, text = False, text[end:]
 
 
-def _objects(source: Source, content: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (file and line, object) of a JSON Lines file; blank lines are skipped."""
+def _where(source: Source, number: int) -> str:
+    return f"{source.path}, line {number}"
+
+
+def _objects(source: Source, content: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number, object) of a JSON Lines file; blank lines are skipped."""
     for number, line in enumerate(_blocks(source, content, lines=True), 1):
-        where = f"{source.path}, line {number}"
         if len(line) > RECORD_BYTES:
-            raise UserError(f"a record is longer than {RECORD_BYTES} bytes ({where})")
+            raise UserError(f"a record is longer than {RECORD_BYTES} bytes ({_where(source, number)})")
         if line.isspace():
             continue
-        record = _parse(line, where)
-        if not isinstance(record, dict):
-            raise UserError(f"a record must be a JSON object, got {quote(record)} ({where})")
-        yield where, record
+        try:
+            record = _parse(line)
+            if not isinstance(record, dict):
+                raise UserError(f"a record must be a JSON object, got {quote(record)}")
+        except UserError as error:
+            raise UserError(f"{error} ({_where(source, number)})") from None
+        yield number, record
 
 
 def _records(source: Source, field: str, content: Any) -> Iterator[tuple[bool, str]]:
     """Yields (True, text) for every record of a JSON Lines file that is not empty."""
-    for where, record in _objects(source, content):
+    for number, record in _objects(source, content):
+        text = record.get(field)
+        if isinstance(text, str) and text.isascii() and "\0" not in text:
+            if text:
+                yield True, text
+            continue
+        where = _where(source, number)
         if field not in record:
             names = quote(", ".join(record)) if record else "no field"
             raise UserError(f"a record lacks the field {field!r} (data.text_field); it has {names} ({where})")
-        text = record[field]
         if not isinstance(text, str):
             raise UserError(f"the field {field!r} must be text, got {quote(text)} ({where})")
         try:
@@ -215,19 +261,23 @@ def _records(source: Source, field: str, content: Any) -> Iterator[tuple[bool, s
             bad = error.start
         if bad >= 0:
             raise UserError(f"the field {field!r} holds U+{ord(text[bad]):04X} at character {bad}, not text ({where})")
-        if text:
-            yield True, text
+        yield True, text
 
 
-def _parse(line: bytes, where: str) -> Any:
+def _parse(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        text = line.decode("utf-8-sig" if line.startswith(codecs.BOM_UTF8) else "utf-8")
+        if text[:1] == "{":  # faster than `loads`
+            value, end = _JSON.raw_decode(text)
+            if text[end:] in ("\n", "", "\r\n"):
+                return value
+        return json.loads(text)
     except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8 text: byte {error.start} of the line is invalid ({where})") from None
+        raise UserError(f"not UTF-8 text: byte {error.start} of the line is invalid") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"not JSON: {error.msg} at character {error.colno} ({where})") from None
+        raise UserError(f"not JSON: {error.msg} at character {error.colno}") from None
     except (RecursionError, ValueError) as error:
-        raise UserError(f"not JSON: {error} ({where})") from None
+        raise UserError(f"not JSON: {error}") from None
 
 
 def split_text(text: str, size: int) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,10 +9,10 @@ import numpy as np
 
 from dantinox.files import UserError
 from dantinox.text.batch_rows import MixtureRows, ShuffledRows
-from dantinox.text.chat_template import ChatTemplate
-from dantinox.text.conversations import FIRST_TOKEN, Encoded, Example, prompt_messages, template_fields
+from dantinox.text.chat_template import ChatTemplate, MaskedConversation
+from dantinox.text.conversations import FIRST_TOKEN, EncodedConversation, Example, prompt_messages, template_fields
 from dantinox.text.token_store import Counts, TokenStore
-from dantinox.text.tool_prompts import chat_prompt
+from dantinox.text.tool_prompts import encode_prompts
 
 
 class Prompt(NamedTuple):
@@ -151,25 +150,33 @@ class _Indices:
         return self._indices[chosen_N][:, None]
 
 
-def prompt_examples(records: Iterable[tuple[str, dict]], corpus: str, *, template: ChatTemplate) -> Iterator[Example]:
-    """Yields an example for each record: its prompt, with the beginning of the answer."""
+def prompt_examples(records: Iterable[tuple[str, dict]], corpus: str) -> Iterator[Example]:
+    """Yields an example for each record: its file and line, and the record."""
+    return (Example(None, [found]) for found in records)
+
+
+def encode_prompt_records(records: Sequence[tuple[str, dict]], template: ChatTemplate) -> list[EncodedConversation]:
+    """Returns the prompts of records, each with its file and line, with the beginning of the answer.
+
+    Raises:
+      UserError: a record is invalid; the message ends with its file and line.
+    """
+    inputs, encoded = [], []
     for where, record in records:
-        yield Example(None, partial(_encode_prompt, where, record, template))
-
-
-def _encode_prompt(where: str, record: Mapping[str, Any], template: ChatTemplate, part: int, source: int) -> list[Encoded]:
-    try:
-        messages = prompt_messages(record)
-        ids = np.array(chat_prompt(template, messages, *template_fields(record)).ids, np.int32)
+        try:
+            inputs.append(MaskedConversation(prompt_messages(record), None, *template_fields(record)))
+        except UserError as error:
+            raise UserError(f"{error} ({where})") from None
+    for (where, record), prompt, ids in zip(records, inputs, encode_prompts(template, inputs), strict=True):
+        if isinstance(ids, UserError):
+            raise UserError(f"{ids} ({where})")
         if not len(ids):
-            raise UserError("a prompt has no tokens")
-    except UserError as error:
-        raise UserError(f"{error} ({where})") from None
-    marks = np.zeros(len(ids), np.uint8)
-    marks[0] = FIRST_TOKEN
-    texts = [message["content"] or "" for message in messages]
-    counts = Counts(len(ids), 1, sum(map(len, texts)), sum(len(text.encode()) for text in texts))
-    return [Encoded(part, source, ids, counts, marks, json.dumps(record).encode())]
+            raise UserError(f"a prompt has no tokens ({where})")
+        marks = np.zeros(len(ids), np.uint8)
+        marks[0] = FIRST_TOKEN
+        texts = [message["content"] or "" for message in prompt.messages]
+        encoded.append(EncodedConversation(ids, marks, texts, json.dumps(record).encode()))
+    return encoded
 
 
 def read_records(path: Path) -> list[bytes]:

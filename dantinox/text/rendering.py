@@ -1,8 +1,8 @@
 """The subprocess that renders chat templates, with limits on time and memory.
 
 This module runs as a program and is never imported. Each input line is a JSON request with the template, its global variables
-and a list of conversations. Each output line is the response: the rendered texts, `{"error": …}` or `{"refusal": …}`. The
-process loads only the standard library and Jinja. The environment of a template is that of Transformers
+and a list of conversations. Each output line is the list of responses: the rendered texts of a conversation, `{"error": …}` or
+`{"refusal": …}`. The process loads only the standard library and Jinja. The environment of a template is that of Transformers
 (`apply_chat_template`): an immutable sandbox, trimmed blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson` that
 does not escape HTML, and `{% generation %}` blocks, which have no effect on the text.
 """
@@ -24,7 +24,7 @@ import jinja2.nodes
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-# The limits of one request: seconds of CPU time, bytes of memory, characters of output.
+# The limits of one conversation: seconds of CPU time, bytes of memory, characters of output.
 CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS = (int(number) for number in sys.argv[1:])
 
 
@@ -143,15 +143,24 @@ def compile_template(source: str, variables: str) -> jinja2.Template:
     return make_environment().from_string(source, globals=json.loads(variables))
 
 
-def respond(line: bytes) -> Any:
-    """Returns the rendered texts of a request, or an error response."""
+def render_conversation(request: dict[str, Any], conversation: dict[str, Any]) -> list[str] | dict[str, str]:
+    """Returns the texts of a conversation, one for each cut (number of messages, generation prompt), or an error response."""
     limit_cpu_time(CPU_SECONDS)
     try:
-        request = json.loads(line)
         template = compile_template(request["template"], request["variables"])
-        return [render(template, values) for values in request["conversations"]]
+        messages, values = conversation["messages"], conversation["values"]
+        return [
+            render(template, values | {"messages": messages[:end], "add_generation_prompt": prompt})
+            for end, prompt in conversation["cuts"]
+        ]
     except Exception as error:
         return describe_error(error)
+
+
+def respond(line: bytes) -> Any:
+    """Returns the response to each conversation of a request."""
+    request = json.loads(line)
+    return [render_conversation(request, conversation) for conversation in request["conversations"]]
 
 
 if __name__ == "__main__":

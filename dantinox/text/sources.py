@@ -44,23 +44,26 @@ class Source(NamedTuple):
     content: bytes | None = None
 
 
-def find_sources(paths: str | tuple[str, ...]) -> tuple[Source, ...]:
+def find_sources(paths: str | tuple[str, ...], skip_bad: bool = False) -> tuple[Source, ...]:
     """Returns the files of the paths in `data.path`, in the order of the paths. Folders are read recursively.
 
     The files of a folder or glob are sorted by name. In folders, names that start with a dot are skipped. Files without one of
     the `TEXT_SUFFIXES` are skipped too, with a warning; a compression suffix may follow the text suffix. Upper and lower case
     are equal in suffixes.
 
+    Args:
+      skip_bad: whether a warning replaces the error for an entry of a folder or glob that is not a file.
+
     Raises:
       UserError: a path does not exist, cannot be read, or contains no text file. Or a file that is named is a `.json` file.
     """
-    sources = [source for path in ([paths] if isinstance(paths, str) else paths) for source in _resolve(path)]
+    sources = [source for path in ([paths] if isinstance(paths, str) else paths) for source in _resolve(path, skip_bad)]
     if not sources:
         raise UserError("data.path is an empty list: name at least one text file")
     return tuple(sources)
 
 
-def _resolve(name: str) -> list[Source]:
+def _resolve(name: str, skip_bad: bool) -> list[Source]:
     builtin = {
         BUILTIN_PYTHON: _builtin_python,
         RECALL: _builtin_recall,
@@ -75,24 +78,20 @@ def _resolve(name: str) -> list[Source]:
     path = Path(os.path.expanduser(name))
     mode = _file_mode(path)
     if mode is None and glob.has_magic(name):
-        return _find_matches(str(path), name)
+        return _find_matches(str(path), name, skip_bad)
     if mode is None or not name:  # an empty name would mean the current folder
         raise UserError(f"no corpus at {name!r}: name a text file, a folder, a glob, {BUILTIN_PYTHON} or {RECALL}")
-    return _list_folder(path) if stat.S_ISDIR(mode) else [_make_source(path, mode, named=True)]
+    return _list_folder(path, skip_bad) if stat.S_ISDIR(mode) else [_make_source(path, mode, named=True)]
 
 
-def _find_matches(pattern: str, name: str) -> list[Source]:
-    sources: list[Source] = []
-    for path in sorted(map(Path, glob.glob(pattern, recursive=True))):
-        mode = _file_mode(path)
-        if mode is None or not stat.S_ISDIR(mode):
-            sources.append(_make_source(path, mode, named=False))
+def _find_matches(pattern: str, name: str, skip_bad: bool) -> list[Source]:
+    sources = _make_sources(sorted(map(Path, glob.glob(pattern, recursive=True))), skip_bad)
     if not sources:
         raise UserError(f"no file matches {name!r}")
     return sources
 
 
-def _list_folder(path: Path) -> list[Source]:
+def _list_folder(path: Path, skip_bad: bool) -> list[Source]:
     """Lists the text files in a folder, recursively. Symbolic links are followed; a link to a parent folder is an error."""
 
     def fail(error: OSError) -> None:
@@ -116,7 +115,27 @@ def _list_folder(path: Path) -> list[Source]:
         warnings.warn(
             f"the corpus {path} has {number} without a suffix of text files, which are not read: {listed}", stacklevel=2
         )
-    return [_make_source(file, _file_mode(file), named=False) for file in files]
+    return _make_sources(files, skip_bad)
+
+
+def warn_skipped(error: UserError) -> None:
+    """Warns that a file is skipped, with the reason."""
+    warnings.warn(f"a file is skipped (data.on_bad_file): {error}", stacklevel=2)
+
+
+def _make_sources(paths: list[Path], skip_bad: bool) -> list[Source]:
+    """Returns the sources of the entries of a folder or glob, except for folders."""
+    sources = []
+    for path in paths:
+        try:
+            mode = _file_mode(path)
+            if mode is None or not stat.S_ISDIR(mode):
+                sources.append(_make_source(path, mode, named=False))
+        except UserError as error:
+            if not skip_bad:
+                raise
+            warn_skipped(error)
+    return sources
 
 
 def _file_mode(path: Path) -> int | None:

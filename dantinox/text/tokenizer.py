@@ -1,10 +1,11 @@
 """`Tokenizer`: converts text to token ids and back, from a `tokenizer.json`."""
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -191,7 +192,9 @@ class Tokenizer:
             return [self._encode_characters(text) for text in texts]
         encoded = [_to_bytes(text) for text in texts]
         if self.kind == "byte":
-            return [np.frombuffer(data, np.uint8).astype(np.int32) for data in encoded]
+            ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.int32)
+            ends = itertools.accumulate(map(len, encoded), initial=0)
+            return [ids[start:end] for start, end in itertools.pairwise(ends)]
         try:
             encoder = self._dropout_encoder if dropout and self.dropout else self._encoder_for(texts)
             encodings = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -207,27 +210,91 @@ class Tokenizer:
         Returns:
           Token ids, int32 [N], and the end of each token's text as a position in `text`, int64 [N].
         """
-        parts: list[str] = []
+        return self.encode_specials_batch([text])[0]
+
+    def encode_specials_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns `encode_specials` of several texts."""
+        split, joined = [self._special_pattern.split(text) for text in texts], []
+        for parts in split:
+            plain = [part.replace("\0", "") for part in parts[::2]]
+            for part in plain if self.kind == "char" else ():
+                self._encode_characters(part)  # raises for unknown characters
+            named = [SPECIAL_PREFIX + name for name in parts[1::2]]
+            joined.append("".join(itertools.chain.from_iterable(zip(plain, [*named, ""], strict=True))))
+        sizes = [len(_to_bytes(text)) for text in joined]
+        lengths_V = self._source_bytes_V
+        encode = self._encoder.encode_batch if lengths_V is None else self._encoder.encode_batch_fast
+        encodings = encode(joined, add_special_tokens=False)
+        found = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        ends: list[np.ndarray | None]
+        if lengths_V is None:
+            ends = [self._ends_by_offset(*item) for item in zip(split, found, encodings, strict=True)]
+        else:
+            lengths = [lengths_V[ids_N] for ids_N in found]
+            ends = [self._ends_by_length(*item) for item in zip(texts, found, lengths, sizes, strict=True)]
+        encode_one = partial(self._encoder.encode, add_special_tokens=False)
+        return [
+            (ids_N, self._ends_by_offset(parts, ids_N, encode_one(text)) if ends_N is None else ends_N)
+            for parts, text, ids_N, ends_N in zip(split, joined, found, ends, strict=True)
+        ]
+
+    def _ends_by_length(self, text: str, ids_N: np.ndarray, lengths_N: np.ndarray, size: int) -> np.ndarray | None:
+        """Returns the end of each token's text, or None if the tokens do not stand for the bytes of the text.
+
+        Args:
+          text: the text, in which NULs are no part of a token.
+          ids_N, lengths_N: the tokens, and the number of bytes that each stands for.
+          size: the number of bytes that were encoded, with the prefix of special token names.
+        """
+        ends_N = np.cumsum(lengths_N)
+        special = len(SPECIAL_PREFIX) * int(np.count_nonzero(self.is_special_V[ids_N]))
+        if (ends_N[-1] if len(ends_N) else 0) + special != size:
+            return None
+        if text.isascii() and "\0" not in text:
+            return ends_N
+        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        widths = np.where(codes > 0, 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF), 0)
+        return np.searchsorted(np.cumsum(widths), ends_N) + 1
+
+    def _ends_by_offset(self, parts: Sequence[str], ids_N: np.ndarray, encoding: Any) -> np.ndarray:
+        """Returns the end of each token's text from the offsets of the library.
+
+        Args:
+          parts: the text; every second part is the name of a special token.
+          ids_N, encoding: the tokens, and the result of the library that contains them.
+        """
         origins, ends, offset = [np.zeros(0, np.int64)], [], 0  # positions of encoded characters, ends of special tokens
-        for number, part in enumerate(self._special_pattern.split(text)):
-            codes = np.frombuffer(_to_bytes(part, "utf-32-le"), "<u4")
+        for number, part in enumerate(parts):
             if number % 2:
-                parts.append(SPECIAL_PREFIX + part)
                 origins.append(np.concatenate([np.full(len(SPECIAL_PREFIX), offset), offset + np.arange(len(part))]))
                 ends.append(offset + len(part))
             else:
-                parts.append(part.replace("\0", ""))
-                origins.append(offset + np.flatnonzero(codes))
-                if self.kind == "char":
-                    self._encode_characters(parts[-1])  # raises for unknown characters
+                origins.append(offset + np.flatnonzero(np.frombuffer(part.encode("utf-32-le"), "<u4")))
             offset += len(part)
-        encoding = self._encoder.encode("".join(parts), add_special_tokens=False)
-        ids_N, origin = np.array(encoding.ids, np.int32), np.concatenate(origins)
+        origin = np.concatenate(origins)
         ends_N = np.array([origin[end - 1] + 1 if end else 0 for _, end in encoding.offsets], np.int64)
-        special_N = np.isin(ids_N, list(self.special_ids))
+        special_N = self.is_special_V[ids_N]
         if np.count_nonzero(special_N) == len(ends):  # the library includes the space that some special tokens absorb
             ends_N[special_N] = ends
-        return ids_N, ends_N
+        return ends_N
+
+    @cached_property
+    def is_special_V(self) -> np.ndarray:
+        """bool [vocab_size], whether each token is a special token."""
+        is_special = np.zeros(self.vocab_size, bool)
+        is_special[list(self.special_ids)] = True
+        return is_special
+
+    @cached_property
+    def _source_bytes_V(self) -> np.ndarray | None:
+        """The number of bytes of a text that each token stands for; None if that depends on other tokens or on a normalizer."""
+        pieces = self.token_pieces
+        if pieces is None or pieces.first is not pieces.inner or self._has_normalizer:
+            return None
+        lengths_V = np.array([len(piece) for piece in pieces.inner])
+        for name, index in self.special_tokens.items():
+            lengths_V[index] = len(name.encode())
+        return lengths_V
 
     def encode_special_ids(self, text: str) -> list[int]:
         """Returns the ids of `encode_specials`.
@@ -251,10 +318,17 @@ class Tokenizer:
         """
         if "\0" in text:
             raise UserError(f"the text contains U+0000 at character {text.index(chr(0))}, which is not allowed")
-        names = [re.escape(name) for name in self.special_tokens if len(name) > 1]
+        if not self._special_pattern.search(text):  # faster than `_escape_pattern`
+            return text
         if short := next((name for name in self.special_tokens if len(name) == 1 and name in text), None):
             raise UserError(f"the text contains {short!r}, which is a special token of this vocabulary")
-        return re.sub(f"(?={'|'.join(names)})(.)", "\\1\0", text, flags=re.DOTALL) if names else text
+        return self._escape_pattern.sub("\\1\0", text)
+
+    @cached_property
+    def _escape_pattern(self) -> re.Pattern[str]:
+        """A pattern that matches the first character of every special token name that has several."""
+        names = [re.escape(name) for name in self.special_tokens if len(name) > 1]
+        return re.compile(f"(?={'|'.join(names) or '(?!)'})(.)", re.DOTALL)
 
     @cached_property
     def template_variables(self) -> dict[str, str]:

@@ -1,13 +1,13 @@
 """Tools in conversations: the fields of messages that templates expect, and a default prompt for templates without tools."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dantinox.files import UserError, quote
-from dantinox.text.chat_template import ChatPrompt, ChatTemplate, Message, Tools
+from dantinox.text.chat_template import ChatPrompt, ChatTemplate, MaskedConversation, Message, Tools
 
 # The prompt of Hermes, shortened: https://github.com/NousResearch/Hermes-Function-Calling describes the notation.
 DEFAULT_PROMPT = """\
@@ -105,38 +105,62 @@ def uses_tools(messages: Sequence[Message]) -> bool:
     return any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
 
 
-def encode_with_loss_mask(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    in_loss: Sequence[bool],
-    tools: Tools | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the result of `ChatTemplate.encode_with_loss_mask` for a conversation with tools, with any template.
+def encode_with_loss_masks(
+    template: ChatTemplate, conversations: Sequence[MaskedConversation]
+) -> list[tuple[np.ndarray, np.ndarray] | UserError]:
+    """Returns the result of `ChatTemplate.encode_with_loss_masks` for conversations with tools, with any template.
 
-    The tokens are those that `chat_prompt` gives in generation.
+    The tokens are those that `chat_prompt` gives in generation. Errors are also those of `template_messages`.
 
     Args:
-      messages, tools, variables: as in `chat_prompt`.
-      in_loss: for each message, whether it is in the mask if it is an assistant message.
-
-    Raises:
-      UserError: as in `ChatTemplate.encode_with_loss_mask` and `template_messages`.
+      conversations: conversations with messages and tools as in `chat_prompt`, each with `in_loss`.
     """
-    converted = template_messages(messages)
-    if template.renders_tools or not (tools or uses_tools(converted)):
-        return template.encode_with_loss_mask(converted, in_loss, tools, variables)
+    return _with_tools(template, conversations, template.encode_with_loss_masks)
 
-    def encode(in_system_message: bool) -> tuple[np.ndarray, np.ndarray]:
-        plain = with_tool_prompt(converted, tools, in_system_message=in_system_message)
-        answers = iter([is_in for message, is_in in zip(messages, in_loss, strict=True) if message["role"] == "assistant"])
-        flags = [message["role"] == "assistant" and next(answers) for message in plain]
-        return template.encode_with_loss_mask(plain, flags, None, variables)
 
-    try:
-        return encode(True)
-    except UserError:  # as in `chat_prompt`
-        return encode(False)
+def encode_prompts(template: ChatTemplate, conversations: Sequence[MaskedConversation]) -> list[np.ndarray | UserError]:
+    """Returns the token ids of `chat_prompt` for each of several conversations, or the error that it raises."""
+    return _with_tools(template, conversations, template.encode_prompts)
+
+
+def _with_tools(
+    template: ChatTemplate,
+    conversations: Sequence[MaskedConversation],
+    encode: Callable[[Sequence[MaskedConversation]], list[Any]],
+) -> list[Any]:
+    """Returns the results of `encode` for conversations with tools, with any template."""
+    results: list[Any] = [None] * len(conversations)
+    chosen, again = {}, {}
+    for index, conversation in enumerate(conversations):
+        try:
+            converted = conversation._replace(messages=template_messages(conversation.messages))
+        except UserError as error:
+            results[index] = error
+            continue
+        if template.renders_tools or not (conversation.tools or uses_tools(converted.messages)):
+            chosen[index] = converted
+        else:
+            chosen[index], again[index] = (_without_tools(converted, place) for place in (True, False))
+
+    def fill(inputs: Mapping[int, MaskedConversation]) -> None:
+        for index, result in zip(inputs, encode(list(inputs.values())), strict=True):
+            results[index] = result
+
+    fill(chosen)
+    fill({i: other for i, other in again.items() if isinstance(results[i], UserError)})  # as in `chat_prompt`
+    return results
+
+
+def _without_tools(conversation: MaskedConversation, in_system_message: bool) -> MaskedConversation:
+    """Returns a conversation with the tools in a prompt; see `with_tool_prompt`."""
+    messages, in_loss, tools, _ = conversation
+    plain = with_tool_prompt(messages, tools, in_system_message=in_system_message)
+    if in_loss is None:
+        return conversation._replace(messages=plain, tools=None)
+    flags = iter([is_in for message, is_in in zip(messages, in_loss, strict=True) if message["role"] == "assistant"])
+    return conversation._replace(
+        messages=plain, in_loss=[message["role"] == "assistant" and next(flags) for message in plain], tools=None
+    )
 
 
 def chat_prompt(

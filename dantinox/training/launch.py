@@ -37,6 +37,7 @@ from dantinox.text import (
     Tokenizer,
     TokenStore,
     corpus_changed,
+    has_partial,
     open_store,
     prepare_data,
 )
@@ -163,7 +164,10 @@ def _prepare_new_run(config: Config, run: RunDirectory, console: Console) -> Pre
         if chat is not None:
             write_file(run.path, run.chat_template.name, chat.source)
         save_config(run, config)  # last: a run with a config can be resumed
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit) and has_partial(run.data):
+            console.note(f"the encoded part of the text is kept: the same command with --run_dir {run.path} continues it")
+            raise
         shutil.rmtree(run.data, ignore_errors=True)
         for path in (run.tokenizer, run.tokenizer_config, run.manifest, *(run.path / name for name in INHERITED_FILES)):
             path.unlink(missing_ok=True)
@@ -192,7 +196,8 @@ def _add_stop_tokens(tokenizer: Tokenizer, chat: ChatTemplate) -> Tokenizer:
 def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) -> PreparedRun:
     """Prepares the continuation of a run with its saved tokenizer and tokens."""
     run.check(run.tokenizer, *(path for path in (run.weights, run.adapter) if path.exists()))
-    if run.data.exists():
+    has_tokens = any(run.data.glob("tokens*"))  # not only those of an interrupted build
+    if has_tokens:
         run.check(*(run.path / name for name in run.tokens(recorded=True)))
     saved, requested = load_run_config(run), config
     config = resume_config(saved, requested)
@@ -201,7 +206,7 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
     tokenizer = Tokenizer.load(run.tokenizer)
     store = open_store(config, run.data, tokenizer)
     if store is None:
-        if run.data.exists():
+        if has_tokens:
             raise UserError(f"the tokens in {run.data} are damaged: remove that directory to rebuild them from the corpus")
         with_saved_template = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": None})})
         _, store = prepare_data(with_saved_template, run.data, tokenizer, console.stage, str(run.chat_template))

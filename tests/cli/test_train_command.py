@@ -16,6 +16,8 @@ from dantinox import cli, training
 from dantinox.config import build_config, load_config
 from dantinox.measure import doctor
 from dantinox.model.parameters import abstract_model
+from dantinox.report import Console
+from dantinox.text import build_store
 from dantinox.training.launch import launch
 from tests.cli.expected import ROOT, assert_one_sentence
 
@@ -167,6 +169,32 @@ def test_a_start_that_ends_early_can_be_repeated(dantinox, tmp_path, text, monke
         (stored,) = run.glob("data/*.bin")
         stages.append(stored.stat().st_mtime_ns)
         assert not (run / "config.yaml").exists() and stages == [stages[0]] * len(stages), "the tokens are used again"
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_an_interrupted_encoding_is_continued(tmp_path, text, monkeypatch, capsys, number, error):
+    run, whole, seen = tmp_path / "run", tmp_path / "whole", []
+    monkeypatch.setattr(build_store, "BATCH_CHARACTERS", len(text.read_text()) // 10)
+
+    def stage(console, name, done, total, unit="characters"):
+        seen.append(done)
+        if len(seen) == 4:
+            signal.raise_signal(number)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("a fault before the first step")
+
+    monkeypatch.setattr(launch_module, "train", fail)
+    monkeypatch.setattr(Console, "stage", stage)
+    with pytest.raises(error):
+        launch(config_of(text), run_dir=run)
+    assert f"the same command with --run_dir {run} continues it" in capsys.readouterr().err
+    for path in (run, whole):
+        with pytest.raises(RuntimeError, match="before the first step"):
+            launch(config_of(text), run_dir=path)
+    assert seen[4] > seen[3], "it has continued"
+    files = [{file.name: file.read_bytes() for file in (path / "data").iterdir()} for path in (run, whole)]
+    assert files[0] == files[1]
 
 
 def config_of(text, **changes):

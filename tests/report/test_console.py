@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console as Screen
 
 import dantinox.report.console as report_console
+import dantinox.report.live as report_live
 from dantinox.report import open_console
 from dantinox.report.console import Console, Progress, format_headline, printable, steady_progress
 from dantinox.report.live import LiveConsole
@@ -138,6 +139,27 @@ def test_a_stage_is_announced_once_and_has_a_bar_on_a_terminal():
     plain, live = show_on_both(stages)
     assert plain == "training the tokenizer: 80.0k characters\nencoding the corpus: 80.0k characters\n"
     assert all(line in live for line in plain.splitlines()) and "100%" in live
+
+
+@pytest.mark.parametrize("first", [0, 400_000])
+def test_a_long_stage_shows_the_time_left(monkeypatch, first):
+    """100,000 of a million characters need 10 s. The time is estimated from those that this process has encoded."""
+    seconds = 0.0
+    for module in (report_console, report_live):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: seconds))
+
+    def stage(console):
+        nonlocal seconds
+        for done in range(first, 1_000_001, 100_000):
+            seconds = done / 10_000
+            console.stage("encoding the corpus", done, 1_000_000)
+
+    plain, live = show_on_both(stage)
+    shown = [f"{done}k of 1.00M characters, {left} left" for done, left in [(300, "1m10s"), (600, "40s"), (900, "10s")]]
+    if first:
+        shown = ["700k of 1.00M characters, 30s left", "1.00M of 1.00M characters, 0s left"]
+    assert plain.splitlines() == ["encoding the corpus: 1.00M characters", *(f"encoding the corpus: {line}" for line in shown)]
+    assert live.count("encoding the corpus") == 1 and "0s left" in live
 
 
 def test_the_bar_of_a_finished_stage_is_removed():

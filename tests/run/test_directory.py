@@ -53,6 +53,7 @@ def test_a_directory_with_only_a_lock_file_is_new(tmp_path):
 
 
 STARTED = [".lock", "data/.lock", "data/.tokens.tmp", "data/.tokens.marks.tmp", "data/tokens.json", "data/tokens-0123.bin"]
+STARTED += ["data/.tokens.partial", "data/.tokens.partial.marks", "data/.tokens.partial.json", "data/.tokens.tokenizer.json"]
 STARTED += ["data/.dataset-0.jsonl", "manifest.txt", "tokenizer.json", ".config.yaml.tmp", "chat_template.jinja"]
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from dantinox.config import TokenizerSection, UserError
 from dantinox.text import ChatTemplate, Tokenizer, chat_template, train_tokenizer
+from dantinox.text.chat_template import MaskedConversation
 from tests.error_texts import ERRORS
 
 from .chat_cases import CASES, CHATML, CONVERSATIONS, EXPECTED, USER
@@ -130,6 +131,31 @@ def test_a_killed_template_process_is_restarted():
     with pytest.raises(UserError, match=ERRORS["it_needs_more_than"]):
         template.encode([USER])
     assert template.text([USER]) == "b"
+
+
+def test_an_error_in_a_batch_belongs_to_its_conversation(monkeypatch):
+    """One conversation refuses, one is invalid, and one exceeds the time limit, which ends the process."""
+    source = "{% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}"
+    source += (
+        "{% set r = range(99999 if messages[0].content == 'endless' else 1) %}{% for i in r %}{% for j in r %}{% endfor %}"
+    )
+    source += "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 0)
+    template = ChatTemplate(source, BYTES)
+    first = ["a", "refuse", "b", "endless", "c", 7]
+    conversations = [MaskedConversation([{"role": "user", "content": text}, SPOKEN]) for text in first]
+    results = template.encode_with_loss_masks(conversations)
+    errors = {text: str(result) for text, result in zip(first, results, strict=True) if isinstance(result, UserError)}
+    assert errors == {
+        "refuse": "the chat template refuses these messages: no",
+        "endless": "the chat template cannot be rendered: it needs more than 0 seconds or 1024 MiB",
+        7: "the content of message 0 must be text, got 7",
+    }
+    monkeypatch.setattr(chat_template, "REQUEST_BYTES", 1)  # each conversation in a request of its own
+    again = template.encode_with_loss_masks([conversations[index] for index in (0, 2, 4)])
+    for text, result, other in zip("abc", results[::2], again, strict=True):
+        assert BYTES.decode(result[0]) == text + SPOKEN["content"]
+        assert all((one == two).all() for one, two in zip(result, other, strict=True))
 
 
 def test_the_jinja_environment_equals_that_of_transformers():

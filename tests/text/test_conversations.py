@@ -7,7 +7,8 @@ import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.text import ChatTemplate, open_store, prepare_data, train_tokenizer
-from dantinox.text.tool_prompts import chat_prompt
+from dantinox.text.chat_template import MaskedConversation
+from dantinox.text.tool_prompts import chat_prompt, encode_prompts
 from tests.error_texts import ERRORS
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
@@ -209,6 +210,13 @@ def test_tools_without_support_of_the_template_equal_those_of_generation(prepare
     batch = store.batch(0)
     answer = text_of(batch.targets_BT[0][batch.mask_BT[0] == 1])
     assert answer == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>$'
+    refusing = ChatTemplate("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE, BYTES)
+    wrong = [{"role": "bot", "content": ""}]
+    for one in (template, refusing):  # the second one has the tools in the first message
+        prompts = [(called[:1], [TOOL]), (called[:4], None), (wrong, None), (called[:4], [TOOL]), ([Q, A, Q], None)]
+        found = encode_prompts(one, [MaskedConversation(messages, None, tools) for messages, tools in prompts])
+        assert "the role of message 0 must be" in str(found.pop(2)) and prompts.pop(2)
+        assert [ids.tolist() for ids in found] == [chat_prompt(one, *prompt).ids for prompt in prompts]
 
 
 def test_template_variables_and_weights(prepared, tmp_path):
@@ -334,6 +342,7 @@ def test_records_that_cannot_be_paired_are_refused(prepared, tmp_path):
         ('{"messages": [{"role": "bot", "content": ""}]}', "the role of message 0 must be one of system, developer, user, "),
         ('{"messages": [{"role": "user", "content": "a"}]}', "a conversation has no assistant message to train on "),
         ('{"prompt": 1, "completion": "b"}', "the field 'prompt' must be a string or a list of messages, got 1 "),
+        ('{"prompt": "a", "completion": "\\ud83d"}', "U+D83D at position "),
         ('{"prompt": "a"}', "a record lacks the field 'completion'; it has 'prompt' "),
         ('["a"]', "a record must be a JSON object, got ['a'] "),
         ("{", "not JSON: "),

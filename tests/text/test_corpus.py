@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dantinox import cli
-from dantinox.config import UserError
+from dantinox.config import UserError, build_config
 from dantinox.config.sections import may_hold_records
-from dantinox.text import Corpus, compressed_files, corpus
+from dantinox.text import Corpus, compressed_files, corpus, prepare_data
 from dantinox.text.corpus import split_text
 from dantinox.text.sources import BUILTIN_BYTES, find_sources
 from tests.error_texts import ERRORS
@@ -213,6 +213,42 @@ def bad_corpora(folder: Path) -> dict[str, tuple[object, str]]:
         "no gzip": (file("l.jsonl.gz", record), "not a valid gzip file"),
         "damaged gzip": (file("m.txt.gz", gzip.compress(b"abc" * 999)[:-8] + b"\0" * 8), "not a valid gzip file"),
     }
+
+
+def test_bad_files_are_skipped_and_listed_with_the_reason(tmp_path) -> None:
+    """The tokens are those of the other files. By default, the first bad file is an error."""
+    for folder in ("bad", "good"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text("nel mezzo")
+        (tmp_path / folder / "zz.jsonl").write_text('{"text": "del cammin di nostra vita"}\n' * 9)
+        (tmp_path / folder / "blank.txt").write_bytes(b" \n\t\r\n")
+    bad_corpora(tmp_path / "bad")
+    (tmp_path / "bad" / "ring" / "again").unlink()  # an error of the folder
+
+    def build(path: str, **changes: object) -> tuple[list[int], list[int]]:
+        base = {"data.path": str(tmp_path / path), "tokenizer.tokenizer_type": "byte", "model.max_context": 8}
+        config = build_config({}, base | {"training.batch_size": 1} | changes)
+        _, store = prepare_data(config, tmp_path / "store")
+        return store.training_ids.tolist(), store.validation_ids.tolist()
+
+    skip = {"data.on_bad_file": "skip"}
+    with pytest.warns(UserWarning) as caught:
+        assert build("bad", **skip) == build("good", **skip) == build("good")
+    lines = [str(warning.message) for warning in caught if "is skipped" in str(warning.message)]
+    reasons = {
+        "binary.txt": "is not text: byte 3 is NUL", "latin.txt": "is not UTF-8 text", "wide.txt": "is UTF-16",
+        "pipe.txt": "is a named pipe", "loop.txt": "cannot read", "dangling/a.txt": "does not exist", "a.jsonl": "not JSON",
+        "c.jsonl": "lacks the field 'text'", "e.jsonl": "U+0000", "k.txt.gz": "truncated",
+    }  # fmt: skip
+    for name, reason in reasons.items():
+        (line,) = [line for line in lines if f"bad/{name}" in line]
+        assert line.startswith("a file is skipped (data.on_bad_file): ") and reason in line
+    with pytest.raises(UserError):
+        build("bad")
+    with pytest.warns(UserWarning), pytest.raises(UserError, match=r"no file of the corpus .* can be read: .*byte 3 is NUL"):
+        build("bad/binary.txt", **skip)
+    with pytest.warns(UserWarning), pytest.raises(UserError, match=r"no file of the corpus .* is plain text"):
+        build("good/a.txt", **skip, **{"training.objective": "sft"})
 
 
 def test_invalid_corpora_on_the_command_line(tmp_path, monkeypatch, capfd) -> None:

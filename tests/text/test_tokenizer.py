@@ -85,6 +85,26 @@ SPELLED = st.lists(st.sampled_from(["<bos>", "<eos>", "<pad>", "<", "eos>", "\0"
 
 
 @settings(max_examples=40)
+@given(st.lists(st.one_of(SPELLED.map("".join), OWN_TEXT), max_size=4))
+def test_ends_of_tokens_equal_the_offsets_of_the_library(texts: list[str]) -> None:
+    """A token that is a part of a character ends with the character."""
+    for tokenizer in (BPE, FALLBACK, BYTE):
+        by_offset = Tokenizer(tokenizer.to_json())
+        by_offset.__dict__["_source_bytes_V"] = None
+        found, expected = tokenizer.encode_specials_batch(texts), map(by_offset.encode_specials, texts)
+        for (ids, ends), (expected_ids, expected_ends) in zip(found, expected, strict=True):
+            assert ids.tolist() == expected_ids.tolist() and ends.tolist() == expected_ends.tolist()
+    assert BPE._source_bytes_V is not None
+
+
+def test_a_special_token_that_absorbs_spaces_ends_with_its_name() -> None:
+    tree = json.loads(BPE.to_json())
+    tree["added_tokens"][2] |= {"lstrip": True, "rstrip": True}
+    ids, ends = Tokenizer(json.dumps(tree)).encode_specials("a <eos> \n\0b")
+    assert ends[ids == BPE.eos_id].tolist() == [7] and ends[-1] == 11
+
+
+@settings(max_examples=40)
 @given(SPELLED.map("".join))
 def test_a_fresh_tokenizer_encodes_special_tokens_as_later(text: str) -> None:
     for tokenizer in (BPE, FALLBACK, BYTE):
