@@ -174,6 +174,14 @@ def test_a_packed_run_generates_the_text_of_a_converted_run(folder):
     assert weight_bytes(packed.prepared(packed.config.generation)) < size
 
 
+def test_requantized_weights_that_take_more_memory_cause_a_warning(packed_model):
+    with pytest.warns(UserWarning, match="generation.weights: int4 needs .* quantized already") as found:
+        prepared = prepare(packed_model, weights="int4")
+    needed, taken = map(float, re.findall(r"([\d.]+) MB", str(found[0].message)))
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) / 1e6 for model in (prepared, packed_model)]
+    assert (needed, taken) == tuple(round(size, 1) for size in sizes) and needed > taken
+
+
 def test_a_packed_model_may_have_its_key_heads_reordered(packed_model):
     order = tuple((1, 0) for _ in packed_model.blocks)
     reordered = permute_heads(packed_model, order)
