@@ -330,10 +330,11 @@ def test_xla_does_not_convert_the_weights_of_all_layers_at_once(packed_model):
     assert finite.any(axis=1).tolist() == finite.all(axis=1).tolist() == [False, True]  # NaN does not spread to other rows
 
 
-def test_prompts_can_be_multiplied_in_bfloat16(packed_model):
+@pytest.mark.parametrize("prompts", [1, 7])  # 7 · 20 tokens are more than the native kernels multiply
+def test_prompts_can_be_multiplied_in_bfloat16(packed_model, prompts):
     if not load_kernels().multiplies_bfloat16:
         pytest.skip("this CPU has no bfloat16 products")
-    tokens, positions = np.arange(20)[None], np.arange(20)[None]
+    tokens = positions = np.tile(np.arange(20), (prompts, 1))
     exact, rounded = (
         logits_of(packed_model, tokens, positions, matmul_dtype=dtype, matmul_kernel="native") for dtype in ("auto", "bfloat16")
     )
