@@ -144,6 +144,7 @@ class BatchRun:
                             yield row, part
         self.times = timer.times
         self.results = self._build_results(["".join(parts) for parts in texts], reports)
+        self.batch.cache = None  # the next batch may need the memory before this one is collected as garbage
 
     def summary(self) -> str:
         """Returns one line about a finished run: tokens, times, speed, seeds, size of the cache."""

@@ -1,5 +1,8 @@
 """Batches that need more memory than is free are divided."""
 
+import gc
+
+import jax
 import numpy as np
 import pytest
 
@@ -60,6 +63,21 @@ def test_parts_and_times_of_a_divided_run(memory):
     assert run.times.total == pytest.approx(sum({result.stats["seconds"] for result in run.results}))
     assert run.summary().startswith("decoded in 3 batches, because")
     assert run.summary().count("\n") == 3
+
+
+def test_a_finished_batch_frees_its_cache(memory):
+    """Otherwise two caches would exist while the next batch runs."""
+    model = builder.circle()
+    shape = (3, model.model.config.kv_heads, 48, model.model.config.head_size)
+    requests = [model.request(prompt, {"max_new_tokens": 45}) for prompt in PROMPTS]
+    (run,) = model.start(requests, slots=48)
+    gc.disable()
+    try:
+        for _ in run.parts():
+            pass
+        assert shape not in [array.shape for array in jax.live_arrays()]
+    finally:
+        gc.enable()
 
 
 def test_callers_that_control_chunks_or_slots_get_one_batch(memory):
