@@ -193,7 +193,8 @@ def test_router_decisions_are_shown_traced_and_reported(generate, tmp_path):
     )
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     plain = generate("--prompt", "a", *flags)[1]
-    assert plain == "".join("a" + record["text"] + "\n" for record in records if record["kind"] == "sample")
+    texts = [record["text"] for record in records if record["kind"] == "sample"]
+    assert plain == "".join(f"--- sample {number} of 2 ---\na{text}\n" for number, text in enumerate(texts, 1))
 
 
 def test_an_output_that_fails_does_not_prevent_the_others(generate, tmp_path, monkeypatch):
