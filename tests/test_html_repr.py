@@ -46,6 +46,7 @@ def test_a_model_and_its_results(run_dir):
     shown = Tags(model._repr_html_()).text
     assert "259 tokens" in shown and "128 tokens" in shown and "float32" in shown
     result = model.generate("<b>", max_new_tokens=3, greedy=True)
+    assert repr(result).startswith("Result(prompt='<b>', text=") and "slots" not in repr(result), "no list for every layer"
     shown = Tags(result._repr_html_())
     assert shown.text.startswith("<b>" + result.text) and "3 tokens" in shown.text and "length" in shown.text
 

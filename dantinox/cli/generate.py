@@ -3,12 +3,15 @@
 import argparse
 import contextlib
 import json
+import secrets
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dantinox.cli.answers import check_answer_file, read_answers, recorded_seed
 from dantinox.cli.common import (
     PROMPT_HELP,
     add_chat_template,
@@ -26,7 +29,15 @@ from dantinox.files import UserError, atomic_write, check_writable
 
 if TYPE_CHECKING:
     from dantinox.config import Config
+    from dantinox.generation.beam_search import BeamRun
+    from dantinox.generation.loaded_model import LoadedModel
+    from dantinox.generation.memory_groups import DividedRun
+    from dantinox.generation.offline_run import BatchRun
+    from dantinox.generation.request import GenerationRequest
+    from dantinox.generation.result import Result
+    from dantinox.text import Tokenizer
 
+PROMPTS_TOGETHER = 64  # prompts of a file that are decoded together; their answers are written when all of them have ended
 TRACE_ALTERNATIVES = 10  # number of most likely tokens that a trace lists with each token
 
 
@@ -59,6 +70,10 @@ def add_generate_flags(command: Parser) -> None:
     output.add_argument(
         "--json", action="store_true", help="print one JSON object per sample: index of its prompt, seed, text, …"
     )
+    output.add_argument(
+        "--out", type=Path, metavar="FILE.jsonl", help="with --prompt_file: write the JSON objects to this file"
+    )
+    output.add_argument("--resume", action="store_true", help="with --out: keep the answers in the file and add the others")
     output.add_argument("--logprobs", type=whole_number, metavar="K", help="with --json: log-probabilities, K alternatives")
     output.add_argument(
         "--show_candidates", action="store_true", help="with --trace, --report or --logprobs: include the router's candidates"
@@ -98,6 +113,9 @@ def generate(options: argparse.Namespace) -> int:
     directory = open_run(options.run_dir, check=False)  # `load` checks it
     base = load_run_config(directory)
     prompts = _prompts(options, settings, base)
+    if not prompts:
+        raise UserError(f"at least one prompt is required: {options.prompt_file} has none")
+    records = read_answers(options.out, prompts) if options.resume else []
     is_single = len(prompts) == 1 and prompts[0][1].generation.n == 1
     if options.stream and not is_single:
         raise UserError("--stream shows one sample: use it with one prompt and --n 1")
@@ -110,7 +128,7 @@ def generate(options: argparse.Namespace) -> int:
     use_compilation_cache()
     from dantinox.config import with_generation
     from dantinox.generation import load
-    from dantinox.generation.loaded_model import results_in_order
+    from dantinox.generation.token_settings import with_default_seed
 
     loras = given_loras(options)
     run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in prompts), default=1), loras)
@@ -121,8 +139,11 @@ def generate(options: argparse.Namespace) -> int:
     stream = is_single and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
     stream = stream and not options.show_entropy and (bool(options.stream) or prompts[0][1].generation.num_beams == 1)
     template = chosen_template(options, template_path, run.tokenizer) if options.chat else None
+    seed = recorded_seed(records, prompts)
+    seed = secrets.randbits(32) if seed is None else seed
     requests = []
     for prompt, config in prompts:
+        config = with_default_seed(config, seed)
         if template is None:
             ids = run.prompt_ids(prompt, parse_special=options.parse_special)
         else:
@@ -130,33 +151,78 @@ def generate(options: argparse.Namespace) -> int:
             ids = template.encode([*messages, {"role": "user", "content": prompt}], generation_prompt=True)
             config = run.with_stop_ids(with_generation(config, token_healing=False), template.end_ids)
         requests.append(replace(run.request(ids, config, **report, constraint=constraint, lora=lora), prompt=prompt))
-    batches = run.start(requests, stream=stream)
-    if stream and not options.chat:
-        print(prompts[0][0], end="", flush=True)
+    _decode(run, requests, options, done=len(records), stream=stream)
+    return 0
+
+
+def _decode(
+    run: "LoadedModel", requests: "Sequence[GenerationRequest]", options: argparse.Namespace, *, done: int, stream: bool
+) -> None:
+    """Decodes requests and writes text, JSON objects, trace and report.
+
+    Args:
+      done: the answers that the file of --out already has.
+      stream: print the text of the only sample while it is generated.
+    """
+    traced = options.show_entropy or options.trace is not None or options.report is not None
+    held: list[tuple[int, int, Result]] = []  # printed after the trace, because the reader of the text may close the pipe early
+    summaries, count = list[str](), 0
+    with contextlib.ExitStack() as files:
+        file = sys.stdout if options.out is None else files.enter_context(options.out.open("a", encoding="utf-8"))
+        try:
+            for part in _parts(requests, options):
+                places = [(index, n) for n in (request.config.generation.n for request in part) for index in range(n)]
+                first, count = count, count + len(places)
+                if count <= done:
+                    continue
+                batches = run.start(part, stream=stream)
+                if stream and not options.chat:
+                    print(part[0].prompt, end="", flush=True)
+                for number, result in enumerate(_results(batches, stream)):
+                    if traced:
+                        held.append((*places[number], result))
+                    elif first + number >= done and not stream:
+                        print(_answer(*places[number], result, options), file=file, flush=True)
+                if stream:
+                    print()
+                summaries += [batch.summary() for batch in batches]
+            if traced:
+                _write_traces([result for *_, result in held], options, run.tokenizer)
+        finally:
+            for index, n, result in [] if stream or options.show_entropy else held:
+                print(_answer(index, n, result, options), file=file)
+            for summary in summaries:
+                print(summary, file=sys.stderr)
+
+
+def _parts(requests: "Sequence[GenerationRequest]", options: argparse.Namespace) -> "Iterator[Sequence[GenerationRequest]]":
+    """Yields the requests that are decoded together. The parts of a file do not depend on the answers that exist."""
+    size = len(requests) if options.prompt_file is None else PROMPTS_TOGETHER
+    for first in range(0, len(requests), size):
+        yield requests[first : first + size]
+
+
+def _results(batches: "Sequence[BatchRun | BeamRun | DividedRun]", stream: bool) -> "Iterator[Result]":
+    """Decodes batches and yields their results in the order of the requests, as soon as they are known; prints a stream."""
+    from dantinox.generation.loaded_model import results_in_order
+
+    yielded = 0
     for batch in batches:
         for _, part in batch.parts():
             if stream:
                 print(part.text, end="", flush=True)
-    if stream:
-        print()
-    results, documents = results_in_order(batches), list[dict[str, Any]]()
-    if traced:
-        from dantinox.generation.trace import trace_document
+            if len(batches) == 1:
+                yield from batch.results[yielded:]
+                yielded = len(batch.results)
+    yield from results_in_order(batches)[yielded:]
 
-        documents = [trace_document(result, run.tokenizer) for result in results]
-    try:
-        if documents:
-            _write(documents, options)  # before the text: the reader of the text may close the pipe early
-    finally:
-        if options.show_entropy:
-            _show(documents)
-        indices = [index for _, config in prompts for index in range(config.generation.n)]
-        for index, result in [] if stream or options.show_entropy else zip(indices, results, strict=True):
-            text = result.text if options.chat else result.prompt + result.text
-            print(_json_line({"index": index} | result.to_dict(), options) if as_json else text)
-        for batch in batches:
-            print(batch.summary(), file=sys.stderr)
-    return 0
+
+def _answer(index: int, samples: int, result: "Result", options: argparse.Namespace) -> str:
+    """Returns the output of one of the `samples` of a prompt."""
+    if options.json or options.prompt_file is not None:
+        return _json_line({"index": index} | result.to_dict(), options)
+    text = result.text if options.chat else result.prompt + result.text
+    return text if samples == 1 else f"--- sample {index + 1} of {samples} ---\n{text}"
 
 
 def _constraint(options: argparse.Namespace) -> Any:
@@ -208,6 +274,14 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
     for flag, path in (("--trace", options.trace), ("--report", options.report)):
         if path is not None:
             check_writable(path, flag)
+    if options.out is not None and options.prompt_file is None:
+        raise UserError("--out writes the answers to the prompts of a file: give --prompt_file too")
+    if options.resume and options.out is None:
+        raise UserError("--resume continues the file of --out: give --out too")
+    if options.resume and (options.trace is not None or options.report is not None):
+        raise UserError("--resume cannot be combined with --trace or --report, which need the tokens of all answers")
+    if options.out is not None:
+        check_answer_file(options.out, options.resume)
     if options.trace and options.report and options.trace.resolve() == options.report.resolve():
         raise UserError(f"--trace and --report both write {options.report}: give two different files")
 
@@ -232,12 +306,16 @@ def _show(documents: list[dict[str, Any]]) -> None:
         print(line)
 
 
-def _write(documents: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Writes the files of --trace and --report. If one of them cannot be written, the other is written all the same."""
+def _write_traces(results: "Sequence[Result]", options: argparse.Namespace, tokenizer: "Tokenizer") -> None:
+    """Writes the files of --trace and --report and shows the text of --show_entropy, even if one of the others fails."""
+    from dantinox.generation.trace import trace_document
     from dantinox.report.page import report_page
     from dantinox.report.trace_file import trace_lines
 
+    documents = [trace_document(result, tokenizer) for result in results]
     with contextlib.ExitStack() as outputs:
+        if options.show_entropy:
+            outputs.callback(_show, documents)
         if options.trace is not None:
             outputs.callback(atomic_write, options.trace, "".join(line + "\n" for line in trace_lines(documents)))
         if options.report is not None:

@@ -22,6 +22,9 @@ class Parser(LayeredParser):
     """A parser that reports errors as `UserError`."""
 
     def error(self, message: str) -> NoReturn:
+        choices = next((action.choices for action in self.own if isinstance(action.choices, dict)), {})
+        if choices and message.startswith("the following arguments are required"):
+            message += f", one of {', '.join(choices)}"
         raise UserError(message)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:

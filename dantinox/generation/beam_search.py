@@ -312,12 +312,11 @@ class BeamRun:
             yield row, TextPart(result.text)
 
     def summary(self) -> str:
-        """Returns one line about a finished run: tokens, beams, time of the prefill, speed and compile time."""
+        """Returns one line about a finished run: tokens, beams, times."""
         prompt, new = (sum(result.stats[key] for result in self.results) for key in ("prompt_tokens", "new_tokens"))
-        stats = self.results[0].stats
         return (
-            f"{prompt // self._n} prompt + {new} new tokens, {self._beams} beams, first token "
-            f"{stats['first_token_seconds']:.2f} s, {stats['seconds']:.2f} s in total, compile {stats['compile_seconds']:.2f} s"
+            f"{prompt // self._n} prompt + {new} new tokens, {self._beams} beams, in "
+            f"{self.times.describe(self.results[0].stats['decode_tok_per_s'])}"
         )
 
     def _end_ids(self, config: Config) -> list[int]:

@@ -146,9 +146,9 @@ def _generate_toks(
     if prompt is not None:
         model = dequantize(model)
         row_adapters = None if adapters is None else _row_adapters(adapters, state, samples)
-        step_logits, x_PTD, target_cache = _prefill(model, params, prompt, plan if use_cache else None, row_adapters)
+        step_logits, x_PTD, target_cache = _prefill(model, params, prompt, plan if use_cache else None, row_adapters, echo)
         cache = target_cache
-        echo_PT = prompt_logprobs(model, x_PTD, prompt[0]) if echo else None
+        echo_PT = None if x_PTD is None else prompt_logprobs(model, x_PTD, prompt[0])
         if draft_model is not None and draft_plan is not None:
             draft = dequantize(draft_model.merge(draft_model.leaves))
             _, _, draft_cache = _prefill(draft, replace(params, uses_attention=False), prompt, draft_plan.cache)
@@ -421,8 +421,9 @@ def _prefill(
     prompt: tuple[jax.Array, jax.Array],
     plan: CachePlan | None,
     adapters: RowAdapters | None = None,
-) -> tuple[StepLogits, jax.Array, KVCache | None]:
-    """Returns the logits after each prompt, the final hidden states `[P, T, D]`, and the new cache.
+    keep_states: bool = False,
+) -> tuple[StepLogits, jax.Array | None, KVCache | None]:
+    """Returns the logits after each prompt, with `keep_states` the final hidden states `[P, T, D]`, and the new cache.
 
     A batch with more than `PREFILL_BATCH_TOKENS` tokens is processed in several passes, each over some of the prompts.
     """
@@ -431,20 +432,21 @@ def _prefill(
     index_T = jnp.arange(T)
     positions_PT = jnp.where(index_T < lengths_P[:, None], index_T, -1)
 
-    def prefill(prompts: tuple[Any, ...]) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
-        rows_RT, positions_RT, number_R = prompts
+    def prefill(prompts: tuple[Any, ...]) -> Any:
+        rows_RT, positions_RT, last_R, number_R = prompts
         cache = None if plan is None else make_cache(model.config, rows_RT.shape[0], *plan)
         adapted = attach_adapters(model, None if adapters is None else replace(adapters, number_B=number_R))
-        return _prefill_rows(adapted, params, rows_RT, positions_RT, cache)
+        x_RTD, cache, attention = _prefill_rows(adapted, params, rows_RT, positions_RT, cache)
+        return x_RTD[jnp.arange(len(last_R)), last_R], x_RTD if keep_states else None, cache, attention
 
     rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL_BATCH_TOKENS))
-    prompts = tokens_PT, positions_PT, None if adapters is None else adapters.number_B
+    prompts = tokens_PT, positions_PT, lengths_P - 1, None if adapters is None else adapters.number_B
     if rows == P:
-        x_PTD, cache, attention = prefill(prompts)
+        x_PD, x_PTD, cache, attention = prefill(prompts)
     else:
         results = jax.lax.map(prefill, jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), prompts))
-        x_PTD, cache, attention = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), results)
-    return StepLogits(model.logits(x_PTD[jnp.arange(P), lengths_P - 1]), attention), x_PTD, cache
+        x_PD, x_PTD, cache, attention = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), results)
+    return StepLogits(model.logits(x_PD), attention), x_PTD, cache
 
 
 def prefill_hidden(

@@ -1,5 +1,6 @@
 """Divides a batch whose rows need more memory than is free into batches that are decoded one after the other."""
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -10,6 +11,7 @@ import numpy as np
 from dantinox.config import KVSection, ModelConfig, UserError
 from dantinox.generation.beam_search import BeamRun
 from dantinox.generation.cache_plan import plan_cache
+from dantinox.generation.decode import DECODE_CHUNK, PREFILL_BATCH_TOKENS
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.request import GenerationRequest
@@ -19,10 +21,13 @@ from dantinox.generation.static_batch import Times, slots_needed
 from dantinox.model import make_cache
 from dantinox.programs import free_bytes, tree_bytes
 
-# The rows of a batch use at most this share of the free memory. The rest is for the activations of prompts, the compiler, and
-# a second copy of the cache while a program creates it.
+# The rows of a batch use at most this share of the free memory that the activations of their prompts leave. The rest is for the
+# compiler and a second copy of the cache while a program creates it.
 MEMORY_SHARE = 0.5
 VOCABULARY_ARRAYS = 8  # float32 arrays `[V]` of a row: logits, those of the sampling steps, counts of tokens
+CHUNK_REPORT_BYTES = 24  # of an alternative in the reports of a chunk, and of the chunk that was dispatched before
+RESULT_REPORT_BYTES = 140  # of an alternative in a result: id, text and log-probability as Python objects
+RESULT_TOKEN_BYTES = 1000  # of the other values of a token in a result with reports
 
 Run = BatchRun | BeamRun
 
@@ -68,29 +73,68 @@ def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad:
     """Returns how many rows of these requests fit into memory; None if the free memory is unknown.
 
     Raises:
-      UserError: not even one row fits.
+      UserError: not even one row fits, or the reports of all tokens do not.
     """
     free = free_bytes()
     if free is None:
         return None
-    architecture, first = model.model.config, requests[0].config
+    architecture, first = model.model.config, requests[0]
     lengths = np.array([len(request.ids) for request in requests])
     limits = np.array([request.config.generation.max_new_tokens for request in requests])
     limits = np.clip(architecture.max_context - lengths, 0, limits)
-    slots = slots_needed(lengths, limits, pad)
-    kv, tensor = first.kv, first.generation.tensor_parallel
-    cache = _cache_bytes(architecture, kv.dtype, slots) * _kept_share(kv, slots)
-    if (draft := model.draft_model(first.generation)) is not None:
-        cache += _cache_bytes(draft.config, kv.dtype, slots)
-    row = int(cache) // tensor + 4 * VOCABULARY_ARRAYS * architecture.vocab_size
-    row *= 2 if requests[0].has_guidance else 1  # a row and its guide row
-    fitting = int(free * MEMORY_SHARE) // row
+    slots, prompt = slots_needed(lengths, limits, pad), pad(int(lengths.max()))
+    _check_reports(first, int(limits.sum()), free)
+    row, token = _row_bytes(model, first, slots), _activation_bytes(architecture)
+    samples = first.config.generation.n
+
+    def exceeds(rows: int) -> bool:
+        together = min(-(-rows // samples) * prompt, max(prompt, PREFILL_BATCH_TOKENS))
+        return rows * row > MEMORY_SHARE * (free - together * token)
+
+    fitting = bisect.bisect_left(range(1, int(free * MEMORY_SHARE) // row + 1), True, key=exceeds)
     if fitting < 1:
         raise UserError(
-            f"one text of {slots} tokens needs {row / 1e9:.2f} GB for its cache, and {free / 1e9:.2f} GB of memory are free: "
-            "set a smaller generation.max_new_tokens, or kv.dtype to int8"
+            f"one text of {slots} tokens needs {(row + prompt * token) / 1e9:.2f} GB for its cache and its prompt, and "
+            f"{free / 1e9:.2f} GB of memory are free: set a smaller generation.max_new_tokens, or kv.dtype to int8"
         )
     return fitting
+
+
+def _row_bytes(model: ModelBundle, request: GenerationRequest, slots: int) -> int:
+    """Returns the bytes of a row while it is decoded."""
+    architecture, section, kv = model.model.config, request.config.generation, request.config.kv
+    arrays, cache = VOCABULARY_ARRAYS, _cache_bytes(architecture, kv.dtype, slots) * _kept_share(kv, slots)
+    if not section.use_cache:
+        cache = slots * _activation_bytes(architecture)  # each step computes the whole sequence
+    elif section.speculation != "off" and not kv.compresses:
+        arrays += section.draft_tokens + 1
+    if (draft := model.draft_model(section)) is not None:
+        cache += _cache_bytes(draft.config, kv.dtype, slots)
+    if section.num_beams > 1:
+        cache *= 2  # a step copies the rows of the beams that go on
+    reports = 0 if request.logprobs is None else DECODE_CHUNK * CHUNK_REPORT_BYTES * (request.logprobs + 1)
+    row = int(cache) // section.tensor_parallel + 4 * arrays * architecture.vocab_size + reports
+    return row * 2 if request.has_guidance else row  # a row and its guide row
+
+
+def _check_reports(request: GenerationRequest, tokens: int, free: int) -> None:
+    """Raises a UserError if the reports of `tokens` tokens per sample in the results need more than half of `free`."""
+    if request.logprobs is None:
+        return
+    count = tokens * request.config.generation.n
+    needed = count * (RESULT_TOKEN_BYTES + RESULT_REPORT_BYTES * request.logprobs)
+    if needed > free * (1 - MEMORY_SHARE):
+        raise UserError(
+            f"{request.logprobs} log-probabilities of each of {count} tokens need {needed / 1e9:.1f} GB, and "
+            f"{free / 1e9:.1f} GB of memory are free: set fewer alternatives, samples or new tokens"
+        )
+
+
+def _activation_bytes(architecture: ModelConfig) -> int:
+    """Returns about the bytes of the activations of one token: the features of a feed-forward part, and its states."""
+    experts = architecture.experts
+    hidden = architecture.hidden_dim * (1 if experts is None else experts.top_k)
+    return 4 * (4 * hidden + 8 * architecture.dim)
 
 
 @lru_cache(maxsize=64)

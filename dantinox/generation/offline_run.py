@@ -144,9 +144,10 @@ class BatchRun:
                             yield row, part
         self.times = timer.times
         self.results = self._build_results(["".join(parts) for parts in texts], reports)
+        self.batch.cache = None  # the next batch may need the memory before this one is collected as garbage
 
     def summary(self) -> str:
-        """Returns one line about a finished run: tokens, time to first token, speed, compile time, seeds."""
+        """Returns one line about a finished run: tokens, times, speed, seeds, size of the cache."""
         stats = self.results[0].stats
         prompt = sum(len(request.ids) for request in self._requests)
         new = sum(result.stats["new_tokens"] for result in self.results)
@@ -156,8 +157,7 @@ class BatchRun:
         )
         drafts = f", {accepted} of {drafted} draft tokens accepted" if drafted else ""
         return (
-            f"{prompt} prompt + {new} new tokens, first token {stats['first_token_seconds']:.2f} s, "
-            f"{stats['decode_tok_per_s']:.1f} tok/s{drafts}, compile {stats['compile_seconds']:.2f} s, "
+            f"{prompt} prompt + {new} new tokens in {self.times.describe(stats['decode_tok_per_s'])}{drafts}, "
             f"seed {seeds[0] if len(seeds) == 1 else seeds}{_cache_summary(stats['cache'], self._requests[0].config.kv)}"
         )
 

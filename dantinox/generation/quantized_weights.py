@@ -1,6 +1,7 @@
 """Weights for decoding: bfloat16, int8 or 4-bit matrices, a transposed tied embedding, reordered key heads."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -263,6 +264,7 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
     ):
         if value not in allowed:
             raise UserError(f"generation.{key} must be one of {', '.join(allowed)}, got {value!r}")
+    packed_bytes = weight_bytes(model) if weights in ("int8", "int4") and is_packed(model) else None
     model = nnx.clone(model)
     if weights != "auto":
         unpack_modules(model)
@@ -298,7 +300,14 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
             return LowPrecisionExperts(linear, dtype, min_rows)
         return LowPrecisionLinear(linear, dtype, min_rows, native)
 
-    return _replace(model, (Linear, ExpertLinear), change)
+    prepared = _replace(model, (Linear, ExpertLinear), change)
+    if packed_bytes is not None and (size := weight_bytes(prepared)) > packed_bytes:
+        warnings.warn(
+            f"generation.weights: {weights} needs {size / 1e6:.1f} MB for weights that are quantized already and take "
+            f"{packed_bytes / 1e6:.1f} MB: leave it out to decode with them",
+            stacklevel=3,
+        )
+    return prepared
 
 
 def _uses_native(model: Transformer, weights: str, matmul_kernel: str) -> bool:

@@ -103,8 +103,8 @@ class Result:
     tokens: list[int]
     finish_reason: str
     seed: int
-    info: TokenColumns
-    stats: GenerationStats
+    info: TokenColumns = field(repr=False)
+    stats: GenerationStats = field(repr=False)
     steps: StepInfo | None = field(default=None, repr=False, compare=False)
     settings: dict[str, object] = field(default_factory=dict)
     router: dict[str, float | None] | None = None

@@ -47,8 +47,12 @@ class ToShapes(Protocol):
 
 
 def padded_length(length: int) -> int:
-    """Returns the padded length: the next power of two (at least 16), or above 256 the next multiple of 256."""
-    return max(16, 1 << (length - 1).bit_length()) if length <= 256 else -(-length // 256) * 256
+    """Returns the padded length: the next power of two, at least 16; above 512 also 1.5 times a power of two.
+
+    Every padded length needs a compiled program, so there are few of them: ten between 257 and 8,192.
+    """
+    power = 1 << (max(length, 16) - 1).bit_length()
+    return 3 * power // 4 if power > 512 and length <= 3 * power // 4 else power
 
 
 def slots_needed(lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], int] = padded_length) -> int:
@@ -104,6 +108,13 @@ class Times(NamedTuple):
     def decoding(self) -> float:
         """Seconds after the first tokens, without compilation."""
         return self.total - self.first - (self.compiling - self.compiling_first)
+
+    def describe(self, rate: float) -> str:
+        """Returns the total and the parts that add up to it; `rate` is the new tokens per second after the first ones."""
+        first, speed = self.first - self.compiling_first, f" ({rate:.1f} tok/s)" if rate else ""
+        return (
+            f"{self.total:.2f} s: compile {self.compiling:.2f} s, first token {first:.2f} s, then {self.decoding:.2f} s{speed}"
+        )
 
 
 class StaticBatch(RunningBatch):
@@ -373,7 +384,7 @@ class RunTimer:
 
     def __init__(self) -> None:
         self.times = Times()
-        self._compiling = 0.0
+        self._compilations: list[tuple[float, float]] = []  # disjoint intervals of `perf_counter`, in order
         self._first: tuple[float, float] | None = None
 
     def __enter__(self) -> "RunTimer":
@@ -383,13 +394,22 @@ class RunTimer:
 
     def mark_first(self) -> None:
         """Marks the time of the first tokens; later calls have no effect."""
-        self._first = self._first or (time.perf_counter() - self._start_time, self._compiling)
+        self._first = self._first or (time.perf_counter() - self._start_time, self._compiling())
 
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
         first, compiling_first = self._first or (0.0, 0.0)
-        self.times = Times(time.perf_counter() - self._start_time, first, self._compiling, compiling_first)
+        self.times = Times(time.perf_counter() - self._start_time, first, self._compiling(), compiling_first)
+
+    def _compiling(self) -> float:
+        return sum(end - start for start, end in self._compilations)
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event.startswith("/jax/core/compile/"):
-            self._compiling += duration_secs
+        """Adds the seconds before now. Traces of functions inside of other functions report their seconds a second time."""
+        if not event.startswith("/jax/core/compile/"):
+            return
+        end, known = time.perf_counter(), self._compilations
+        start = max(end - duration_secs, self._start_time)
+        while known and known[-1][0] >= start:
+            known.pop()
+        known.append((max(start, known[-1][1]) if known else start, end))

@@ -100,7 +100,7 @@ def _after(x: jax.Array, raw: jax.Array) -> jax.Array:
     Otherwise XLA would convert the weights of all layers first, and keep all of them in float32. An optimization barrier does
     not prevent this, because it is removed before the operations are scheduled. XLA does not know that the added number is 0.
     """
-    bits = lax.bitcast_convert_type(x.reshape(-1)[0], jnp.uint32)
+    bits = lax.bitcast_convert_type(x.reshape(-1)[0].astype(jnp.float32), jnp.uint32)
     return raw + (bits >> 31 >> 1).astype(jnp.uint8)
 
 

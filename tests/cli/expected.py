@@ -5,7 +5,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 AROUND = "è€😀b\nca"  # the model of `run_dir` repeats this text after "a"
 SUMMARY = (
-    r"\d+ prompt \+ \d+ new tokens, first token [\d.]+ s, [\d.]+ tok/s, compile [\d.]+ s, seed (\d+|\[.*\])(, cache .*)?\n"
+    r"\d+ prompt \+ \d+ new tokens in [\d.]+ s: compile [\d.]+ s, first token [\d.]+ s, then [\d.]+ s \([\d.]+ tok/s\), "
+    r"seed (\d+|\[.*\])(, cache .*)?\n"
 )
 KEYS = [
     "index", "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "draft_tokens",

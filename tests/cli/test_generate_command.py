@@ -135,7 +135,7 @@ def test_samples(generate):
 def test_beam_search(generate):
     flags = ["--prompt", "a", "--num_beams", 2, "--length_penalty", 0.5, "--early_stopping", "never", "--max_new_tokens", 9]
     code, out, err = generate(*flags)
-    assert (code, out) == (0, "a" + AROUND[:3] + "\n") and err.startswith("1 prompt + 9 new tokens, 2 beams, first token")
+    assert (code, out) == (0, "a" + AROUND[:3] + "\n") and err.startswith("1 prompt + 9 new tokens, 2 beams, in ")
     records = [json.loads(line) for line in generate(*flags, "--n", 2, "--json")[1].splitlines()]
     assert [record["index"] for record in records] == [0, 1] and records[0]["score"] > records[1]["score"]
 
@@ -193,7 +193,8 @@ def test_router_decisions_are_shown_traced_and_reported(generate, tmp_path):
     )
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     plain = generate("--prompt", "a", *flags)[1]
-    assert plain == "".join("a" + record["text"] + "\n" for record in records if record["kind"] == "sample")
+    texts = [record["text"] for record in records if record["kind"] == "sample"]
+    assert plain == "".join(f"--- sample {number} of 2 ---\na{text}\n" for number, text in enumerate(texts, 1))
 
 
 def test_an_output_that_fails_does_not_prevent_the_others(generate, tmp_path, monkeypatch):
@@ -427,3 +428,82 @@ def test_an_adapter_that_does_not_fit_is_one_sentence(generate, run_dir, ending_
         (make_lora_run(tmp_path / "other", run_dir, 1, digest="0" * 64), "were trained on the weights"),
     ):
         assert_one_sentence(generate("--prompt", "hello", "--lora", path), words)
+
+
+def test_samples_are_numbered(generate):
+    _, out, _ = generate("--prompt", "a", "--greedy", "--max_new_tokens", 12, "--n", 2)
+    assert out == "".join(f"--- sample {number} of 2 ---\na{AROUND[:6]}\n" for number in (1, 2))
+
+
+TIMES = ("seconds", "compile_seconds", "decode_tok_per_s")
+
+
+def answers(path):
+    """Returns the records of a file without the times."""
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in TIMES} for line in path.read_text().splitlines()
+    ]
+
+
+@pytest.fixture
+def prompt_file(tmp_path, monkeypatch):
+    """A file of five prompts, of which two are decoded together."""
+    monkeypatch.setattr(generating, "PROMPTS_TOGETHER", 2)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f"{letter}\n" for letter in "abcba"))
+    return path
+
+
+def test_answers_are_written_when_their_batch_ends(generate, prompt_file, tmp_path, monkeypatch):
+    """The process ends before the third batch; the file then has the answers of two batches."""
+    out, parts, written = tmp_path / "out.jsonl", generating._parts, []
+
+    def watched(*args):
+        for part in parts(*args):
+            written.append(out.read_text().count("\n"))
+            yield part
+
+    monkeypatch.setattr(generating, "_parts", watched)
+    assert generate("--prompt_file", prompt_file, "--out", out, "--max_new_tokens", 3, "--n", 2)[:2] == (0, "")
+    assert written == [0, 4, 8] and len(answers(out)) == 10
+
+
+@pytest.mark.parametrize("kept", [0, 1, 4, 5, 10])
+@pytest.mark.parametrize("rest", ["", '{"index": 0, "pro'])
+def test_a_resumed_file_equals_that_of_an_uninterrupted_run(generate, prompt_file, tmp_path, kept, rest):
+    """The random seed of the first run applies to the answers that are added."""
+    out = tmp_path / "out.jsonl"
+    flags = ["--prompt_file", prompt_file, "--out", out, "--max_new_tokens", 3, "--n", 2, "--temperature", 50]
+    assert generate(*flags, *(["--seed", 7] if kept == 0 else []))[0] == 0
+    whole = answers(out)
+    assert [record["prompt"] for record in whole] == list("aabbccbbaa")
+    assert whole[0]["tokens"] != whole[1]["tokens"], "two samples of 50 times the temperature"
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:kept]) + rest)
+    assert generate(*flags, "--resume", *(["--seed", 7] if kept == 0 else []))[0] == 0
+    assert answers(out) == whole and out.read_text().splitlines(keepends=True)[:kept] == lines[:kept]
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "parts"),
+    [
+        ("{}\n", [], ["out.jsonl exists already", "--resume"]),
+        ("{}\n", ["--resume"], ["out.jsonl, line 1, is no answer to these prompts"]),
+        ('{"prompt": "a", "index": 0, "seed": 3}\n', ["--resume", "--seed", 4], ["line 1, is no answer", "seed"]),
+        ("[]\n", ["--resume"], ["line 1, is not a JSON object"]),
+        ("a\n", ["--resume"], ["line 1, is not JSON"]),
+        ('{"prompt": "a", "index": 0}\n' * 2, ["--resume"], ["line 2, is no answer"]),
+        (None, ["--resume", "--trace", "x.jsonl"], ["--resume", "--trace"]),
+    ],
+)
+def test_files_that_cannot_be_continued(generate, prompt_file, tmp_path, content, flags, parts):
+    out = tmp_path / "out.jsonl"
+    if content is not None:
+        out.write_text(content)
+    assert_one_sentence(generate("--prompt_file", prompt_file, "--out", out, *flags), *parts)
+    assert content is None or out.read_text() == content
+
+
+def test_out_and_resume_need_each_other(generate, tmp_path):
+    assert_one_sentence(generate("--prompt", "a", "--out", tmp_path / "x"), "--out", "give --prompt_file")
+    assert_one_sentence(generate("--prompt", "a", "--resume"), "--resume", "give --out")

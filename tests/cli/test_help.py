@@ -271,3 +271,10 @@ def test_eval_offers_the_precisions_of_the_settings():
     settings = get_type_hints(SamplingSettings)
     for flag in ("weights", "kv_dtype"):
         assert EVALUATE[flag][1]["choices"] == list(get_args(settings[flag]))
+
+
+def test_a_missing_kind_of_evaluation_lists_the_kinds(dantinox):
+    code, out, err = dantinox("eval")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("error: the following arguments are required: kind, one of ")
+    assert {"ppl", "tasks", "kv", "sampling"} <= set(err.split(" one of ")[1].strip().split(", "))

@@ -1,5 +1,8 @@
 """Batches that need more memory than is free are divided."""
 
+import gc
+
+import jax
 import numpy as np
 import pytest
 
@@ -22,7 +25,8 @@ def row_bytes(model, request):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Returns a function that limits the free memory to twice that of `rows` rows of a request."""
+    """Returns a function that limits the free memory to twice that of `rows` rows of a request; prompts need none."""
+    monkeypatch.setattr(memory_groups, "_activation_bytes", lambda _: 0)
 
     def limit(model, request, rows):
         monkeypatch.setattr(memory_groups, "free_bytes", lambda: int(2 * (rows + 0.5) * row_bytes(model, request)))
@@ -61,6 +65,21 @@ def test_parts_and_times_of_a_divided_run(memory):
     assert run.summary().count("\n") == 3
 
 
+def test_a_finished_batch_frees_its_cache(memory):
+    """Otherwise two caches would exist while the next batch runs."""
+    model = builder.circle()
+    shape = (3, model.model.config.kv_heads, 48, model.model.config.head_size)
+    requests = [model.request(prompt, {"max_new_tokens": 45}) for prompt in PROMPTS]
+    (run,) = model.start(requests, slots=48)
+    gc.disable()
+    try:
+        for _ in run.parts():
+            pass
+        assert shape not in [array.shape for array in jax.live_arrays()]
+    finally:
+        gc.enable()
+
+
 def test_callers_that_control_chunks_or_slots_get_one_batch(memory):
     model = builder.circle()
     requests = [model.request(prompt, {"max_new_tokens": 6}) for prompt in PROMPTS]
@@ -74,7 +93,7 @@ def test_a_row_that_does_not_fit_is_one_sentence(memory):
     model = builder.circle()
     request = model.request("abc", {"max_new_tokens": 100})
     memory(model, request, 0)
-    with pytest.raises(UserError, match=r"^one text of 128 tokens needs 0\.00 GB for its cache, and 0\.00 GB of memory are"):
+    with pytest.raises(UserError, match=r"^one text of 128 tokens needs 0\.00 GB for its cache and its prompt, and 0\.00 GB"):
         model.generate("abc", max_new_tokens=100)
 
 
@@ -86,8 +105,41 @@ def test_guide_rows_and_quantized_and_compressed_caches_count(memory):
     assert rows == 8
     guided = model.request("abc", {"max_new_tokens": 100, "guidance_scale": 2.0})
     assert fitting_rows(model, [guided], padded_length) == rows // 2
+    drafted = model.request("abc", {"max_new_tokens": 100, "speculation": "ngram", "draft_tokens": 15})
+    assert fitting_rows(model, [drafted], padded_length) < rows, "logits of 16 tokens"
+    beams = model.request("abc", {"max_new_tokens": 100, "num_beams": 2})
+    one, vocabulary = row_bytes(model, plain), 4 * 8 * model.model.config.vocab_size
+    assert fitting_rows(model, [beams], padded_length) == int(8.5 * one) // (2 * one - vocabulary), "a copy of the cache"
     for settings in ({"kv_dtype": "int8"}, {"kv_budget": 0.5}):
         assert fitting_rows(model, [model.request("abc", {"max_new_tokens": 100} | settings)], padded_length) > rows
+
+
+def test_prompts_and_decoding_without_a_cache_need_activations(monkeypatch):
+    """A token of the circle has four arrays of the hidden size and eight states in float32."""
+    model = builder.circle()
+    c = model.model.config
+    token = 4 * (4 * c.hidden_dim + 8 * c.dim)
+    request = model.request("abc", {"max_new_tokens": 100})
+    row = row_bytes(model, request)
+    # 1,024 prompts of 16 tokens are computed together: 5 rows of 10 need half of the memory that 80 tokens leave.
+    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 2 * 5 * row + 5 * 16 * token)
+    assert fitting_rows(model, [request], padded_length) == 5
+    samples = model.request("abc", {"max_new_tokens": 100, "n": 5})
+    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 2 * 5 * row + 16 * token)
+    assert fitting_rows(model, [samples], padded_length) == 5 > fitting_rows(model, [request], padded_length)
+    recomputed = model.request("abc", {"max_new_tokens": 100, "use_cache": False})
+    decoded = 128 * token + 32 * c.vocab_size
+    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 2 * 3 * decoded + 3 * 16 * token)
+    assert fitting_rows(model, [recomputed], padded_length) == 3
+
+
+def test_reports_count(monkeypatch):
+    """100 tokens of 4 samples with 31 alternatives keep at least 12,400 log-probabilities of 8 bytes."""
+    model = builder.circle()
+    request = model.request("abc", {"max_new_tokens": 100, "n": 4}, logprobs=31)
+    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 12_400 * 8)
+    with pytest.raises(UserError, match=r"^31 log-probabilities of each of 400 tokens need 0\.0 GB, and 0\.0 GB of memory are"):
+        model.start([request])
 
 
 def test_every_sample_is_in_exactly_one_batch():

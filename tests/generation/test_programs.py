@@ -1,6 +1,7 @@
 """Counts which programs are compiled and how often, and reads their memory use from the compiled programs."""
 
 import re
+import time
 from dataclasses import replace
 
 import jax
@@ -11,7 +12,7 @@ from dantinox.generation import generate
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.slot_programs import prefill_part
-from dantinox.generation.static_batch import StaticBatch, padded_length
+from dantinox.generation.static_batch import RunTimer, StaticBatch, padded_length
 from dantinox.model import make_cache, scoring
 from dantinox.platform import get_platform
 from dantinox.programs import tree_bytes
@@ -30,9 +31,27 @@ WIDE = {"vocab_size": 1031, "head_size": 32, "kv_heads": 4, "max_context": 4096}
 
 
 def test_padded_lengths():
-    """Powers of two from 16, then multiples of 256."""
+    """Powers of two from 16, and above 512 also 1.5 times a power of two."""
     lengths = [1, 15, 16, 17, 32, 33, 129, 255, 256, 257, 512, 513, 1000, 4096]
     assert [padded_length(length) for length in lengths] == [16, 16, 16, 32, 32, 64, 256, 256, 256, 512, 512, 768, 1024, 4096]
+    classes = sorted({padded_length(length) for length in range(1, 8193)})
+    assert classes == [16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
+    assert all(padded_length(length) == next(size for size in classes if size >= length) for length in range(1, 8193))
+
+
+def test_compilation_is_counted_once_and_the_times_add_up():
+    """The trace of a function within a function takes part of the time of the outer trace."""
+    with RunTimer() as timer:
+        time.sleep(0.06)
+        for seconds in (0.01, 0.05):  # the inner trace ends first
+            jax.monitoring.record_event_duration_secs("/jax/core/compile/jaxpr_trace_duration", seconds)
+        timer.mark_first()
+        time.sleep(0.01)
+        jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 0.005)
+    assert timer.times.compiling_first == pytest.approx(0.05, abs=0.005)
+    assert timer.times.compiling == pytest.approx(0.055, abs=0.005)
+    total, *parts = map(float, re.findall(r"([\d.]+) s", timer.times.describe(3.0)))
+    assert len(parts) == 3 and sum(parts) == pytest.approx(total, abs=0.02)
 
 
 def test_values_of_settings_compile_nothing(programs):

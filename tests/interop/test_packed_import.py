@@ -176,6 +176,14 @@ def test_a_packed_run_generates_the_text_of_a_converted_run(folder):
     assert weight_bytes(packed.prepared(packed.config.generation)) < size
 
 
+def test_requantized_weights_that_take_more_memory_cause_a_warning(packed_model):
+    with pytest.warns(UserWarning, match="generation.weights: int4 needs .* quantized already") as found:
+        prepared = prepare(packed_model, weights="int4")
+    needed, taken = map(float, re.findall(r"([\d.]+) MB", str(found[0].message)))
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) / 1e6 for model in (prepared, packed_model)]
+    assert (needed, taken) == tuple(round(size, 1) for size in sizes) and needed > taken
+
+
 def test_a_packed_model_may_have_its_key_heads_reordered(packed_model):
     order = tuple((1, 0) for _ in packed_model.blocks)
     reordered = permute_heads(packed_model, order)
@@ -340,10 +348,11 @@ def test_xla_does_not_convert_the_weights_of_all_layers_at_once(packed_model):
     assert finite.any(axis=1).tolist() == finite.all(axis=1).tolist() == [False, True]  # NaN does not spread to other rows
 
 
-def test_prompts_can_be_multiplied_in_bfloat16(packed_model):
+@pytest.mark.parametrize("prompts", [1, 7])  # 7 · 20 tokens are more than the native kernels multiply
+def test_prompts_can_be_multiplied_in_bfloat16(packed_model, prompts):
     if not load_kernels().multiplies_bfloat16:
         pytest.skip("this CPU has no bfloat16 products")
-    tokens, positions = np.arange(20)[None], np.arange(20)[None]
+    tokens = positions = np.tile(np.arange(20), (prompts, 1))
     exact, rounded = (
         logits_of(packed_model, tokens, positions, matmul_dtype=dtype, matmul_kernel="native") for dtype in ("auto", "bfloat16")
     )
