@@ -1,5 +1,6 @@
 """A real server on a socket, for tests of connections."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -21,7 +22,7 @@ def serving(app, limits: Limits | None = None, send_buffer: int | None = None) -
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()
     until = time.monotonic() + 10
     while not server.started and time.monotonic() < until:

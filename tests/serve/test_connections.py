@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import resource
 import socket
 import time
@@ -49,7 +50,14 @@ def status(client, data=HEALTH):
     with contextlib.suppress(ConnectionError):
         if data:
             client.sendall(data)
-        return int((client.recv(65536) or b"HTTP/1.1 0  ")[9:12])
+        found = b""
+        while b"\r\n\r\n" not in found and (part := client.recv(65536)):
+            found += part
+        head, _, body = found.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        while length and len(body) < int(length[1]) and (part := client.recv(65536)):
+            body += part
+        return int(head[9:12] or 0)
     return 0
 
 
