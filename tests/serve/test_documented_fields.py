@@ -39,7 +39,8 @@ FIELDS = {
         add_generation_prompt chat_template_kwargs guided_json guided_regex guided_choice guided_grammar
         guided_whitespace_pattern guided_decoding_backend structured_outputs json_schema grammar reasoning_format
         reasoning_control typical_p repeat_penalty dynatemp_range dry_sequence_breakers""",
-    responses.ResponsesBody: """background conversation context_management include input instructions max_output_tokens max_tool_calls metadata
+    responses.ResponsesBody: """background conversation context_management include
+        input instructions max_output_tokens max_tool_calls metadata
         model parallel_tool_calls previous_response_id prompt prompt_cache_key prompt_cache_retention reasoning
         safety_identifier
         service_tier store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation user""",
