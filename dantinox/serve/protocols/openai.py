@@ -88,7 +88,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     """
     check_combination(body)
     lora = service.check_model(body.model, body.lora)
-    config = service.settings(body.settings(body.max_tokens, service.engine.settings({}).generation))
+    config = service.settings(body.settings(body.max_tokens, service.model.config.generation))
     tokenizer = service.tokenizer
     # Refuse a prompt that is too long for the context before `prompt_ids` checks each of its token ids.
     service.check_lengths((prompt for prompt in body.prompt if isinstance(prompt, list)), "prompt")
@@ -119,7 +119,7 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     check_combination(body)
     lora = service.check_model(body.model, body.lora)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    config = service.settings(body.settings(limit, service.engine.settings({}).generation))
+    config = service.settings(body.settings(limit, service.model.config.generation))
     prepared = await prepare_chat(service, body.conversation())
     config = service.model.with_stop_ids(config, prepared.end_ids)
     logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None
