@@ -23,7 +23,7 @@ help:
 	@echo "make release-check all checks of a release, and a table of their results (hours)"
 	@echo "make mutants       the share of small edits of the package that make test finds, of those that make test-all finds (hours)"
 	@echo "make test-browser  the web pages in chromium"
-	@echo "make serve-test    common clients, 20,000 fuzzed requests, 1,000 seeded requests in a mixed batch, half an hour of mixed load"
+	@echo "make serve-test    common clients, 20,000 fuzzed requests, 1,000 seeded requests in a mixed batch, 5,500 idle and slow connections, half an hour of mixed load"
 	@echo "make aot           the programs, compiled for an H100 and a TPU without these devices (about 3 minutes)"
 	@echo "make faults        runs killed at 25 moments, more than 200 damaged files (about 15 minutes)"
 	@echo "make parity        logits of every model family compared with transformers, which it installs with torch"
@@ -93,13 +93,14 @@ mutants: $(VENV)/.dev
 test-browser: $(VENV)/.browser
 	$(PY) -m pytest -m browser $(or $(PAGES),tests/report tests/serve)
 
-# MINUTES=0 skips the long tests of mixed batches and random schemas, and the soak test.
+# MINUTES=0 skips the long tests of mixed batches and random schemas, the flood of connections and the soak test.
 serve-test: FUZZ ?= 20000
 serve-test: MINUTES ?= 30
 serve-test: $(VENV)/.dev $(VENV)/.clients
 	FUZZ=$(FUZZ) $(PY) -m pytest tests/serve/test_clients.py tests/serve/test_fuzz.py
 	[ $(MINUTES) = 0 ] || $(PY) -m tests.serve.mixed_batch 1000
 	[ $(MINUTES) = 0 ] || $(PY) -m tests.serve.tool_schemas 500
+	[ $(MINUTES) = 0 ] || $(PY) -m tests.serve.flood
 	[ $(MINUTES) = 0 ] || $(PY) -m tests.serve.soak $(MINUTES)
 
 # NVIDIA's plugin prints errors in every command on a machine without its driver, so it has a separate environment.

@@ -6,13 +6,25 @@ these are converted to rules of single characters.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from dantinox.config import UserError
-from dantinox.generation.lexing import Alt, Chars, Node, Ref, Rep, Seq, Token, greedy_conflicts
+from dantinox.generation.lexing import (
+    Alt,
+    Chars,
+    Node,
+    Ref,
+    Rep,
+    Seq,
+    Token,
+    greedy_conflicts,
+    is_nullable,
+    leaves,
+    smallest_set,
+)
 
-MAX_WORK = 300_000  # pairs of states of terminals that are compared, about 2 s
+MAX_WORK = 1_000_000  # pairs of moves of terminals that are compared, about 2 s
 LAST_CODE = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([nrt\\\"\[\]]))")
@@ -236,15 +248,10 @@ class _Writer:
     def __init__(self, rules: Mapping[str, Node]):
         self._rules = rules
         self._names = {name: str(number) for number, name in enumerate(rules)}
-        self._regular: set[str] = set()  # rules without recursion and special tokens
-        size = -1
-        while size != (size := len(self._regular)):
-            for name in reversed([*rules]):
-                if name not in self._regular and self._is_regular(rules[name]):
-                    self._regular.add(name)
+        self._regular = smallest_set(rules, _is_regular)  # rules without recursion and special tokens
+        self._nullable = smallest_set(rules, is_nullable)
         self._split: set[Node] = set()  # terminals that are written as rules of single characters
         self._work = 0
-        self._nullable: dict[Node, bool] = {}
         self._merges = False  # whether neighboring items of a sequence become one terminal
 
     def lark(self) -> str:
@@ -265,41 +272,26 @@ class _Writer:
         self._lines: dict[str, str] = {}
         self._terminals: dict[Node, str] = {}  # expression of a terminal → its name
         self._places: dict[str, Node] = {}
-        self._todo = ["root"]
+        self._todo: list[tuple[str, str, bool]] = []
+        start = self._reference("root", False).text
         while self._todo:
-            name = self._todo.pop()
-            if name not in self._places:
-                place = self._place(self._rules[name])
-                self._lines[f"r{self._names[name]}"], self._places[name] = place.text, place.node
+            line, name, split = self._todo.pop()
+            if line not in self._places:
+                place = self._place(self._rules[name], split)
+                self._lines[line], self._places[line] = place.text, place.node
         terminals = {name: node for node, name in self._terminals.items()}
         left = MAX_WORK - self._work
         conflicts, work = greedy_conflicts(self._places, self._inline, terminals, left)
         self._work += work
-        lines = [f"start: r{self._names['root']}", *(f"{name}: {text}" for name, text in self._lines.items())]
+        lines = [f"start: {start}", *(f"{name}: {text}" for name, text in self._lines.items())]
         return "\n".join(lines) + "\n", conflicts
 
     def _inline(self, node: Node) -> Node:
         """Returns the expression of a rule without recursion."""
         return self._rules[node.name] if isinstance(node, Ref) else node
 
-    def _is_nullable(self, node: Node) -> bool:
-        """Whether a regular expression allows the empty text."""
-        if node not in self._nullable:
-            if isinstance(node, Ref):
-                found = self._is_nullable(self._rules[node.name])
-            elif isinstance(node, Rep):
-                found = node.least == 0 or self._is_nullable(node.node)
-            elif isinstance(node, Seq):
-                found = all(self._is_nullable(item) for item in node.items)
-            else:
-                found = isinstance(node, Alt) and any(self._is_nullable(item) for item in node.items)
-            self._nullable[node] = found
-        return self._nullable[node]
-
     def _is_regular(self, node: Node) -> bool:
-        if isinstance(node, Token):
-            return False
-        return all(name in self._regular for name in _references(node)) and not _has_token(node)
+        return _is_regular(node, self._regular)
 
     def _place(self, node: Node, split: bool = False) -> _Place:
         """Returns the Lark of an expression in a rule."""
@@ -309,10 +301,7 @@ class _Writer:
         if self._is_regular(node) and (not split or isinstance(node, Chars)):
             return self._terminal_place(node)
         if isinstance(node, Ref):
-            if split:
-                return self._place(self._rules[node.name], split)
-            self._todo.append(node.name)
-            return _Place(f"r{self._names[node.name]}", node)
+            return self._reference(node.name, split)
         if isinstance(node, Rep):
             inner = self._place(node.node, split)
             return _Place(f"({inner.text}){_counts(node)}", Rep(inner.node, node.least, node.most))
@@ -322,6 +311,12 @@ class _Writer:
         if isinstance(node, Alt):
             return _Place("(" + " | ".join(place.text for place in places) + ")", Alt(tuple(place.node for place in places)))
         return _Place(" ".join(place.text for place in places) or '""', Seq(tuple(place.node for place in places)))
+
+    def _reference(self, name: str, split: bool) -> _Place:
+        """Returns a reference to a rule, and remembers to write the rule, of single characters if it is `split`."""
+        line = f"{'s' if split else 'r'}{self._names[name]}"
+        self._todo.append((line, name, split))
+        return _Place(line, Ref(line))
 
     def _merge(self, node: "Seq | Alt") -> list[Node]:
         """Joins neighboring regular items of a sequence, or all regular options, to one item."""
@@ -340,11 +335,10 @@ class _Writer:
         """Returns a reference to the terminal of a regular expression; if that allows the empty text, it is optional."""
         if node == Seq(()):
             return _Place('""', node)
-        name = self._terminals.setdefault(node, f"T{len(self._terminals)}")
+        name, optional = self._terminals.setdefault(node, f"T{len(self._terminals)}"), is_nullable(node, self._nullable)
         if name not in self._lines:
             text = self._terminal(node)
-            self._lines[name] = f"({text}) & /(?s:.+)/" if self._is_nullable(node) else text
-        optional = self._is_nullable(node)
+            self._lines[name] = f"({text}) & /(?s:.+)/" if optional else text
         return _Place(f"{name}?", Rep(Token(name), 0, 1)) if optional else _Place(name, Token(name))
 
     def _terminal(self, node: Node) -> str:
@@ -377,17 +371,6 @@ def _class(node: Chars) -> str:
     return "[" + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in node.ranges) + "]"
 
 
-def _references(node: Node) -> Iterable[str]:
-    if isinstance(node, Ref):
-        yield node.name
-    elif isinstance(node, Rep):
-        yield from _references(node.node)
-    elif isinstance(node, Seq | Alt):
-        for item in node.items:
-            yield from _references(item)
-
-
-def _has_token(node: Node) -> bool:
-    if isinstance(node, Rep):
-        return _has_token(node.node)
-    return isinstance(node, Token) or (isinstance(node, Seq | Alt) and any(map(_has_token, node.items)))
+def _is_regular(node: Node, regular: Collection[str]) -> bool:
+    """Whether an expression has neither recursion nor special tokens; `regular` has the rules without them."""
+    return all(isinstance(leaf, Chars) or (isinstance(leaf, Ref) and leaf.name in regular) for leaf in leaves(node))

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 MAX_COPIES = 4  # copies of a repeated expression in an automaton; more repetitions are treated as unlimited
@@ -57,6 +57,39 @@ class Rep:
 Node = Chars | Ref | Token | Seq | Alt | Rep
 
 
+def leaves(node: Node) -> Iterator[Chars | Ref | Token]:
+    """Yields the parts of an expression that contain no others."""
+    if isinstance(node, Rep):
+        yield from leaves(node.node)
+    elif isinstance(node, Seq | Alt):
+        for item in node.items:
+            yield from leaves(item)
+    else:
+        yield node
+
+
+def is_nullable(node: Node, nullable: Collection[str]) -> bool:
+    """Whether an expression allows the empty text; `nullable` has the rules that do."""
+    if isinstance(node, Ref):
+        return node.name in nullable
+    if isinstance(node, Rep):
+        return node.least == 0 or is_nullable(node.node, nullable)
+    if isinstance(node, Seq):
+        return all(is_nullable(item, nullable) for item in node.items)
+    return isinstance(node, Alt) and any(is_nullable(item, nullable) for item in node.items)
+
+
+def smallest_set(rules: Mapping[str, Node], belongs: Callable[[Node, set[str]], bool]) -> set[str]:
+    """Returns the smallest set of rules that contains each rule whose expression `belongs` to the set."""
+    found: set[str] = set()
+    size = -1
+    while size != (size := len(found)):
+        for name in reversed([*rules]):
+            if name not in found and belongs(rules[name], found):
+                found.add(name)
+    return found
+
+
 def greedy_conflicts(
     rules: Mapping[str, Node], inline: Callable[[Node], Node], terminals: Mapping[str, Node], limit: int
 ) -> tuple[set[Node], int]:
@@ -69,7 +102,7 @@ def greedy_conflicts(
       rules: the expressions of the rules; a `Token` is a terminal or a special token.
       terminals: the expression of each terminal.
       inline: resolves the references in terminals, which have no recursion.
-      limit: the most work, in pairs of states.
+      limit: the most work, in pairs of moves.
 
     Raises:
       OverflowError: the work exceeds the limit.
@@ -115,18 +148,8 @@ def _literal(node: Node) -> str | None:
 
 
 def _followers(rules: Mapping[str, Node]) -> dict[str, set[str]]:
-    nullable: dict[str, bool] = dict.fromkeys(rules, False)
+    nullable = smallest_set(rules, is_nullable)
     firsts: dict[str, set[str]] = {name: set() for name in rules}
-
-    def empty(node: Node) -> bool:
-        if isinstance(node, Token):
-            return False
-        if isinstance(node, Ref):
-            return nullable[node.name]
-        if isinstance(node, Rep):
-            return node.least == 0 or empty(node.node)
-        assert isinstance(node, Seq | Alt)
-        return (all if isinstance(node, Seq) else any)(empty(item) for item in node.items)
 
     def first(node: Node) -> set[str]:
         if isinstance(node, Token):
@@ -138,7 +161,7 @@ def _followers(rules: Mapping[str, Node]) -> dict[str, set[str]]:
         found: set[str] = set()
         for item in node.items if isinstance(node, Seq | Alt) else ():
             found |= first(item)
-            if isinstance(node, Seq) and not empty(item):
+            if isinstance(node, Seq) and not is_nullable(item, nullable):
                 break
         return found
 
@@ -146,9 +169,9 @@ def _followers(rules: Mapping[str, Node]) -> dict[str, set[str]]:
     while changed:
         changed = False
         for name, node in reversed([*rules.items()]):
-            new = empty(node), firsts[name] | first(node)
-            changed |= new != (nullable[name], firsts[name])
-            nullable[name], firsts[name] = new
+            new = firsts[name] | first(node)
+            changed |= new != firsts[name]
+            firsts[name] = new
 
     followers: dict[str, set[str]] = defaultdict(set)
     follows: dict[str, set[str]] = {name: set() for name in rules}
@@ -166,7 +189,7 @@ def _followers(rules: Mapping[str, Node]) -> dict[str, set[str]]:
         elif isinstance(node, Seq):
             for item in reversed(node.items):
                 visit(item, after)
-                after = first(item) | after if empty(item) else first(item)
+                after = first(item) | after if is_nullable(item, nullable) else first(item)
 
     sizes = -1
     while sizes != (sizes := sum(map(len, follows.values())) + sum(map(len, followers.values()))):
@@ -185,6 +208,7 @@ class _Automaton:
         self.moves: list[list[tuple[Ranges, int]]] = [[]]
         self.empty_moves: list[list[int]] = [[]]
         self.end = 0
+        self._moves_from: dict[int, list[tuple[Ranges, int]]] = {}
 
     def add_state(self) -> int:
         self.moves.append([])
@@ -199,9 +223,11 @@ class _Automaton:
             todo += new
         return found
 
-    def moves_from(self, state: int) -> Iterator[tuple[Ranges, int]]:
-        for inner in self.closure(state):
-            yield from self.moves[inner]
+    def moves_from(self, state: int) -> list[tuple[Ranges, int]]:
+        """Returns the moves with a character, also after empty moves, of a complete automaton."""
+        if state not in self._moves_from:
+            self._moves_from[state] = [move for inner in self.closure(state) for move in self.moves[inner]]
+        return self._moves_from[state]
 
     def ends(self, state: int) -> bool:
         return self.end in self.closure(state)
@@ -259,24 +285,25 @@ def _add(automaton: _Automaton, node: Node, begin: int, inline: Callable[[Node],
 def _matches_beyond(before: _Automaton, other: _Automaton, after: Ranges, limit: int) -> tuple[bool, int]:
     """Whether the other terminal can continue a text of the first one with a character that may follow the first one.
 
-    Also returns the number of pairs of states, at most `limit`, or raises OverflowError.
+    Also returns the number of pairs of moves, at most `limit`, or raises OverflowError.
     """
-    seen = {(0, 0)}
+    seen, work = {(0, 0)}, 0
     todo = deque(seen)
     while todo:
         one, two = todo.popleft()
-        moves = [*other.moves_from(two)]
-        if (one, two) != (0, 0) and before.ends(one) and any(_overlap(ranges, after) for ranges, _ in moves):
-            return True, len(seen)
-        if len(seen) > limit:
+        moves_one, moves_two = before.moves_from(one), other.moves_from(two)
+        if (one, two) != (0, 0) and before.ends(one) and any(_overlap(ranges, after) for ranges, _ in moves_two):
+            return True, work
+        work += len(moves_one) * len(moves_two) + 1
+        if work > limit:
             raise OverflowError
-        for ranges, next_one in before.moves_from(one):
-            for other_ranges, next_two in moves:
+        for ranges, next_one in moves_one:
+            for other_ranges, next_two in moves_two:
                 pair = next_one, next_two
                 if pair not in seen and _overlap(ranges, other_ranges):
                     seen.add(pair)
                     todo.append(pair)
-    return False, len(seen)
+    return False, work
 
 
 def _overlap(first: Ranges, second: Ranges) -> bool:

@@ -21,19 +21,20 @@ def connection_protocol(limits: Limits) -> type[H11Protocol]:
     `h11_max_incomplete_event_size` limits the size of an incomplete head; `middleware.Guard` limits that of a complete head.
 
     It limits the number of connections, in total and from one address. At a limit, a new connection replaces the one that has
-    waited longest for a request. If there is none, the new connection is refused: its first request gets an error.
+    waited longest for a complete request. If there is none, the new connection is refused: its first request gets an error.
     """
     admitted: dict[H11Protocol, str] = {}  # connection → address
     refused: set[H11Protocol] = set()
-    idle: dict[H11Protocol, float] = {}  # connections that wait for a request → since when, the oldest first
+    waiting: dict[H11Protocol, float] = {}  # connections without a complete head or body → since when, the oldest first
 
     def release(connection: H11Protocol) -> None:
         admitted.pop(connection, None)
-        idle.pop(connection, None)
+        waiting.pop(connection, None)
         refused.discard(connection)
 
     class Connection(H11Protocol):
         _head_timer: asyncio.TimerHandle | None = None
+        _waits_for: object = None  # the state of h11 in which this connection waits for its client
         _stall_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -50,13 +51,15 @@ def connection_protocol(limits: Limits) -> type[H11Protocol]:
             self._time_head()
 
         def _admit(self) -> bool:
-            """Admits this connection, in place of an idle one if necessary, or refuses it."""
+            """Admits this connection, in place of a waiting one if necessary, or refuses it."""
             address = self.client[0] if self.client else ""
             of_address = [*admitted.values()].count(address) >= MAX_CONNECTIONS_OF_ADDRESS
             if of_address or len(admitted) >= MAX_CONNECTIONS:
                 latest = self.loop.time() - IDLE_SECONDS
                 closable = (
-                    other for other, since in idle.items() if since <= latest and (not of_address or admitted[other] == address)
+                    other
+                    for other, since in waiting.items()
+                    if since <= latest and (not of_address or admitted[other] == address)
                 )
                 oldest = next(closable, None)
                 if oldest is None:
@@ -89,17 +92,19 @@ def connection_protocol(limits: Limits) -> type[H11Protocol]:
 
         def _time_head(self) -> None:
             """Runs a timer while a request head is expected. Bytes of an incomplete head do not reset it."""
-            if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-                if self in admitted:
-                    idle.setdefault(self, self.loop.time())
+            state = self.conn.their_state
+            if state is not self._waits_for and self in admitted:
+                self._waits_for = state
+                waiting.pop(self, None)
+                if state in (h11.IDLE, h11.SEND_BODY):
+                    waiting[self] = self.loop.time()
+            if state is h11.IDLE and not self.transport.is_closing():
                 self._head_timer = self._head_timer or self.loop.call_later(
                     limits.receive_seconds, self.timeout_keep_alive_handler
                 )
-            else:
-                idle.pop(self, None)
-                if self._head_timer is not None:
-                    self._head_timer.cancel()
-                    self._head_timer = None
+            elif self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
 
         def pause_writing(self) -> None:
             super().pause_writing()

@@ -17,7 +17,17 @@ from starlette.types import ASGIApp
 from dantinox.config import UserError
 from dantinox.programs import exit_now
 from dantinox.serve.connection import connection_protocol
-from dantinox.serve.limits import ABORT_SECONDS, DRAIN_SECONDS, FAULT_SECONDS, MAX_CONNECTIONS, MAX_REFUSED, OTHER_FILES, Limits
+from dantinox.serve.limits import (
+    ABORT_SECONDS,
+    ACCEPTED_AT_ONCE,
+    BACKLOG,
+    DRAIN_SECONDS,
+    FAULT_SECONDS,
+    MAX_CONNECTIONS,
+    MAX_REFUSED,
+    OTHER_FILES,
+    Limits,
+)
 from dantinox.serve.reload import Reloader
 from dantinox.serve.response_stream import HasStatus
 
@@ -51,7 +61,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         reason, _, _ = (error.strerror or str(error)).partition(" (while")  # the rest repeats the address
         raise UserError(f"cannot listen at {host} port {port}: {reason.lower()}") from None
@@ -94,11 +104,37 @@ def allow_open_files(count: int) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server without its signal handlers."""
+    """A uvicorn server without its signal handlers, in which accepting connections does not delay the accepted ones."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has set it to the number of connections that it accepts at once
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def make_server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
+    """Returns a server of an application, which is not started and handles no signals."""
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=connection_protocol(limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=limits.max_head,
+            backlog=ACCEPTED_AT_ONCE,
+            timeout_keep_alive=int(limits.receive_seconds),
+            timeout_graceful_shutdown=int(ABORT_SECONDS) - 1,
+        )
+    )
 
 
 def _has_terminal() -> bool:
@@ -120,22 +156,7 @@ async def _serve(
 ) -> int:
     loop, code, signals = asyncio.get_running_loop(), 0, 0
     timers = list[threading.Timer]()
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=connection_protocol(limits),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            h11_max_incomplete_event_size=limits.max_head,
-            timeout_keep_alive=int(limits.receive_seconds),
-            timeout_graceful_shutdown=int(ABORT_SECONDS) - 1,
-        )
-    )
+    server = make_server(app, limits)
 
     def stop() -> None:
         server.should_exit = True

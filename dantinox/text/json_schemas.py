@@ -65,6 +65,8 @@ class _Rewriter:
         rewritten: dict[str, Any] = {}
         for key, inner in value.items():
             where = f"{path}.{key}".removeprefix(".")
+            if key == "oneOf" and "anyOf" not in value and _lists_distinct_scalars(inner):
+                key = "anyOf"
             self.combines |= key in COMBINING
             try:
                 if key == "patternProperties" and isinstance(inner, Mapping):
@@ -113,6 +115,19 @@ class _Rewriter:
             _check_finite(value)
             self.multiples.add(_multiple(value))
         return value
+
+
+def _lists_distinct_scalars(options: Any) -> bool:
+    """Whether each option lists its values, none of them twice, so that no value matches two options."""
+    if not isinstance(options, list) or not all(isinstance(option, Mapping) for option in options):
+        return False
+    found: list[Any] = []
+    for option in options:
+        values = option.get("enum", [option["const"]] if "const" in option else None)
+        if not isinstance(values, list) or any(isinstance(value, list | Mapping) for value in values):
+            return False
+        found += {(isinstance(value, bool), value) for value in values}
+    return len({*found}) == len(found)
 
 
 class _Inexpressible(Exception):

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from dantinox.config import UserError
+from dantinox.generation import gbnf
 from dantinox.generation.constraints import Constraint, check_constraint
 from dantinox.generation.gbnf import gbnf_to_lark
 
@@ -95,3 +96,16 @@ def test_messages(source, says):
 
 def test_a_special_token():
     assert "<[5]>" in gbnf_to_lark('root ::= <[5]> "a" | <think>') and "<think>" in gbnf_to_lark("root ::= <think>")
+
+
+def doubling(first, rest):
+    """Returns a grammar whose rules refer to the next one twice: with a copy per reference, it has 64 times its size."""
+    middle = "".join(f"a{number} ::= {rest.format(number + 1)}\n" for number in range(6))
+    return f'root ::= {first}\n{middle}a6 ::= "x"?\n'
+
+
+def test_the_size_of_the_conversion_is_bounded(monkeypatch):
+    assert len(gbnf_to_lark(doubling("a0* b", 'a{0} a{0} | "v"') + 'b ::= "x" b "q" | ""\n')) < 300
+    monkeypatch.setattr(gbnf, "MAX_WORK", 30_000)
+    with pytest.raises(UserError, match="it takes too long to evaluate"):
+        gbnf_to_lark(doubling("a0", "a{0} a{0}?"))

@@ -93,6 +93,24 @@ def test_an_integral_float_is_an_integer(size):
     assert "minItems" in message({"type": "array", "minItems": 1.5})
 
 
+@pytest.mark.parametrize(
+    ("options", "inside"),
+    [
+        ([{"const": 1, "title": "one"}, {"const": 2, "title": "two"}], ["1", "2"]),
+        ([{"enum": [1, 3]}, {"const": True}, {"const": "a"}, {"enum": [2.5, None]}], ["1", "3", "true", '"a"', "2.5", "null"]),
+        ([{"enum": [1, 1, 2]}, {"const": 3, "type": "integer"}], ["1", "2", "3"]),
+    ],
+)
+def test_options_that_list_different_values_exclude_each_other(options, inside):
+    texts = ["1", "2", "3", "true", '"a"', "2.5", "null", "false", "4"]
+    assert accepted({"oneOf": options}, texts) == [text for text in texts if text in inside]
+
+
+@pytest.mark.parametrize("options", [[{"const": 1}, {"const": 1.0}], [{"enum": [1, 2]}, {"enum": [2, 3]}], [{"const": 1}, {}]])
+def test_options_with_a_common_value_are_refused(options):
+    assert "oneOf is supported only if no value" in message({"oneOf": options})
+
+
 def test_an_unknown_format_is_an_annotation():
     texts = ['"a/b"', '""', "3"]
     assert accepted({"type": "string", "format": "path"}, texts) == texts[:2]

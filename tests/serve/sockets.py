@@ -1,39 +1,28 @@
 """A real server on a socket, for tests of connections."""
 
+import asyncio
 import contextlib
 import socket
 import threading
 import time
 from collections.abc import Iterator
 
-import uvicorn
-
-from dantinox.serve.connection import connection_protocol
 from dantinox.serve.limits import Limits
+from dantinox.serve.server import make_server
 
 
 @contextlib.contextmanager
 def serving(app, limits: Limits | None = None, send_buffer: int | None = None) -> Iterator[int]:
-    """Serves an application with uvicorn in a thread, as `dantinox serve` does; yields the port.
+    """Serves an application in a thread, as `dantinox serve` does; yields the port.
 
     `send_buffer` is the size of the buffers of its connections in the kernel.
     """
-    limits = limits or Limits()
-    config = uvicorn.Config(
-        app,
-        http=connection_protocol(limits),
-        ws="none",
-        lifespan="off",
-        log_level="critical",
-        h11_max_incomplete_event_size=limits.max_head,
-        timeout_graceful_shutdown=2,
-    )
-    server = uvicorn.Server(config)
+    server = make_server(app, limits or Limits())
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()
     until = time.monotonic() + 10
     while not server.started and time.monotonic() < until:

@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import re
 import resource
 import socket
 import time
 
 import pytest
 
-from dantinox.serve import connection
+from dantinox.serve import connection, server
 from dantinox.serve.app import make_app
 from dantinox.serve.server import allow_open_files
 
@@ -49,7 +50,14 @@ def status(client, data=HEALTH):
     with contextlib.suppress(ConnectionError):
         if data:
             client.sendall(data)
-        return int((client.recv(65536) or b"HTTP/1.1 0  ")[9:12])
+        found = b""
+        while b"\r\n\r\n" not in found and (part := client.recv(65536)):
+            found += part
+        head, _, body = found.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        while length and len(body) < int(length[1]) and (part := client.recv(65536)):
+            body += part
+        return int(head[9:12] or 0)
     return 0
 
 
@@ -94,6 +102,40 @@ def test_the_connection_that_is_idle_for_longest_is_closed(connect, limited):
     second.sendall(b"GET /health HTTP/1.1\r\n")  # an incomplete head does not count as a request
     assert status(connect()) == 200
     assert is_closed(second) and not is_closed(third) and status(first) == 200
+
+
+def test_a_connection_with_an_incomplete_body_is_closed_for_a_new_one(connect, limited):
+    limited(2)
+    idle, slow = connect(), connect()
+    assert (
+        status(slow, REQUEST.replace(b"\r\n", b"\r\nExpect: 100-continue\r\n", 1)[:-5]) == 100
+    )  # waits for the rest of the body
+    assert status(idle) == 200
+    assert status(connect()) == 200
+    assert is_closed(slow) and not is_closed(idle)
+
+
+def test_requests_are_read_before_their_connections_count_as_idle(limited, monkeypatch):
+    """Many connections arrive while the server is busy: those with a request are answered, whatever their number."""
+    limited(40)
+    monkeypatch.setattr(server, "ACCEPTED_AT_ONCE", 5)
+
+    async def app(scope, receive, send):
+        if scope["path"] == "/busy":
+            time.sleep(0.3)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    with serving(app) as port, contextlib.ExitStack() as stack:
+        connect = lambda: stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))  # noqa: E731
+        connect().sendall(b"GET /busy HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        time.sleep(0.1)
+        honest = [connect() for _ in range(10)]
+        for client in honest:
+            client.sendall(HEALTH)
+        for _ in range(120):
+            connect()
+        assert [status(client, b"") for client in honest] == [200] * 10
 
 
 def test_one_address_leaves_connections_to_others(connect, limited):

@@ -37,8 +37,10 @@ FIELDS = {
         safety_identifier
         service_tier store tool_choice tools top_logprobs verbosity web_search_options continue_final_message
         add_generation_prompt chat_template_kwargs guided_json guided_regex guided_choice guided_grammar
-        guided_whitespace_pattern guided_decoding_backend structured_outputs json_schema grammar""",
-    responses.ResponsesBody: """background conversation include input instructions max_output_tokens max_tool_calls metadata
+        guided_whitespace_pattern guided_decoding_backend structured_outputs json_schema grammar reasoning_format
+        reasoning_control typical_p repeat_penalty dynatemp_range dry_sequence_breakers""",
+    responses.ResponsesBody: """background conversation context_management include
+        input instructions max_output_tokens max_tool_calls metadata
         model parallel_tool_calls previous_response_id prompt prompt_cache_key prompt_cache_retention reasoning
         safety_identifier
         service_tier store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation user""",
@@ -46,22 +48,23 @@ FIELDS = {
     messages.MessagesBody: """model messages max_tokens container context_management mcp_servers metadata service_tier
         stop_sequences stream system temperature thinking tool_choice tools top_k top_p output_config
         output_format cache_control
-        inference_geo""",
+        inference_geo speed""",
     ollama_bodies.GenerateBody: """model prompt suffix images think format options system template stream raw keep_alive context
-        truncate shift logprobs top_logprobs""",
+        truncate shift logprobs top_logprobs _debug_render_only""",
     ollama_bodies.ChatBody: """model messages tools think format options stream keep_alive truncate shift logprobs
         top_logprobs""",
     ollama_bodies.EmbedBody: "model input truncate dimensions options keep_alive",
     ollama_bodies.OllamaOptions: """num_keep seed num_predict top_k top_p min_p typical_p tfs_z repeat_last_n temperature
         repeat_penalty presence_penalty frequency_penalty penalize_newline stop numa num_ctx num_batch num_gpu main_gpu use_mmap
-        use_mlock low_vram vocab_only num_thread mirostat mirostat_tau mirostat_eta""",
+        use_mlock low_vram vocab_only num_thread draft_num_predict f16_kv mirostat mirostat_tau mirostat_eta""",
     kobold_bodies.GenerateBody: """max_context_length max_length prompt rep_pen rep_pen_range rep_pen_slope sampler_order
         sampler_seed stop_sequence temperature tfs top_a top_k top_p min_p typical use_default_badwordsids dynatemp_range
         dynatemp_exponent smoothing_factor smoothing_curve mirostat mirostat_tau mirostat_eta genkey grammar
         grammar_retain_state
         memory images audio trim_stop render_special bypass_eos ban_eos_token banned_tokens logit_bias dry_multiplier dry_base
         dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold xtc_probability nsigma logprobs quiet
-        replace_instruct_placeholders presence_penalty negative_prompt guidance_scale adaptive_target adaptive_decay""",
+        replace_instruct_placeholders adapter banned_strings custom_token_bans reasoning_effort
+        using_openai_tools presence_penalty negative_prompt guidance_scale adaptive_target adaptive_decay""",
     llama_cpp.LlamaCompletionBody: f"{LLAMA} prompt",
     llama_cpp.InfillBody: f"{LLAMA} prompt input_prefix input_suffix input_extra",
     TokenizeBody: "content add_special parse_special with_pieces",

@@ -323,6 +323,18 @@ def test_the_end_token_can_be_banned():
             assert asked(client, engine, **{name: True}).config.generation.banned_tokens == tuple(SPECIAL.stop_ids)
 
 
+def test_a_schema_becomes_a_grammar(client, engine):
+    """As in KoboldCpp, a client converts a schema and sends the result as `grammar`, which may also be the schema itself."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    answer = client.post("/api/extra/json_to_grammar", json={"schema": schema})
+    assert answer.status_code == 200 and answer.json()["success"] is True
+    for grammar in (answer.json()["result"], f"\n {json.dumps(schema)}"):
+        found = asked(client, engine, grammar=grammar).constraint
+        assert found.kind == "json_schema" and json.loads(found.source) == schema
+    wrong = client.post("/api/extra/json_to_grammar", json={"schema": {"type": "thing"}})
+    assert wrong.status_code == 400 and "JSON schema" in wrong.json()["detail"]["msg"]
+
+
 def test_a_grammar_is_a_constraint(client, engine):
     found = asked(client, engine, grammar='root ::= "a"').constraint
     assert (found.kind, found.source) == ("gbnf", 'root ::= "a"')

@@ -505,6 +505,49 @@ def _with_specials(names):
     return Tokenizer(core.to_str())
 
 
+def test_names_of_other_servers(ask, engine):
+    body = {"prompt": "a", "max_tokens": 2, "temperature": 0.8}
+    other = {
+        "repeat_penalty": 1.2,
+        "tfs_z": 0.9,
+        "allowed_token_ids": [97, 98],
+        "include_stop_str_in_output": True,
+        "stop": "x",
+    }
+    ask(body | other | {"dynatemp_range": 0.5, "dry_multiplier": 0.5, "dry_sequence_breakers": '["*"]'})
+    found = engine.asked[-1].config.generation
+    assert (found.repetition_penalty, found.tail_free, found.allowed_tokens, found.keep_stop) == (1.2, 0.9, (97, 98), True)
+    assert (found.temperature, found.dynatemp_low, found.dynatemp_high) == (1.0, pytest.approx(0.3), pytest.approx(1.3))
+    assert found.dry_breakers == ("*",)
+    ask(body | {"repeat_penalty": 1.2, "repetition_penalty": 1.1, "dry_breakers": ["-"], "dry_multiplier": 1})
+    found = engine.asked[-1].config.generation
+    assert (found.repetition_penalty, found.dry_breakers) == (1.1, ("-",))
+
+
+@pytest.mark.parametrize(
+    ("switch", "parameters"),
+    [
+        ({"xtc_probability": 0}, {"xtc_threshold": 0.3}),
+        (
+            {"dry_multiplier": 0},
+            {"dry_base": 2, "dry_allowed_length": 4, "dry_breakers": ["x"], "dry_sequence_breakers": ["x"]},
+        ),
+        ({"mirostat_mode": 0}, {"mirostat_tau": 3, "mirostat_eta": 0.2}),
+        ({"adaptive_target": -0.01}, {"adaptive_decay": 0.5}),
+        ({"repetition_penalty": 1.0}, {"repetition_range": 64, "repetition_slope": 0.5}),
+    ],
+)
+def test_parameters_of_a_step_that_the_request_disables_have_no_effect(ask, engine, switch, parameters):
+    ask({"prompt": "a", "max_tokens": 2} | switch | parameters)
+    assert engine.asked[-1].config.generation.dry_breakers != ("x",)
+
+
+def test_prompt_text_may_be_a_special_token(ask, engine):
+    name, number = next(iter(BYTES.special_tokens.items()))
+    ask({"prompt": f"a{name}b", "max_tokens": 2})
+    assert engine.asked[-1].ids == (97, number, 98)
+
+
 def test_message_text_is_never_a_special_token(ask, engine):
     name = BYTES.core.id_to_token(END)
     ask({"messages": [{"role": "user", "content": name}], "max_tokens": 1}, CHAT)

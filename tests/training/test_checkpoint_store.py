@@ -17,7 +17,7 @@ from tests.error_texts import ERRORS
 
 ODD_NAMES = (
     "a[1]", "[!x]", "a\\b", "it's \"so\"", " a b ", "a\nb", "*", "a**b", "?", "gs:", "{a,b}", "#%2F", "$HOME", "\udcff",
-    unicodedata.normalize("NFD", "città"), "x" * 200,
+    unicodedata.normalize("NFD", "città"), "x" * 200, "-x", "~", "a.", "%s", "a;b&c|d", "😀", "a\tb", "s3:",
 )  # fmt: skip
 
 

@@ -15,12 +15,13 @@ from starlette.routing import Route
 from dantinox import __version__
 from dantinox.config import GenerationSection, UserError, with_generation
 from dantinox.config.sampling_steps import is_digits
+from dantinox.generation.constraints import Constraint, check_constraint
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.token_settings import tokens_containing
 from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import parse_body
-from dantinox.serve.protocols.kobold_bodies import MAX_ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody
+from dantinox.serve.protocols.kobold_bodies import MAX_ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody, SchemaBody
 from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, Placeholders, fit_to_context, split_stops
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.token_text import check_ids, healed
@@ -313,7 +314,17 @@ def _token_routes(tokenizer: Tokenizer) -> list[Route]:
         check_ids(tokenizer, ids, "ids")
         return JSONResponse({"result": tokenizer.decode(ids), "success": True})
 
+    async def convert(request: Request) -> Response:
+        """Returns a JSON schema as text, which the field `grammar` accepts."""
+        source = json.dumps((await parse_body(request, SchemaBody)).source)
+        try:
+            await run_in_thread(check_constraint, Constraint("json_schema", source))
+        except UserError as error:
+            raise RequestError(400, str(error), param="schema") from None
+        return JSONResponse({"result": source, "success": True})
+
     return [
+        Route("/api/extra/json_to_grammar", convert, methods=["POST"]),
         *(Route(f"/api/extra/{name}", count, methods=["POST"]) for name in ("tokencount", "tokenize")),
         Route("/api/extra/detokenize", decode, methods=["POST"]),
     ]

@@ -55,7 +55,7 @@ def _to_texts(value: Any) -> Any:
     return tuple(text for text in value if text not in ("", None)) if isinstance(value, list) else value
 
 
-def _to_breakers(value: Any) -> Any:
+def to_breakers(value: Any) -> Any:
     """Converts as `_to_texts` does; a string may also contain a JSON list, as SillyTavern sends it."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -123,6 +123,16 @@ class IdsBody(StrictBody):
     ids: list[int]
 
 
+class SchemaBody(StrictBody):
+    """The body of `/json_to_grammar`.
+
+    Attributes:
+      source: a JSON schema, in the field `schema`.
+    """
+
+    source: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
 class GenerateBody(StrictBody):
     """The body of `/generate` and `/generate/stream`. Every key of `generation` and `router` is an additional field.
 
@@ -140,7 +150,7 @@ class GenerateBody(StrictBody):
       ban_eos_token: never sample the EOS token.
       replace_instruct_placeholders: false keeps the placeholders in prompt, memory and stop strings.
       logprobs: report log-probabilities.
-      grammar: GBNF grammar of the answer.
+      grammar: GBNF grammar or JSON schema of the answer.
       model: `MODEL:NAME` selects an adapter; every other name has no effect, as clients send any.
       lora: name of the adapter; null uses the model without one.
       rep_pen, repeat_penalty, repetition_penalty: repetition penalty; the largest of the three applies.
@@ -179,8 +189,16 @@ class GenerateBody(StrictBody):
       logit_bias: numbers added to the logits of tokens, named by id.
     """
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {name: ([], {}, "", False, 0) for name in ("images", "audio")}
-    ignored: ClassVar[tuple[str, ...]] = ("grammar_retain_state", "render_special", "quiet")
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        name: ([], {}, "", False, 0) for name in ("images", "audio", "adapter")
+    }
+    ignored: ClassVar[tuple[str, ...]] = (
+        "grammar_retain_state",
+        "render_special",
+        "quiet",
+        "reasoning_effort",
+        "using_openai_tools",
+    )
 
     prompt: str | None = None
     memory: str | None = None
@@ -226,7 +244,7 @@ class GenerateBody(StrictBody):
     dry_base: Number | None = None
     dry_allowed_length: Annotated[int, Integer, Field(ge=0, lt=2**31)] | None = None
     dry_penalty_last_n: Range | None = None
-    dry_sequence_breakers: Annotated[tuple[str, ...], BeforeValidator(_to_breakers)] | None = None
+    dry_sequence_breakers: Annotated[tuple[str, ...], BeforeValidator(to_breakers)] | None = None
     xtc_probability: AtLeastZero | None = None
     xtc_threshold: AtLeastZero | None = None
     adaptive_target: Number | None = None
@@ -242,7 +260,8 @@ class GenerateBody(StrictBody):
 
     def constraint(self) -> Constraint | None:
         """Returns the grammar of the answer, or None."""
-        return Constraint("gbnf", self.grammar) if self.grammar and self.grammar.strip() else None
+        grammar = (self.grammar or "").strip()
+        return Constraint("json_schema" if grammar.startswith("{") else "gbnf", grammar) if grammar else None
 
     def settings(self, base: GenerationSection) -> dict[str, object]:
         """Returns the settings of the request, for `EngineProtocol.settings`.

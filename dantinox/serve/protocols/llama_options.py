@@ -114,6 +114,8 @@ class LlamaOptions(StrictBody):
         if extra.get("n", 1) != 1:
             raise RequestError(400, f"n must be 1 in this API, got {quote(extra['n'])}", param="n")
         sampling: dict[str, Any] = {name: extra[name] for name in KNOWN_OPTIONS if name in extra}
+        if "typical_p" in sampling:
+            sampling.pop("typical", None)
         sampling |= {"tfs": self.tfs_z, "nsigma": self.top_n_sigma, "rep_pen_range": self.repeat_last_n}
         shared = validate_body(kobold_bodies.GenerateBody, sampling)
         found = shared.settings(base)

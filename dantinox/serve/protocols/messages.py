@@ -56,7 +56,14 @@ class CountBody(StrictBody):
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ([],)}
-    ignored: ClassVar[tuple[str, ...]] = ("metadata", "service_tier", "cache_control", "context_management", "inference_geo")
+    ignored: ClassVar[tuple[str, ...]] = (
+        "metadata",
+        "service_tier",
+        "cache_control",
+        "context_management",
+        "inference_geo",
+        "speed",
+    )
 
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None

@@ -7,12 +7,14 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from dantinox.generation import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.serve.errors import JSON, RequestError, error_object
 from dantinox.serve.protocols.bodies import parse_body
@@ -86,7 +88,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     """
     check_combination(body)
     lora = service.check_model(body.model, body.lora)
-    config = service.settings(body.settings(body.max_tokens))
+    config = service.settings(body.settings(body.max_tokens, service.model.config.generation))
     tokenizer = service.tokenizer
     # Refuse a prompt that is too long for the context before `prompt_ids` checks each of its token ids.
     service.check_lengths((prompt for prompt in body.prompt if isinstance(prompt, list)), "prompt")
@@ -96,7 +98,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
             raise RequestError(400, "echo and suffix exclude each other: remove one of them", param="echo")
         prompts = await fill_in_middle(service.model, body.prompt, body.suffix)
     else:
-        prompts = await prompt_ids(service.model, body.prompt)
+        prompts = await prompt_ids(service.model, body.prompt, encode_text=partial(LoadedModel.prompt_ids, parse_special=True))
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
     echo, constraint = bool(body.echo), body.constraint()
     reports, salt = echo and logprobs is not None, body.cache_salt or ""
@@ -117,7 +119,7 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     check_combination(body)
     lora = service.check_model(body.model, body.lora)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    config = service.settings(body.settings(limit))
+    config = service.settings(body.settings(limit, service.model.config.generation))
     prepared = await prepare_chat(service, body.conversation())
     config = service.model.with_stop_ids(config, prepared.end_ids)
     logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if body.logprobs else None

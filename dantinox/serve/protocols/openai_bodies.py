@@ -6,21 +6,42 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
+from dantinox.config import GenerationSection
 from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.files import quote
 from dantinox.generation.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.limits import MAX_CHOICES, MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody, warn_unknown
-from dantinox.serve.protocols.kobold_bodies import STEPS_OFF
+from dantinox.serve.protocols.kobold_bodies import STEPS_OFF, to_breakers
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort
 from dantinox.text.chat_template import continues_last
 
-SETTING_NAMES = {name: name for name in REQUEST_KEYS} | {"typical_p": "typical"}  # field → setting
+# Field → setting: names of llama.cpp, KoboldCpp and vLLM, then every setting under its own name, which takes precedence.
+SETTING_NAMES = {
+    "typical_p": "typical",
+    "tfs": "tail_free",
+    "tfs_z": "tail_free",
+    "repeat_penalty": "repetition_penalty",
+    "mirostat_mode": "mirostat",
+    "allowed_token_ids": "allowed_tokens",
+    "include_stop_str_in_output": "keep_stop",
+} | {name: name for name in REQUEST_KEYS}
+# Setting that enables a step → its value without the step (or any negative value), and the settings that then have no effect.
+# Many clients send all of them.
+STEP_PARAMETERS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "xtc_probability": (0, ("xtc_threshold",)),
+    "dry_multiplier": (0, ("dry_base", "dry_allowed_length", "dry_range", "dry_breakers")),
+    "mirostat": (0, ("mirostat_tau", "mirostat_eta")),
+    "smoothing_factor": (0, ("smoothing_curve",)),
+    "adaptive_target": (-1, ("adaptive_decay",)),
+    "repetition_penalty": (1, ("repetition_range", "repetition_slope")),
+    "guidance_scale": (1, ("negative_prompt",)),
+}
 # Fields that have no effect.
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
-    "function_call", "prediction", "guided_decoding_backend",
+    "function_call", "prediction", "guided_decoding_backend", "reasoning_format", "reasoning_control",
 )  # fmt: skip
 
 
@@ -180,6 +201,8 @@ class Body(ConstraintBody):
       stop: strings that end the answer.
       max_tokens: maximum number of new tokens.
       logit_bias: numbers added to the logits of tokens, named by id or by text.
+      dynatemp_range: the temperature varies by this much around its value.
+      dry_sequence_breakers: another name of `dry_breakers`, which may also be a string with a JSON list.
       cache_salt: only requests with an equal salt share keys in the prefix cache.
     """
 
@@ -196,12 +219,14 @@ class Body(ConstraintBody):
     stop: Annotated[tuple[str, ...], BeforeValidator(_to_tuple)] | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logit_bias: dict[str, Bias] | None = None
+    dynatemp_range: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    dry_sequence_breakers: Annotated[tuple[str, ...], BeforeValidator(to_breakers)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
 
-    def settings(self, max_tokens: int | None) -> dict[str, object]:
-        """Returns the settings of the request, for `EngineProtocol.settings`."""
+    def settings(self, max_tokens: int | None, base: GenerationSection) -> dict[str, object]:
+        """Returns the settings of the request, for `EngineProtocol.settings`; `base` has those of the server."""
         extra = self.model_extra or {}
-        found = {SETTING_NAMES[name]: value for name, value in extra.items() if name in SETTING_NAMES and value is not None}
+        found: dict[str, Any] = {setting: extra[name] for name, setting in SETTING_NAMES.items() if extra.get(name) is not None}
         renamed = {
             "max_new_tokens": max_tokens,
             "n": self.n,
@@ -210,6 +235,17 @@ class Body(ConstraintBody):
             "logit_bias": self.logit_bias,
         }
         found |= {name: value for name, value in renamed.items() if value is not None}
+        if self.dry_sequence_breakers is not None and found.get("dry_multiplier", base.dry_multiplier):
+            found.setdefault("dry_breakers", list(self.dry_sequence_breakers))
+        if self.dynatemp_range:
+            middle = found.get("temperature", base.temperature)
+            if isinstance(middle, int | float):  # otherwise the error is about the temperature
+                low, high = max(middle - self.dynatemp_range, 0.0), middle + self.dynatemp_range
+                found = {"dynatemp_low": low, "dynatemp_high": high} | found | {"temperature": 1.0}
+        for switch, (off, parameters) in STEP_PARAMETERS.items():
+            value = found.get(switch)
+            if isinstance(value, int | float) and (value == off or value < 0):
+                found = {name: value for name, value in found.items() if name not in parameters}
         order = found.get("sampler_order")
         if isinstance(order, list) and all(type(code) is int for code in order) and "preset" not in found:
             found = STEPS_OFF | found | {"preset": "koboldcpp"}  # KoboldCpp's codes, as its clients send them
@@ -325,4 +361,4 @@ def check_combination(body: Body) -> None:
         raise RequestError(400, message, param="best_of", code="unsupported")
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
         raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    warn_unknown(body, *SETTING_NAMES, *UNSUPPORTED)
+    warn_unknown(body, *SETTING_NAMES)

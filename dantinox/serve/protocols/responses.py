@@ -60,6 +60,7 @@ class ResponsesBody(StrictBody):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"background": (False,), "conversation": (), "prompt": ()}
     ignored: ClassVar[tuple[str, ...]] = (
         *(name for name in IGNORED if name != "store"),
+        "context_management",
         "max_tool_calls",
         "stream_options",
         "truncation",
