@@ -10,11 +10,12 @@ from importlib import import_module
 from typing import Any
 
 from dantinox.cli.common import backend_problem, choose_run, plain_warnings
+from dantinox.cli.interrupts import INTERRUPTED, exit_interrupted, watch_interrupts
 from dantinox.config.flags import Parser
 from dantinox.config.help_pages import first_page
 from dantinox.files import UserError, escape_name
 
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR = 2
 
 
 def entry(command: str | None = None) -> None:
@@ -26,7 +27,11 @@ def entry(command: str | None = None) -> None:
         else:
             # Text and JSON are UTF-8 in every locale; a file name that is not valid UTF-8 is shown escaped.
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-    sys.exit(main(([command] if command else []) + sys.argv[1:]))
+    watch_interrupts()
+    code = main(([command] if command else []) + sys.argv[1:])
+    if code == INTERRUPTED:
+        exit_interrupted()
+    sys.exit(code)
 
 
 def main(argv: Sequence[str]) -> int:

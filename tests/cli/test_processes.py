@@ -95,6 +95,32 @@ def test_a_full_disk_is_one_sentence(environment, run_dir):
     assert b"Traceback" not in done.stderr and b"ignored" not in done.stderr
 
 
+BUSY = """
+import hashlib, signal, sys
+from dantinox import cli
+own = sys.argv.pop(1) == "own handler"
+def work(options):  # a call that does not return to Python for minutes, like a large program
+    if own:
+        signal.signal(signal.SIGINT, lambda *_: None)
+    print("busy", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000 if own else 2_000_000_000)
+    return 7
+cli.main = lambda argv: work(argv)
+cli.entry()
+"""
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(("handler", "code", "says"), [("none", 130, "interrupted\n"), ("own handler", 7, "")])
+def test_ctrl_c_during_a_call_that_does_not_return(environment, handler, code, says):
+    argv = [sys.executable, "-c", BUSY, handler]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True) as running:
+        assert running.stdout.readline() == "busy\n"
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (code, says)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.usefixtures("interruptible")
