@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any, NoReturn
 
 INTERRUPTED = 130  # exit code, as in a shell
@@ -19,29 +20,31 @@ def exit_interrupted() -> NoReturn:
 
 
 def watch_interrupts() -> None:
-    """Ends this process on Ctrl-C if its main thread does not react within a second.
+    """Ends this process on Ctrl-C if its main thread does not react within a second. Call it from the main thread.
 
-    Does nothing if SIGINT is ignored. While a command has a signal handler of its own, such as one that saves a checkpoint, only
-    that handler decides. Call it from the main thread.
+    Does nothing if SIGINT is ignored. While a command has a signal handler of its own, such as one that saves a checkpoint,
+    only that handler decides.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    reacted = threading.Event()
+    last_reaction = -GRACE_SECONDS
 
     def interrupt(number: int, frame: Any) -> None:
-        reacted.set()
+        nonlocal last_reaction
+        last_reaction = time.monotonic()
         signal.default_int_handler(number, frame)
 
     def watch() -> None:
-        while numbers := os.read(reader, 64):  # the numbers of the signals that arrive
+        while numbers := os.read(reader, 64):  # the numbers of the signals that arrive, also those of forked children
+            arrived = time.monotonic()
             if signal.SIGINT not in numbers or signal.getsignal(signal.SIGINT) is not interrupt:
                 continue
-            if not reacted.wait(GRACE_SECONDS):
+            time.sleep(GRACE_SECONDS)
+            if last_reaction < arrived - GRACE_SECONDS:
                 print("interrupted", file=sys.stderr, flush=True)
                 exit_interrupted()
-            reacted.clear()
 
     signal.signal(signal.SIGINT, interrupt)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
