@@ -96,14 +96,14 @@ def test_a_full_disk_is_one_sentence(environment, run_dir):
 
 
 BUSY = """
-import hashlib, signal, sys
+import hashlib, signal, sys, threading
 from dantinox import cli
 own = sys.argv.pop(1) == "own handler"
 def work(options):  # a call that does not return to Python for minutes, like a large program
     if own:
         signal.signal(signal.SIGINT, lambda *_: None)
-    print("busy", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000 if own else 2_000_000_000)
+    threading.Timer(0.3, lambda: print("busy", flush=True)).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 5_000_000 if own else 2_000_000_000)
     return 7
 cli.main = lambda argv: work(argv)
 cli.entry()
