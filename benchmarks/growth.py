@@ -72,7 +72,7 @@ def chat_line(chance: random.Random) -> str:
 
 
 def token_store(name: str, line: Callable[[random.Random], str], lines: int, **training: str) -> Work:
-    """The tokens of a file, with a BPE tokenizer of 4,096 entries."""
+    """The tokens of a file: bytes, or with `objective`, those of a BPE tokenizer of 4,096 entries."""
     from dantinox.config import TokenizerSection, build_config
     from dantinox.text import train_tokenizer
     from dantinox.text.build_store import prepare_data
@@ -80,7 +80,8 @@ def token_store(name: str, line: Callable[[random.Random], str], lines: int, **t
     folder, chance = temporary_folder(), random.Random(1)
     write_lines(folder / name, lines, line)
     text = "\n".join(sentence(chance, 12) for _ in range(2000))
-    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=4096), lambda: iter([text]))
+    section = TokenizerSection(tokenizer_type="bpe" if training else "byte")
+    tokenizer = train_tokenizer(section, lambda: iter([text]))
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
     small = {"steps": 1, "warmup_steps": 0, "batch_size": 1}

@@ -171,6 +171,7 @@ def test_a_start_that_ends_early_can_be_repeated(dantinox, tmp_path, text, monke
         assert not (run / "config.yaml").exists() and stages == [stages[0]] * len(stages), "the tokens are used again"
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_an_interrupted_encoding_is_continued(tmp_path, text, monkeypatch, capsys, number, error):
     run, whole, seen = tmp_path / "run", tmp_path / "whole", []
