@@ -239,6 +239,7 @@ ERRORS = {
     "holds_no_loss": r"holds no loss",
     "is_not_empty_and_not": "is not empty and not a sweep",
     "kv_budget_0_1_leaves": r"kv.budget 0.1 leaves 6 slots",
+    "is_not_a_regular_file": "it is not a regular file",
     "leave_room_for_a_prompt": "leave room for a prompt of 8 in the model's context of 128: at most 119, got 1",
     "lm_evaluation_harness_cannot_run": r"lm-evaluation-harness cannot run circle_sing: .*circle_sing",
     "notes_txt_has_1_plain": r"notes.txt has 1 plain sentences and 8 words, .* need 50 and 300: .*--data_path",

@@ -138,8 +138,11 @@ def _read_logs(found: RunSummary, run: RunDirectory, log: Path) -> None:
 
 def _is_locked(run: RunDirectory) -> bool:
     """Whether a process is training in a run directory."""
+    path = run.path / ".lock"
+    if not path.is_file():
+        return False
     try:
-        with open(run.path / ".lock", "rb") as file:
+        with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -6,13 +6,14 @@ Every row is on disk before the method that adds it returns. Floats are written 
 
 import contextlib
 import csv
+import io
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -131,12 +132,27 @@ def _step_of(line: bytes) -> int | None:
     return at if isinstance(at, int) else None
 
 
+@contextlib.contextmanager
+def _open_log(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a log to read it; it is empty if the file does not exist.
+
+    Raises:
+      UserError: the file cannot be read, or is not a regular file: reading a pipe might never end.
+    """
+    with wrap_os_errors(f"cannot read {path}"):
+        if not path.exists():
+            yield io.BytesIO()
+            return
+        if not path.is_file():
+            raise UserError(f"cannot read {path}: it is not a regular file")
+        with path.open("rb") as file:
+            yield file
+
+
 def _lines(path: Path) -> Iterator[bytes]:
     """Yields the lines of a file with their ends; none if the file does not exist."""
-    with wrap_os_errors(f"cannot read {path}"):
-        if path.exists():
-            with path.open("rb") as file:
-                yield from file
+    with _open_log(path) as file:
+        yield from file
 
 
 def _whole_lines(path: Path) -> Iterator[str]:
@@ -199,7 +215,7 @@ def _columns(path: Path, names: Sequence[str], read: Callable[[str], np.ndarray]
 
 def _blocks(path: Path) -> Iterator[str]:
     """Yields the complete lines of a file in texts of about `BLOCK_BYTES`, without empty lines; none if it does not exist."""
-    with wrap_os_errors(f"cannot read {path}"), contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with _open_log(path) as file:
         rest = b""
         while data := file.read(BLOCK_BYTES):
             lines, _, rest = (rest + data).rpartition(b"\n")

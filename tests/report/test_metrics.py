@@ -172,6 +172,17 @@ def test_columns_of_a_missing_log_are_empty(tmp_path):
         assert columns["step"].shape == (0,)
 
 
+def test_a_named_pipe_is_no_log(log):
+    """Reading it would never end."""
+    os.mkfifo(log.path_csv)
+    os.mkfifo(log.path_jsonl)
+    readers = [lambda: csv_columns(log.path_csv, ("step",)), lambda: jsonl_columns(log.path_jsonl, "interval", ("step",))]
+    readers += [lambda: read_csv(log.path_csv), lambda: read_jsonl(log.path_jsonl), lambda: log.truncate(1)]
+    for read in readers:
+        with pytest.raises(UserError, match=ERRORS["is_not_a_regular_file"]):
+            read()
+
+
 @pytest.mark.parametrize("content", [b"step,loss\n1,abc\n", b"step\n1,2,3\n", b"step,loss\n1\n2,3,4\n", b"step\n\xff\xfe\n"])
 def test_columns_of_a_damaged_log_raise_a_user_error(log, content):
     log.path_csv.write_bytes(content)
