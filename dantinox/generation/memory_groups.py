@@ -1,6 +1,7 @@
 """Divides a batch whose rows need more memory than is free into batches that are decoded one after the other."""
 
 import bisect
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -19,6 +20,7 @@ from dantinox.generation.result import Result
 from dantinox.generation.sample_text import TextPart
 from dantinox.generation.static_batch import Times, slots_needed
 from dantinox.model import make_cache
+from dantinox.platform import release_free_memory
 from dantinox.programs import free_bytes, tree_bytes
 
 # The rows of a batch use at most this share of the free memory that the activations of their prompts leave. The rest is for the
@@ -62,6 +64,9 @@ class DividedRun:
             self.results += run.results
             self.times = Times(*map(sum, zip(self.times, run.times, strict=True)))
             self._summaries.append(run.summary())
+            del run
+            gc.collect()  # an engine and its functions refer to each other
+            release_free_memory()
 
     def summary(self) -> str:
         """Returns a line about each batch."""

@@ -1,6 +1,7 @@
 """Batches that need more memory than is free are divided."""
 
 import gc
+import weakref
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from dantinox.config import UserError
 from dantinox.generation import memory_groups
 from dantinox.generation.memory_groups import DividedRun, divide, fitting_rows
-from dantinox.generation.static_batch import padded_length
+from dantinox.generation.static_batch import Times, padded_length
 
 from . import builder
 
@@ -78,6 +79,27 @@ def test_a_finished_batch_frees_its_cache(memory):
         assert shape not in [array.shape for array in jax.live_arrays()]
     finally:
         gc.enable()
+
+
+def test_a_finished_batch_is_released_before_the_next_one_is_created():
+    """Its arrays would otherwise stay until a garbage collection, because an engine and its functions refer to each other."""
+    created = []
+
+    class Batch:
+        times, results = Times(), []
+
+        def __init__(self):
+            assert all(reference() is None for reference in created)
+            self.itself = self
+            created.append(weakref.ref(self))
+
+        def parts(self):
+            return iter(())
+
+        def summary(self):
+            return ""
+
+    assert list(DividedRun([Batch, Batch, Batch], [0, 0, 0]).parts()) == [] and len(created) == 3
 
 
 def test_callers_that_control_chunks_or_slots_get_one_batch(memory):
