@@ -25,7 +25,7 @@ from dantinox.programs import free_bytes, tree_bytes
 
 # The rows of a batch use at most this share of the free memory that the activations of their prompts leave. The rest is for the
 # compiler and a second copy of the cache while a program creates it.
-MEMORY_SHARE = 0.5
+MEMORY_SHARE = 0.4
 VOCABULARY_ARRAYS = 8  # float32 arrays `[V]` of a row: logits, those of the sampling steps, counts of tokens
 CHUNK_REPORT_BYTES = 24  # of an alternative in the reports of a chunk, and of the chunk that was dispatched before
 RESULT_REPORT_BYTES = 140  # of an alternative in a result: id, text and log-probability as Python objects
@@ -70,7 +70,7 @@ class DividedRun:
 
     def summary(self) -> str:
         """Returns a line about each batch."""
-        reason = f"decoded in {len(self._starts)} batches, because together they need more than half of the free memory"
+        reason = f"decoded in {len(self._starts)} batches, because together they need more than two fifths of the free memory"
         return "\n".join([reason, *self._summaries])
 
 
@@ -169,7 +169,7 @@ def divide(
     samples, beams = section.n, section.num_beams
     width = samples if beams == 1 else beams
     if width > rows and beams > 1:
-        raise UserError(f"generation.num_beams is {beams}, but only {rows} beams fit into half of the free memory")
+        raise UserError(f"generation.num_beams is {beams}, but only {rows} beams fit into two fifths of the free memory")
     if width > rows:
         parts = _equal_ranges(samples, rows)
         return [([request], [number], part) for request, number in zip(requests, numbers, strict=True) for part in parts]

@@ -26,11 +26,11 @@ def row_bytes(model, request):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Returns a function that limits the free memory to twice that of `rows` rows of a request; prompts need none."""
+    """Returns a function that limits the free memory to 2.5 times that of `rows` rows of a request; prompts need none."""
     monkeypatch.setattr(memory_groups, "_activation_bytes", lambda _: 0)
 
     def limit(model, request, rows):
-        monkeypatch.setattr(memory_groups, "free_bytes", lambda: int(2 * (rows + 0.5) * row_bytes(model, request)))
+        monkeypatch.setattr(memory_groups, "free_bytes", lambda: int(2.5 * (rows + 0.5) * row_bytes(model, request)))
 
     return limit
 
@@ -144,14 +144,14 @@ def test_prompts_and_decoding_without_a_cache_need_activations(monkeypatch):
     request = model.request("abc", {"max_new_tokens": 100})
     row = row_bytes(model, request)
     # 1,024 prompts of 16 tokens are computed together: 5 rows of 10 need half of the memory that 80 tokens leave.
-    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 2 * 5 * row + 5 * 16 * token)
+    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 5 * 5 * row // 2 + 1 + 5 * 16 * token)
     assert fitting_rows(model, [request], padded_length) == 5
     samples = model.request("abc", {"max_new_tokens": 100, "n": 5})
-    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 2 * 5 * row + 16 * token)
+    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 5 * 5 * row // 2 + 1 + 16 * token)
     assert fitting_rows(model, [samples], padded_length) == 5 > fitting_rows(model, [request], padded_length)
     recomputed = model.request("abc", {"max_new_tokens": 100, "use_cache": False})
     decoded = 128 * token + 32 * c.vocab_size
-    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 2 * 3 * decoded + 3 * 16 * token)
+    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 5 * 3 * decoded // 2 + 1 + 3 * 16 * token)
     assert fitting_rows(model, [recomputed], padded_length) == 3
 
 
