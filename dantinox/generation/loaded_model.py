@@ -437,8 +437,8 @@ class LoadedModel(ModelBundle):
 
         Returns:
           The batches. `BatchRun.parts` decodes a batch and yields its text; afterwards `BatchRun.results` holds the results.
-          Without `steps` and `slots`, a batch that needs more than two fifths of the free memory is a `DividedRun`: its parts are
-          decoded one after the other.
+          Without `steps` and `slots`, a batch that needs more than two fifths of the free memory is a `DividedRun`: its parts
+          are decoded one after the other.
 
         Raises:
           UserError: `requests` is empty, a prompt does not fit into the context, not even one row fits into memory, or `stream`
