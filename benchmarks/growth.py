@@ -7,6 +7,7 @@ middle size, is about 1 for a cost that grows in proportion. Attention makes tha
     python benchmarks/growth.py [ROW …]
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -154,7 +155,7 @@ def clients(count: int) -> Work:
     import serve
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    options = serve.argparse.Namespace(slots=32, clients=[count])
+    options = argparse.Namespace(slots=32, clients=[count])
     server = serve.running_server(options, random_run())
     url = httpx.URL(server.__enter__().url)
 

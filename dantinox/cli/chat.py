@@ -231,8 +231,10 @@ def _run_terminal(conversation: "Chat") -> int:
     with _keep_typed_text():
         _converse(conversation, session, colors)
     if background.is_busy():  # the end of the interpreter would wait for the compiler
+        from dantinox.programs import exit_now
+
         sys.stdout.flush()
-        os._exit(0)
+        exit_now(0)
     return 0
 
 

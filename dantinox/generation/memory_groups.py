@@ -26,6 +26,7 @@ from dantinox.programs import free_bytes, tree_bytes
 # The rows of a batch use at most this share of the free memory that the activations of their prompts leave. The rest is for the
 # compiler and a second copy of the cache while a program creates it.
 MEMORY_SHARE = 0.4
+REPORT_SHARE = 0.5  # of the free memory that the reports of all tokens may take
 VOCABULARY_ARRAYS = 8  # float32 arrays `[V]` of a row: logits, those of the sampling steps, counts of tokens
 CHUNK_REPORT_BYTES = 24  # of an alternative in the reports of a chunk, and of the chunk that was dispatched before
 RESULT_REPORT_BYTES = 140  # of an alternative in a result: id, text and log-probability as Python objects
@@ -123,12 +124,12 @@ def _row_bytes(model: ModelBundle, request: GenerationRequest, slots: int) -> in
 
 
 def _check_reports(request: GenerationRequest, tokens: int, free: int) -> None:
-    """Raises a UserError if the reports of `tokens` tokens per sample in the results need more than half of `free`."""
+    """Raises a UserError if the reports of `tokens` tokens per sample in the results need more than their share of `free`."""
     if request.logprobs is None:
         return
     count = tokens * request.config.generation.n
     needed = count * (RESULT_TOKEN_BYTES + RESULT_REPORT_BYTES * request.logprobs)
-    if needed > free * (1 - MEMORY_SHARE):
+    if needed > free * REPORT_SHARE:
         raise UserError(
             f"{request.logprobs} log-probabilities of each of {count} tokens need {needed / 1e9:.1f} GB, and "
             f"{free / 1e9:.1f} GB of memory are free: set fewer alternatives, samples or new tokens"

@@ -261,7 +261,9 @@ class GenerateBody(StrictBody):
     def constraint(self) -> Constraint | None:
         """Returns the grammar of the answer, or None."""
         grammar = (self.grammar or "").strip()
-        return Constraint("json_schema" if grammar.startswith("{") else "gbnf", grammar) if grammar else None
+        if not grammar:
+            return None
+        return Constraint("json_schema" if grammar.startswith("{") else "gbnf", grammar)
 
     def settings(self, base: GenerationSection) -> dict[str, object]:
         """Returns the settings of the request, for `EngineProtocol.settings`.
