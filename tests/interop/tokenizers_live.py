@@ -196,7 +196,10 @@ NOT_IN_LLAMA_CPP = {
 }
 # Characters newer than Unicode 15.0, whose categories llama.cpp does not have.
 NEW = (
-    "[\U00010940-\U00010d8f\U000105c0-\U000105ff\U00011380-\U000113ff\U00011bc0-\U00011bff\U00013460-\U000143ff"
+    "[\u0558\u058b\u058c\u05c8\u05c9\u088f\u0897\u0b53\u0b54\u0c5c\u0cdc\u1acf-\u1af0\u1b4e\u1b4f\u1b7f\u1c89\u1c8a"
+    "\u208f\u209d-\u209f\u20c1-\u20c4\u2427-\u2429\u2b96\u2e60-\u2e63\u31e4\u31e5\ua7cb-\ua7cf\ua7d2\ua7d4"
+    "\ua7da-\ua7dd\ua7e2\ua7f1\uab6c\uab6d\ufbc3-\ufbd2\ufd90\ufd91\ufdc8-\ufdce"
+    "\U00010940-\U00010d8f\U000105c0-\U000105ff\U00011380-\U000113ff\U00011bc0-\U00011bff\U00013460-\U000143ff"
     "\U00016100-\U0001613f\U00016d40-\U00016d7f\U0001cc00-\U0001ceff\U0001e5d0-\U0001e5ff\U0002ebf0-\U0002ee5f]|\\p{Cn}"
 )
 
