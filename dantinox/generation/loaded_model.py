@@ -437,7 +437,7 @@ class LoadedModel(ModelBundle):
 
         Returns:
           The batches. `BatchRun.parts` decodes a batch and yields its text; afterwards `BatchRun.results` holds the results.
-          Without `steps` and `slots`, a batch that needs more than two fifths of the free memory is a `DividedRun`: its parts
+          Without `steps` and `slots`, a batch that needs more memory than is free is a `DividedRun`: its parts
           are decoded one after the other.
 
         Raises:

@@ -23,9 +23,10 @@ from dantinox.model import make_cache
 from dantinox.platform import release_free_memory
 from dantinox.programs import free_bytes, tree_bytes
 
-# The rows of a batch use at most this share of the free memory that the activations of their prompts leave. The rest is for the
-# compiler and a second copy of the cache while a program creates it.
-MEMORY_SHARE = 0.4
+# The compiler keeps up to 1 GB for a program with 30 layers and long prompts until the program has run, less for small ones.
+COMPILER_BYTES = 1 << 30
+COMPILER_SHARE = 0.25  # of the free memory that is left to the compiler at most
+MEMORY_SHARE = 0.9  # of the other free memory that a batch may take
 REPORT_SHARE = 0.5  # of the free memory that the reports of all tokens may take
 VOCABULARY_ARRAYS = 8  # float32 arrays `[V]` of a row: logits, those of the sampling steps, counts of tokens
 CHUNK_REPORT_BYTES = 24  # of an alternative in the reports of a chunk, and of the chunk that was dispatched before
@@ -71,12 +72,15 @@ class DividedRun:
 
     def summary(self) -> str:
         """Returns a line about each batch."""
-        reason = f"decoded in {len(self._starts)} batches, because together they need more than two fifths of the free memory"
+        reason = f"decoded in {len(self._starts)} batches, because together they need more memory than is free"
         return "\n".join([reason, *self._summaries])
 
 
 def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad: Callable[[int], int]) -> int | None:
     """Returns how many rows of these requests fit into memory; None if the free memory is unknown.
+
+    The prefill needs the most memory: besides all rows, a second cache for the prompts that are computed together, or two if
+    there are other prompts, and the activations of these prompts.
 
     Raises:
       UserError: not even one row fits, or the reports of all tokens do not.
@@ -90,18 +94,22 @@ def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad:
     limits = np.clip(architecture.max_context - lengths, 0, limits)
     slots, prompt = slots_needed(lengths, limits, pad), pad(int(lengths.max()))
     _check_reports(first, int(limits.sum()), free)
-    row, token = _row_bytes(model, first, slots), _activation_bytes(architecture)
-    samples = first.config.generation.n
+    row, width = _row_bytes(model, first, slots), 2 if first.has_guidance else 1
+    together, section = max(1, PREFILL_BATCH_TOKENS // prompt), first.config.generation
+    activations = prompt * _activation_bytes(architecture)
+    usable = int(MEMORY_SHARE * (free - min(COMPILER_BYTES, int(COMPILER_SHARE * free))))
 
-    def exceeds(rows: int) -> bool:
-        together = min(-(-rows // samples) * prompt, max(prompt, PREFILL_BATCH_TOKENS))
-        return rows * row > MEMORY_SHARE * (free - together * token)
+    def needed(rows: int) -> int:
+        prompts = -(-rows // section.n) * width
+        caches = int(section.use_cache) * (1 if prompts <= together else 2)
+        return rows * row + min(prompts, together) * (caches * row // width + activations)
 
-    fitting = bisect.bisect_left(range(1, int(free * MEMORY_SHARE) // row + 1), True, key=exceeds)
+    fitting = bisect.bisect_right(range(1, usable // row + 1), usable, key=needed)
     if fitting < 1:
         raise UserError(
-            f"one text of {slots} tokens needs {(row + prompt * token) / 1e9:.2f} GB for its cache and its prompt, and "
-            f"{free / 1e9:.2f} GB of memory are free: set a smaller generation.max_new_tokens, or kv.dtype to int8"
+            f"one text of {slots} tokens needs {needed(1) / 1e9:.2f} GB for its cache and its prompt, and "
+            f"{usable / 1e9:.2f} of {free / 1e9:.2f} GB of free memory can be used: set a smaller "
+            "generation.max_new_tokens, or kv.dtype to int8"
         )
     return fitting
 
@@ -137,10 +145,13 @@ def _check_reports(request: GenerationRequest, tokens: int, free: int) -> None:
 
 
 def _activation_bytes(architecture: ModelConfig) -> int:
-    """Returns about the bytes of the activations of one token: the features of a feed-forward part, and its states."""
+    """Returns about the bytes of the activations of one token: the features of a feed-forward part, and its states.
+
+    The factors are those of the compiled prefill of SmolLM2-135M with 3,072 tokens, which needs 49 kB per token.
+    """
     experts = architecture.experts
     hidden = architecture.hidden_dim * (1 if experts is None else experts.top_k)
-    return 4 * (4 * hidden + 8 * architecture.dim)
+    return 4 * (5 * hidden + 8 * architecture.dim)
 
 
 @lru_cache(maxsize=64)
@@ -170,7 +181,7 @@ def divide(
     samples, beams = section.n, section.num_beams
     width = samples if beams == 1 else beams
     if width > rows and beams > 1:
-        raise UserError(f"generation.num_beams is {beams}, but only {rows} beams fit into two fifths of the free memory")
+        raise UserError(f"generation.num_beams is {beams}, but only {rows} beams fit into the free memory")
     if width > rows:
         parts = _equal_ranges(samples, rows)
         return [([request], [number], part) for request, number in zip(requests, numbers, strict=True) for part in parts]

@@ -26,11 +26,17 @@ def row_bytes(model, request):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Returns a function that limits the free memory to 2.5 times that of `rows` rows of a request; prompts need none."""
+    """Returns a function that limits the free memory to that of `rows` rows of a request, and half a row; prompts need none.
+
+    A quarter of the free memory is left to the compiler, and a tenth of the rest is not used. While the prompts are computed,
+    each of them has a second cache.
+    """
     monkeypatch.setattr(memory_groups, "_activation_bytes", lambda _: 0)
 
     def limit(model, request, rows):
-        monkeypatch.setattr(memory_groups, "free_bytes", lambda: int(2.5 * (rows + 0.5) * row_bytes(model, request)))
+        prompts = -(-rows // request.config.generation.n)
+        free = (rows + prompts + 0.5) * row_bytes(model, request) / (0.75 * 0.9)
+        monkeypatch.setattr(memory_groups, "free_bytes", lambda: int(free))
 
     return limit
 
@@ -115,7 +121,7 @@ def test_a_row_that_does_not_fit_is_one_sentence(memory):
     model = builder.circle()
     request = model.request("abc", {"max_new_tokens": 100})
     memory(model, request, 0)
-    with pytest.raises(UserError, match=r"^one text of 128 tokens needs 0\.00 GB for its cache and its prompt, and 0\.00 GB"):
+    with pytest.raises(UserError, match=r"^one text of 128 tokens needs 0\.00 GB for its cache and its prompt, and 0\.00 of"):
         model.generate("abc", max_new_tokens=100)
 
 
@@ -131,28 +137,32 @@ def test_guide_rows_and_quantized_and_compressed_caches_count(memory):
     assert fitting_rows(model, [drafted], padded_length) < rows, "logits of 16 tokens"
     beams = model.request("abc", {"max_new_tokens": 100, "num_beams": 2})
     one, vocabulary = row_bytes(model, plain), 4 * 8 * model.model.config.vocab_size
-    assert fitting_rows(model, [beams], padded_length) == int(8.5 * one) // (2 * one - vocabulary), "a copy of the cache"
+    assert fitting_rows(model, [beams], padded_length) == int(8.25 * one) // (2 * one - vocabulary), "a copy of the cache"
     for settings in ({"kv_dtype": "int8"}, {"kv_budget": 0.5}):
         assert fitting_rows(model, [model.request("abc", {"max_new_tokens": 100} | settings)], padded_length) > rows
 
 
 def test_prompts_and_decoding_without_a_cache_need_activations(monkeypatch):
-    """A token of the circle has four arrays of the hidden size and eight states in float32."""
+    """A token of the circle has five arrays of the hidden size and eight states in float32."""
     model = builder.circle()
     c = model.model.config
-    token = 4 * (4 * c.hidden_dim + 8 * c.dim)
+    token = 4 * (5 * c.hidden_dim + 8 * c.dim)
     request = model.request("abc", {"max_new_tokens": 100})
-    row = row_bytes(model, request)
-    # 1,024 prompts of 16 tokens are computed together: 5 rows of 10 need half of the memory that 80 tokens leave.
-    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 5 * 5 * row // 2 + 1 + 5 * 16 * token)
-    assert fitting_rows(model, [request], padded_length) == 5
     samples = model.request("abc", {"max_new_tokens": 100, "n": 5})
-    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 5 * 5 * row // 2 + 1 + 16 * token)
-    assert fitting_rows(model, [samples], padded_length) == 5 > fitting_rows(model, [request], padded_length)
     recomputed = model.request("abc", {"max_new_tokens": 100, "use_cache": False})
-    decoded = 128 * token + 32 * c.vocab_size
-    monkeypatch.setattr(memory_groups, "free_bytes", lambda: 5 * 3 * decoded // 2 + 1 + 3 * 16 * token)
-    assert fitting_rows(model, [recomputed], padded_length) == 3
+    row, decoded = row_bytes(model, request), 128 * token + 32 * c.vocab_size
+
+    def fitting(request, usable):
+        monkeypatch.setattr(memory_groups, "free_bytes", lambda: int(usable / (0.75 * 0.9)) + 2)
+        return fitting_rows(model, [request], padded_length)
+
+    # 1,024 prompts of 16 tokens are computed together, each with a cache of its own.
+    assert [fitting(request, 5 * (2 * row + 16 * token) + extra) for extra in (0, -100)] == [5, 4]
+    assert [fitting(samples, 5 * row + row + 16 * token + extra) for extra in (0, -100)] == [5, 4]
+    assert [fitting(recomputed, 3 * (decoded + 16 * token) + extra) for extra in (0, -100)] == [3, 2]
+    # Two prompts are computed together: two caches each besides those of all rows.
+    monkeypatch.setattr(memory_groups, "PREFILL_BATCH_TOKENS", 32)
+    assert [fitting(request, 7 * row + 2 * (2 * row + 16 * token) + extra) for extra in (0, -100)] == [7, 6]
 
 
 def test_reports_count(monkeypatch):
