@@ -114,7 +114,8 @@ def _pareto_optimal(cost_X: np.ndarray, value_X: np.ndarray) -> np.ndarray:
     order_X = np.lexsort((value_X, cost_X))
     lowest_X = np.minimum.accumulate(value_X[order_X])
     better_X = np.concatenate([[True], lowest_X[1:] < lowest_X[:-1]])
-    return order_X[better_X & (cost_X[order_X] <= KNAPSACK_STEPS)]
+    optimal: np.ndarray = order_X[better_X & (cost_X[order_X] <= KNAPSACK_STEPS)]
+    return optimal
 
 
 def min_total(caps_L: Sequence[int], kv_heads: int, floor: int) -> int:
