@@ -67,12 +67,12 @@ class HeadReference:
         if not valid:
             return out_TGH, self.positions
         held = sorted(self.slots, key=lambda slot: slot.position)
-        new = [Slot(int(positions[t]), 0.0, np.float64(k_TH[t]), np.float64(v_TH[t])) for t in valid]
+        new = [Slot(int(positions[t]), 0.0, np.asarray(k_TH[t], np.float64), np.asarray(v_TH[t], np.float64)) for t in valid]
         candidates = held + new
         for slot in candidates:
             slot.importance *= self._kept_share() ** len(valid)
         for t in valid:
-            weights_GS, out_TGH[t] = self._attend(np.float64(q_TGH[t]), candidates, int(positions[t]))
+            weights_GS, out_TGH[t] = self._attend(np.asarray(q_TGH[t], np.float64), candidates, int(positions[t]))
             if t in valid[-self._counted(len(valid)) :]:
                 for slot, weight in zip(candidates, weights_GS.mean(axis=0), strict=True):
                     slot.importance += weight
@@ -85,8 +85,8 @@ class HeadReference:
         """Reads one token, position −1 in a finished row. Returns as `prefill` does, with T = 1."""
         if position < 0:
             return np.zeros((1, *np.shape(q_GH))), self.positions
-        self._write(Slot(position, 0.0, np.float64(k_H), np.float64(v_H)))
-        weights_GS, out_GH = self._attend(np.float64(q_GH), self.slots, position)
+        self._write(Slot(position, 0.0, np.asarray(k_H, np.float64), np.asarray(v_H, np.float64)))
+        weights_GS, out_GH = self._attend(np.asarray(q_GH, np.float64), self.slots, position)
         for slot, weight in zip(self.slots, weights_GS.mean(axis=0), strict=True):
             slot.importance = self._kept_share() * slot.importance + weight
         self._fix(self.slots)
