@@ -114,3 +114,15 @@ def make_run(path, end=False):
     save_weights(run.weights, weights)
     save_tokenizer(run, tokenizer.to_json())
     return run.path
+
+
+@pytest.fixture(scope="session")
+def float16():
+    """Skips a test if XLA cannot compile the conversion of float16, as on x86 CPUs before 2012, which have no F16C."""
+    import jax
+    import jax.numpy as jnp
+
+    try:
+        jax.jit(lambda x: x.astype(jnp.float32))(np.zeros(2, np.float16))
+    except jax.errors.JaxRuntimeError as error:
+        pytest.skip(f"XLA does not convert float16: {str(error)[:80]}")

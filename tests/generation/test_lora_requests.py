@@ -112,6 +112,7 @@ def test_low_precision_weights(weights):
     assert_close(found[1], forward(merged(wide, adapters["a"]))[0])
 
 
+@pytest.mark.usefixtures("float16")
 @pytest.mark.parametrize("native", [False, True])
 def test_packed_weights(native):
     if native and load_kernels().instructions is None:

@@ -302,6 +302,7 @@ def test_the_table_of_a_bfloat16_model_is_looked_up_in_bfloat16():
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.usefixtures("float16")
 def test_int4_blocks_are_close_to_the_weights():
     """The error of a uniform quantizer with 15 steps is at most half a step, plus the float16 rounding of scale and minimum."""
     weights = np.random.default_rng(0).standard_normal((6, 192)).astype(np.float32)

@@ -39,18 +39,10 @@ from tests.error_texts import ERRORS
 from .test_gguf import NAMED, SYMBOLS, export
 
 pytest.importorskip("gguf")
+pytestmark = pytest.mark.usefixtures("float16")
 TOKENS = np.random.default_rng(1).integers(0, SYMBOLS, (2, 12))
 POSITIONS = np.broadcast_to(np.arange(12), (2, 12))
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def float16():
-    """Skips the tests if XLA cannot compile the conversion of the scales of blocks: x86 CPUs before 2012 have no F16C."""
-    try:
-        jax.jit(lambda x: x.astype(jnp.float32))(np.zeros(2, np.float16))
-    except jax.errors.JaxRuntimeError as error:
-        pytest.skip(f"XLA does not convert float16: {str(error)[:80]}")
 
 
 def read(path):
