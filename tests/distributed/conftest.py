@@ -1,5 +1,6 @@
 """Runs the tests of modules that define `DEVICES` in one other process with this number of simulated devices."""
 
+import faulthandler
 import fcntl
 import json
 import os
@@ -31,6 +32,7 @@ def pytest_pyfunc_call(pyfuncitem):
     if not _needs_devices(pyfuncitem) or jax.device_count() == DEVICES:
         return None
     outcomes = pyfuncitem.config.stash[FOLDER] / "outcomes.json"
+    faulthandler.cancel_dump_traceback_later()  # the limit of time holds for each test in the other process instead
     with open(outcomes.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the first worker runs all tests, the others wait for it
         if not outcomes.exists():
@@ -52,7 +54,9 @@ def run_elsewhere(tests: list[str]) -> dict[str, str]:
     environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={DEVICES}"
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", f"--junit-xml={report}", *tests]
+        limit = ["-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"]
+        options = ["-m", "", "-p", "no:cacheprovider", f"--junit-xml={report}", *limit]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         done = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, check=False)
         if not report.exists():
             return dict.fromkeys(tests, done.stdout + done.stderr)
