@@ -180,7 +180,7 @@ def measure_cache(
     start = context - decoded_tokens(o)
     session = start_session(model, batch, start, decoded_tokens(o), random_cache(model, batch, plan, start - 2))
     if best is not None:  # its cache is reused, since a full cache can be overwritten from any position on
-        best = start_session(model, batch, start, decoded_tokens(o), best.cache)
+        best = start_session(model, batch, start, decoded_tokens(o), best.caches[0])
     times, *others = time_alternating(o, [session] if best is None else [session, best])
     total = cache_bytes(session)
     result = {
@@ -230,8 +230,7 @@ def start_session(model: Any, batch: int, length: int, new: int, cache: KVCache 
 
 def cache_bytes(session: StaticBatch) -> int:
     """Returns the bytes of a session's cache."""
-    assert session.cache is not None
-    return session.cache.report()["bytes"]
+    return session.caches[0].report()["bytes"]
 
 
 def shapes(model: Any, batch: int, plan: CachePlan) -> KVCache:

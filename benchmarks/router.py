@@ -158,9 +158,9 @@ def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
     from dantinox.model import make_cache
     from dantinox.sampling import SamplingParams
 
-    state, params = session(o, model, batch, case).state, SamplingParams.build(CASES[case], batch=batch)
+    running, params = session(o, model, batch, case), SamplingParams.build(CASES[case], batch=batch)
     cache = make_cache(model.config, batch, padded_length(length(o)), model.dtype)
-    return _generate_toks.lower(model, cache, state, params, jnp.int32(32), use_cache=True, report=None)
+    return _generate_toks.lower(model, (cache,), running.state, params, jnp.int32(32), **running._options)
 
 
 def compare(o: argparse.Namespace, model: Any, batch: int) -> dict[str, Any]:

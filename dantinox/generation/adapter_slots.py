@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ import numpy as np
 
 from dantinox.config import ModelConfig, UserError
 from dantinox.files import quote
+from dantinox.generation.features import Constants, Feature
 from dantinox.generation.quantized_weights import HeadOrder
+from dantinox.model import Transformer
 from dantinox.model.lora import layer_projections
-from dantinox.model.row_adapters import AdapterStack, Stacks, stack_shapes
+from dantinox.model.row_adapters import AdapterStack, RowAdapters, Stacks, attach_adapters, stack_shapes
 from dantinox.programs import available_bytes, tree_bytes
 from dantinox.run.adapters import AdapterDelta
 from dantinox.run.peft_folder import LoraAdapter
@@ -32,6 +35,17 @@ class AdapterSlot(NamedTuple):
 
 
 NO_ADAPTER = AdapterSlot(0, b"")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["number_B"], meta_fields=[])
+@dataclass(frozen=True)
+class AdapterRows(Feature):
+    """The numbers of the adapters of the rows, int32. Their matrices are the constant `adapters`."""
+
+    number_B: Any
+
+    def attach(self, model: Transformer, constants: Constants) -> Transformer:
+        return attach_adapters(model, RowAdapters(constants["adapters"], self.number_B))
 
 
 def check_name(name: str) -> None:

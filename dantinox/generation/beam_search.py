@@ -17,7 +17,8 @@ import numpy as np
 
 from dantinox.config import Config, UserError, with_generation
 from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
-from dantinox.generation.decode import _prefill
+from dantinox.generation.decode import prefill_prompts
+from dantinox.generation.features import Constants, Features, attach
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize, split_model
 from dantinox.generation.request import GenerationRequest
@@ -28,7 +29,6 @@ from dantinox.generation.static_batch import RunTimer, clamp_to_context, padded_
 from dantinox.generation.token_settings import stop_token_ids
 from dantinox.generation.trace import changed_settings
 from dantinox.model import CacheReport, KVCache
-from dantinox.model.row_adapters import RowAdapters, Stacks, attach_adapters
 from dantinox.sampling import SamplerState, SamplingParams, edit_logits, init_state, update
 
 
@@ -175,7 +175,8 @@ def _start(
     params: SamplingParams,
     sampler: SamplerState,
     rules: BeamRules,
-    adapters: RowAdapters | None,
+    features: Features,
+    constants: Constants,
     *,
     plan: CachePlan,
     beams: int,
@@ -184,10 +185,10 @@ def _start(
 
     Args:
       prompt: (tokens `[P, T]` right-padded, lengths `[P]`).
-      adapters: the adapters of the prompts.
+      features: those of the prompts.
     """
     transformer = dequantize(model.merge(model.leaves))
-    step_logits, _, cache = _prefill(transformer, params, prompt, plan, adapters)
+    step_logits, _, cache = prefill_prompts(transformer, params, prompt, plan, features, constants)
     cache, logits_RV = jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), (cache, step_logits.logits))
     empty = Beams.empty(prompt[0].shape[0], beams, plan.slots)
     return _advance(cache, sampler, empty, logits_RV, params, rules)
@@ -216,20 +217,19 @@ def _search(
     params: SamplingParams,
     rules: BeamRules,
     lengths_P: jax.Array,
-    adapters: Stacks | None,
-    number_P: jax.Array | None,
+    features: Features,
+    constants: Constants,
 ) -> tuple[KVCache, Beams]:
     """Extends the beams until the search of every prompt has ended.
 
     Args:
       lengths_P: the lengths of the prompts.
-      adapters, number_P: the matrices of the adapters, and the adapter of each prompt.
+      features: those of the prompts.
     """
     P, K = beams.logprob_PK.shape
     transformer = model.merge(model.leaves)
     transformer = transformer if P * K <= MAX_MATVEC_ROWS else dequantize(transformer)
-    if adapters is not None and number_P is not None:
-        transformer = attach_adapters(transformer, RowAdapters(adapters, jnp.repeat(number_P, K)))
+    transformer = attach(jax.tree.map(lambda x_P: jnp.repeat(x_P, K), features), transformer, constants)
 
     def step(carry: tuple[KVCache, SamplerState, Beams]) -> tuple[KVCache, SamplerState, Beams]:
         cache, sampler, beams = carry
@@ -283,7 +283,7 @@ class BeamRun:
         slots = max(slots_needed(lengths_P, np.array(self._limits), pad), prompt_PT.shape[1])
         self._plan = plan_cache(model.model.config, kv, slots, calibration, True)
         self._weights = split_model(model.prepared(section, order))
-        self._adapters = model.row_adapters([request.lora for request in requests], order)
+        self._features = model.adapter_features([request.lora for request in requests], order)
         # Greedy rows run edits and penalties only.
         configs = [with_generation(request.config, greedy=True) for request in requests for _ in range(self._beams)]
         self._params = model.params(configs)
@@ -296,14 +296,13 @@ class BeamRun:
         size = self._model.model.config.vocab_size
         configs = [request.config for request in self._requests]
         rules = BeamRules.build(configs, self._limits, [self._end_ids(config) for config in configs])
-        stacks, number_P = (None, None) if self._adapters is None else (self._adapters.stacks, self._adapters.number_B)
         with RunTimer() as timer:
             sampler = init_state(self._params, tokens_RT, valid_RT, size, self._plan.slots)
-            inputs = self._prompt, self._params, sampler, rules, self._adapters
+            inputs = self._prompt, self._params, sampler, rules, *self._features
             cache, sampler, beams = _start(self._weights, *inputs, plan=self._plan, beams=K)
             jax.block_until_ready(beams)
             timer.mark_first()
-            cache, beams = _search(self._weights, cache, sampler, beams, self._params, rules, self._prompt[1], stacks, number_P)
+            cache, beams = _search(self._weights, cache, sampler, beams, self._params, rules, self._prompt[1], *self._features)
             ended_PKN, score_PK, length_PK = jax.device_get((beams.ended_PKN, beams.score_PK, beams.ended_length_PK))
         self.times = timer.times
         sequences = [[ended_PKN[p, k, : length_PK[p, k]].tolist() for k in range(self._n)] for p in range(len(self._requests))]

@@ -1,6 +1,6 @@
 """The pool of the prefix cache: blocks of keys and values, and the programs that copy them from and to the slots of a batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,21 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dantinox.generation.drafts import PairedCache
-from dantinox.model import KVCache
+from dantinox.generation.cache_plan import Caches
 from dantinox.model.cache import FullLayer, RingLayer
 from dantinox.model.cache_store import SegmentedStore, Store
 
 Pool = tuple[Store, ...]  # one store per layer that has keys and values; a row of the store is a block
 
 
-def caches_of(cache: KVCache | PairedCache) -> tuple[KVCache, ...]:
-    """Returns the cache of the model, and the cache of the draft model if there is one."""
-    return (cache.target, cache.draft) if isinstance(cache, PairedCache) else (cache,)
-
-
-def make_pool(cache: KVCache | PairedCache, blocks: int, size: int) -> Pool:
-    """Returns a pool of `blocks` empty blocks of `size` tokens for the sequences of a cache without compressed layers."""
+def make_pool(caches: Caches, blocks: int, size: int) -> Pool:
+    """Returns a pool of `blocks` empty blocks of `size` tokens for the sequences of caches without compressed layers."""
 
     def empty(store: Store) -> Store:
         def leaf(axis: int, leaf: jax.Array) -> jax.Array:
@@ -30,14 +24,14 @@ def make_pool(cache: KVCache | PairedCache, blocks: int, size: int) -> Pool:
 
         return store.map_slots(leaf)
 
-    return tuple(empty(_segments(layer)[0][1]) for layer in _layers(cache))
+    return tuple(empty(_segments(layer)[0][1]) for layer in _layers(caches))
 
 
 @partial(jax.jit, static_argnames=("size",), donate_argnames=("pool",))
 def store_blocks(
-    pool: Pool, cache: KVCache | PairedCache, row: jax.Array, start: jax.Array, index_N: jax.Array, count: jax.Array, size: int
+    pool: Pool, caches: Caches, row: jax.Array, start: jax.Array, index_N: jax.Array, count: jax.Array, size: int
 ) -> Pool:
-    """Copies `count` blocks of a row of the cache, from position `start` on, to the places `index_N` of the pool."""
+    """Copies `count` blocks of a row of the caches, from position `start` on, to the places `index_N` of the pool."""
 
     def layer_blocks(blocks: Store, layer: FullLayer | RingLayer) -> Store:
         for first, segment in _segments(layer):
@@ -50,14 +44,14 @@ def store_blocks(
             blocks = jax.lax.fori_loop(*_inside(layer, first, segment, start, count, size), copy, blocks)
         return blocks
 
-    return tuple(map(layer_blocks, pool, _layers(cache)))
+    return tuple(map(layer_blocks, pool, _layers(caches)))
 
 
-@partial(jax.jit, static_argnames=("size",), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("size",), donate_argnames=("caches",))
 def load_blocks(
-    cache: KVCache | PairedCache, pool: Pool, row: jax.Array, start: jax.Array, index_N: jax.Array, count: jax.Array, size: int
-) -> KVCache | PairedCache:
-    """Copies `count` blocks from the places `index_N` of the pool to a row of the cache, from position `start` on."""
+    caches: Caches, pool: Pool, row: jax.Array, start: jax.Array, index_N: jax.Array, count: jax.Array, size: int
+) -> Caches:
+    """Copies `count` blocks from the places `index_N` of the pool to a row of the caches, from position `start` on."""
 
     def loaded(blocks: Store, layer: FullLayer | RingLayer) -> FullLayer | RingLayer:
         if isinstance(layer, RingLayer):
@@ -78,20 +72,15 @@ def load_blocks(
             return replace(layer, store=segments[0])
         return replace(layer, store=replace(layer.store, segments=tuple(segments)))
 
-    layers: Iterator[Any] = map(loaded, pool, _layers(cache))
-    return _with_layers(cache, lambda: next(layers))
+    layers: Iterator[Any] = map(loaded, pool, _layers(caches))
+    return tuple(
+        replace(cache, layers=tuple(None if layer is None else next(layers) for layer in cache.layers)) for cache in caches
+    )
 
 
-def _layers(cache: KVCache | PairedCache) -> list[Any]:
+def _layers(caches: Caches) -> list[Any]:
     """Returns the layers with keys and values of their own."""
-    return [layer for one in caches_of(cache) for layer in one.layers if layer is not None]
-
-
-def _with_layers(cache: KVCache | PairedCache, next_layer: Callable[[], Any]) -> KVCache | PairedCache:
-    if isinstance(cache, PairedCache):
-        target, draft = (_with_layers(one, next_layer) for one in caches_of(cache))
-        return PairedCache(target, draft)  # type: ignore[arg-type]
-    return replace(cache, layers=tuple(None if layer is None else next_layer() for layer in cache.layers))
+    return [layer for cache in caches for layer in cache.layers if layer is not None]
 
 
 def _segments(layer: FullLayer | RingLayer) -> list[tuple[int, Store]]:

@@ -19,13 +19,16 @@ from dantinox.generation.cache_budgets import (
     reduce_query_heads,
 )
 from dantinox.generation.quantized_weights import HeadOrder
-from dantinox.model import Compression, compute_dtype
+from dantinox.model import Compression, KVCache, compute_dtype
 from dantinox.model.cache import uncompressed_slots
 from dantinox.run import KVCalibration
 
 # With `kv.decay: entropy`, the importance of a token is a decaying sum of the attention it received. In a head whose attention
 # has entropy H, the sum covers about the last ENTROPY_LIFETIME · 2ᴴ queries.
 ENTROPY_LIFETIME = 16.0
+
+
+Caches = tuple[KVCache, ...]  # the cache of the model, and those of other models that a stepper uses; empty without a cache
 
 
 class CachePlan(NamedTuple):

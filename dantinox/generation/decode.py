@@ -1,34 +1,26 @@
 """`_generate_toks`, the compiled program for prefill and decoding. A batch calls it once per chunk of tokens.
 
 Decoding is a `fori_loop` with a KV cache. The whole state of a row (token, position, limit, EOS tokens, random key, sampling
-parameters) is in arrays with a batch axis, so rows of different lengths and settings share one compiled program.
+parameters) is in arrays with a batch axis, so rows of different lengths and settings share one compiled program. What a step
+computes is chosen by a `Stepper`; what only some batches need are features (`generation.features`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.drafts import (
-    DraftPlan,
-    DraftState,
-    PairedCache,
-    draft_lengths,
-    init_drafts,
-    ngram_drafts,
-    pays_off,
-    record,
-)
-from dantinox.generation.guidance import RowPairs, guide_logits
+from dantinox.config import ModelConfig
+from dantinox.generation.cache_plan import CachePlan, Caches
+from dantinox.generation.features import Constants, Feature, Features, attach
 from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.attention import Probe
-from dantinox.model.row_adapters import RowAdapters, Stacks, attach_adapters
 from dantinox.model.scoring import token_logprobs
 from dantinox.programs import shared_trace
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, init_state, sample
@@ -43,11 +35,9 @@ PREFILL_BATCH_TOKENS = 1 << 14
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=[
-        "token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "sequence_BS", "drafts", "adapter_B", "pairs",
-    ],
+    data_fields=["token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "features"],
     meta_fields=[],
-)  # fmt: skip
+)
 @dataclass(frozen=True)
 class DecodeState:
     """The state of a batch between two tokens.
@@ -57,10 +47,7 @@ class DecodeState:
       remaining_B: the most tokens that each row may still generate.
       done_B: whether the row is finished; a finished row emits padding and does not write to the cache.
       eos_BE: the ids that end a row, padded with −1.
-      sequence_BS: all tokens so far; only for decoding without a cache or with drafts.
-      drafts: the state of speculative decoding; None without it.
-      adapter_B: the number of the adapter of each row, 0: none; None for a batch without adapters.
-      pairs: the pairs of main rows and guide rows; None for a batch without guidance.
+      features: what this batch uses besides.
     """
 
     token_B: jax.Array
@@ -69,10 +56,7 @@ class DecodeState:
     done_B: jax.Array
     eos_BE: jax.Array
     sampler: SamplerState
-    sequence_BS: jax.Array | None
-    drafts: DraftState | None = None
-    adapter_B: jax.Array | None = None
-    pairs: RowPairs | None = None
+    features: Features = ()
 
 
 class Emitted(NamedTuple):
@@ -87,12 +71,107 @@ class Emitted(NamedTuple):
     recurrent: dict[str, jax.Array]
 
 
+class StepLogits(NamedTuple):
+    """The output of the model for the newest token of each row: logits `[B, V]`, and attention metrics `[B]` if used."""
+
+    logits: jax.Array
+    attention: AttentionMetrics | None
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """How a program decodes: one token of each row per step, with the keys and values of the earlier tokens in a cache.
+
+    Other ways are subclasses. A stepper is a static argument of the programs.
+
+    Attributes:
+      group: the steps of a loop of fixed length (`Platform.decode_group`); None: one loop.
+    """
+
+    group: int | None = field(default=None, kw_only=True)
+    uses_cache: ClassVar[bool] = True
+
+    @property
+    def width(self) -> int:
+        """The most tokens of a row in one step."""
+        return 1
+
+    def features(self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray) -> Features:
+        """Returns the features that the steps read, for rows with these tokens, of which `length_B` are valid.
+
+        Args:
+          width_B: the most tokens of each row in one step, at most `width`.
+        """
+        return ()
+
+    def models(self, constants: Constants) -> tuple[SplitModel, ...]:
+        """Returns the other models that read the text, in the order of their caches, which follow that of the model."""
+        return ()
+
+    def cache_plans(self, constants: Constants) -> list[tuple[ModelConfig, CachePlan]]:
+        """Returns the architectures of these models, and the plans of their caches."""
+        return []
+
+    def prefill(
+        self,
+        model: Transformer,
+        params: SamplingParams,
+        prompt: tuple[jax.Array, jax.Array],
+        plan: CachePlan,
+        features: Features,
+        constants: Constants,
+        echo: bool,
+    ) -> tuple[StepLogits, jax.Array | None, Caches]:
+        """Returns the results of `prefill_prompts`, and the caches."""
+        step_logits, x_PTD, cache = prefill_prompts(model, params, prompt, plan, features, constants, echo)
+        assert cache is not None
+        return step_logits, x_PTD, (cache,)
+
+    def weights(self, model: Transformer, rows: int) -> Transformer:
+        """Returns the model in the form that multiplies this number of rows."""
+        return model if rows <= MAX_MATVEC_ROWS else dequantize(model)
+
+    def forward(
+        self, model: Transformer, caches: Caches, state: DecodeState, params: SamplingParams
+    ) -> tuple[StepLogits, Caches]:
+        """Returns the logits after the newest token of every row, and the caches updated with this token."""
+        step_logits, cache = forward_step(model, caches[0], state, params)
+        return step_logits, (cache,)
+
+    def decode(
+        self,
+        model: Transformer,
+        caches: Caches,
+        state: DecodeState,
+        params: SamplingParams,
+        steps: jax.Array,
+        constants: Constants,
+        report: int | None,
+        chunk: int,
+    ) -> tuple[Caches, DecodeState, Emitted]:
+        """Decodes `steps` ≤ `chunk` tokens per row, see `_generate_toks`."""
+        model = attach(state.features, self.weights(model, state.token_B.shape[0]), constants)
+
+        def body(i: jax.Array, carry: Any) -> Any:
+            caches, state, buffers = carry
+            step_logits, caches = self.forward(model, caches, state, params)
+            state, emitted = sample_step(step_logits, state, params, report)
+            return caches, state, jax.tree.map(lambda buffer, x_B: buffer.at[:, i].set(x_B), buffers, emitted)
+
+        buffers = emitted_buffers(model, state, params, report, chunk)
+        max_remaining = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))
+        result: tuple[Caches, DecodeState, Emitted] = _run_steps(
+            self.group, jnp.minimum(steps, max_remaining), body, (caches, state, buffers)
+        )
+        return result
+
+
 # With `graph_updates=True` the model would be an output of the program, and every call would copy all weights.
 # With `graph=False` nnx treats the arguments as plain trees and traverses them once instead of several times.
 _jit: Any = partial(
     nnx.jit,
-    static_argnames=("use_cache", "report", "echo", "chunk", "group", "plan", "samples", "draft_plan"),
-    donate_argnames=("cache",),
+    static_argnames=("stepper", "report", "echo", "chunk", "plan", "samples"),
+    donate_argnames=("caches",),
     graph_updates=False,
     graph=False,
 )
@@ -101,89 +180,51 @@ _jit: Any = partial(
 @_jit  # type: ignore[untyped-decorator]
 def _generate_toks(
     model: Transformer | SplitModel,
-    cache: KVCache | PairedCache | None,
+    caches: Caches,
     state: DecodeState,
     params: SamplingParams,
     steps: jax.Array,
     prompt: tuple[jax.Array, jax.Array] | None = None,
-    draft_model: SplitModel | None = None,
-    adapters: Stacks | None = None,
+    constants: Constants = {},  # noqa: B006 (never changed)
     *,
-    use_cache: bool,
+    stepper: Stepper,
     report: int | None,
     echo: bool = False,
     chunk: int = DECODE_CHUNK,
-    group: int | None = None,
     plan: CachePlan | None = None,
     samples: int = 1,
-    draft_plan: DraftPlan | None = None,
-) -> tuple[KVCache | PairedCache | None, DecodeState, Emitted, jax.Array | None]:
-    """Generates up to `chunk` tokens per row, or more with drafts.
+) -> tuple[Caches, DecodeState, Emitted, jax.Array | None]:
+    """Generates up to `chunk` tokens per row, or up to `chunk · stepper.width`.
 
-    With `prompt`, it prefills the prompts and generates the first token of each row. Otherwise it generates the next `steps`
-    tokens. With a `draft_plan`, each of these steps generates at least one token and at most `draft_plan.width`.
+    With `prompt`, it prefills the prompts and generates the first token of each row. Otherwise it runs the next `steps` steps,
+    each of which generates from one to `stepper.width` tokens per row.
 
     Args:
       model: a `SplitModel` reduces the host overhead of a call considerably.
-      cache: keys and values of the tokens before `state`; donated. None with a prompt (the program creates the cache) and
-        without `use_cache`.
-      steps: the number of tokens to decode, at most `chunk`. It is a traced value, so short chunks use the same program.
+      caches: keys and values of the tokens before `state`; donated. Empty with a prompt (the program creates them).
+      steps: at most `chunk`. It is a traced value, so short chunks use the same program.
       prompt: (tokens `[P, T]` right-padded, lengths `[P]`). The batch then has `P · samples` rows.
-      draft_model: the model that generates the drafts; the cache is then a `PairedCache`.
-      adapters: the matrices of the adapters, from which each row takes those of `state.adapter_B`; None: no adapters.
+      constants: the arrays of features and of the stepper that all rows share.
       report: the number of alternatives to report per token; None: report nothing.
       echo: report the log-probabilities of the prompt tokens.
-      group: the steps of a loop of fixed length (`Platform.decode_group`); only without drafts.
       plan: the plan of the cache to create.
-      draft_plan: verify draft tokens; None: one token per step.
 
     Returns:
-      Cache, state, the tokens `[B, chunk]` (`[B, 1]` after a prompt, `[B, chunk · width]` with drafts), and with `echo` the
-      log-probabilities `[P, T]` of the prompt tokens, 0 for the first one.
+      Caches, state, the tokens `[B, chunk · width]` (`[B, 1]` after a prompt), and with `echo` the log-probabilities `[P, T]`
+      of the prompt tokens, 0 for the first one.
     """
     model = model.merge(model.leaves) if isinstance(model, SplitModel) else model
-    rows = state.token_B.shape[0]
-    if prompt is not None:
-        model = dequantize(model)
-        row_adapters = None if adapters is None else _row_adapters(adapters, state, samples)
-        step_logits, x_PTD, target_cache = _prefill(model, params, prompt, plan if use_cache else None, row_adapters, echo)
-        cache = target_cache
-        echo_PT = None if x_PTD is None else prompt_logprobs(model, x_PTD, prompt[0])
-        if draft_model is not None and draft_plan is not None:
-            draft = dequantize(draft_model.merge(draft_model.leaves))
-            _, _, draft_cache = _prefill(draft, replace(params, uses_attention=False), prompt, draft_plan.cache)
-            assert target_cache is not None and draft_cache is not None
-            cache = PairedCache(target_cache, draft_cache)
-        if samples > 1:
-            cache, step_logits = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (cache, step_logits))
-        state, emitted = sample_step(step_logits, state, params, report)
-        return cache, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
-    model = model if use_cache and rows <= MAX_MATVEC_ROWS else dequantize(model)
-    model = attach_adapters(model, None if adapters is None else _row_adapters(adapters, state))
-
-    if draft_plan is not None:
-        assert cache is not None
-        drafter = None if draft_model is None else draft_model.merge(draft_model.leaves)
-        if drafter is not None and rows > MAX_MATVEC_ROWS:
-            drafter = dequantize(drafter)
-        steps = jnp.minimum(steps, chunk)
-        return *_decode_with_drafts(model, drafter, cache, state, params, steps, draft_plan, report, chunk), None
-    assert not isinstance(cache, PairedCache)
-
-    def step(cache: KVCache | None, state: DecodeState) -> tuple[KVCache | None, DecodeState, Emitted]:
-        step_logits, cache = forward_step(model, cache, state, params, use_cache)
-        return cache, *sample_step(step_logits, state, params, report)
-
-    def body(i: jax.Array, carry: Any) -> Any:
-        cache, state, buffers = carry
-        cache, state, emitted = step(cache, state)
-        return cache, state, jax.tree.map(lambda buffer, x_B: buffer.at[:, i].set(x_B), buffers, emitted)
-
-    buffers = _emitted_buffers(model, state, params, report, chunk)
-    max_remaining = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))
-    steps = jnp.minimum(jnp.minimum(steps, chunk), max_remaining)
-    cache, state, emitted = _run_steps(group, steps, body, (cache, state, buffers))
-    return cache, state, emitted, None
+    if prompt is None:
+        return *stepper.decode(model, caches, state, params, jnp.minimum(steps, chunk), constants, report, chunk), None
+    assert plan is not None
+    model = dequantize(model)
+    features = jax.tree.map(lambda x_B: x_B[::samples], state.features)
+    step_logits, x_PTD, caches = stepper.prefill(model, params, prompt, plan, features, constants, echo)
+    echo_PT = None if x_PTD is None else prompt_logprobs(model, x_PTD, prompt[0])
+    if samples > 1:
+        caches, step_logits = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (caches, step_logits))
+    state, emitted = sample_step(step_logits, state, params, report)
+    return caches, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
 
 
 def _run_steps(group: int | None, steps: jax.Array, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
@@ -199,142 +240,12 @@ def _run_steps(group: int | None, steps: jax.Array, body: Callable[[jax.Array, A
     return jax.lax.fori_loop(grouped, steps, body, carry)
 
 
-def _row_adapters(stacks: Stacks, state: DecodeState, samples: int = 1) -> RowAdapters:
-    """Returns the adapters of the rows, or of the prompts if each prompt has `samples` rows."""
-    assert state.adapter_B is not None
-    return RowAdapters(stacks, state.adapter_B[::samples])
-
-
-def _emitted_buffers(model: Transformer, state: DecodeState, params: SamplingParams, report: int | None, size: int) -> Emitted:
+def emitted_buffers(model: Transformer, state: DecodeState, params: SamplingParams, report: int | None, size: int) -> Emitted:
     """Returns empty buffers for `size` tokens per row."""
     # The call has the same form as in a decode step, so that both share a trace.
     shapes = jax.eval_shape(lambda *inputs: sample_step(*inputs, params, report), abstract_logits(model, params), state)[1]
     buffers: Emitted = jax.tree.map(lambda x: jnp.zeros((x.shape[0], size, *x.shape[1:]), x.dtype), shapes)
     return buffers
-
-
-def _draft_tokens(
-    model: Transformer, cache: KVCache, state: DecodeState, params: SamplingParams, plan: DraftPlan, drafts_B: jax.Array
-) -> tuple[KVCache, jax.Array, jax.Array]:
-    """Generates drafts for the rows `drafts_B` with a draft model, after it has read the tokens that are not in its cache.
-
-    The sampler of each row draws the drafts with the random keys of their positions, so similar models draw the same tokens.
-
-    Returns:
-      The cache of the draft model, the number of tokens in it `[B]`, and the drafts `[B, draft_tokens]`.
-    """
-    assert state.drafts is not None and state.sequence_BS is not None
-    sequence_BS, end_B = state.sequence_BS, jnp.where(drafts_B, state.position_B, 0)
-
-    def read(carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
-        cache, cached_B = carry
-        index_BW = cached_B[:, None] + jnp.arange(plan.width)
-        positions_BW = jnp.where(index_BW < end_B[:, None], index_BW, -1)
-        tokens_BW = jnp.take_along_axis(sequence_BS, jnp.maximum(positions_BW, 0), axis=1)
-        _, updated, _ = model.hidden(tokens_BW, positions_BW, cache=cache)
-        assert updated is not None
-        return updated, jnp.where(cached_B < end_B, jnp.minimum(cached_B + plan.width, end_B), cached_B)
-
-    def step(j: jax.Array, carry: tuple[KVCache, DecodeState, jax.Array]) -> tuple[KVCache | None, DecodeState, jax.Array]:
-        step_logits, cache = forward_step(model, carry[0], carry[1], params, True)
-        state, emitted = sample_step(step_logits, carry[1], params, None)
-        return cache, state, carry[2].at[:, j].set(emitted.tokens)
-
-    cache, cached_B = jax.lax.while_loop(lambda carry: (carry[1] < end_B).any(), read, (cache, state.drafts.cached_B))
-    first = cache, replace(state, done_B=~drafts_B), jnp.zeros((len(end_B), plan.draft_tokens), jnp.int32)
-    cache, _, drafts_Bk = jax.lax.fori_loop(0, jnp.where(drafts_B.any(), plan.draft_tokens, 0), step, first)
-    return cache, jnp.where(drafts_B, state.position_B + plan.draft_tokens, cached_B), drafts_Bk
-
-
-def _decode_with_drafts(
-    model: Transformer,
-    draft_model: Transformer | None,
-    cache: KVCache | PairedCache,
-    state: DecodeState,
-    params: SamplingParams,
-    steps: jax.Array,
-    plan: DraftPlan,
-    report: int | None,
-    chunk: int,
-) -> tuple[KVCache | PairedCache, DecodeState, Emitted]:
-    """Runs up to `steps` steps, of which each verifies the drafts of all rows or, without drafts, decodes one token per row.
-
-    Both kinds of steps share one loop over the positions for sampling, so equal logits give equal tokens.
-    """
-    B, width = state.token_B.shape[0], plan.width
-    rows_B, index_W = jnp.arange(B), jnp.arange(width)
-    size = chunk * width
-
-    def forward(
-        logits: StepLogits,
-        cache: KVCache,
-        state: DecodeState,
-        verifies: jax.Array,
-        tokens_BW: jax.Array,
-        positions_BW: jax.Array,
-    ) -> tuple[StepLogits, KVCache]:
-        """Writes the logits after each token, or after the newest token only, to the buffers `[W · B, V]`."""
-
-        def decode(_: jax.Array, carry: tuple[StepLogits, KVCache | None]) -> tuple[StepLogits, KVCache | None]:
-            buffers, cache = carry
-            step_logits, cache = forward_step(model, cache, state, params, True)
-            write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=0, axis=0)
-            return jax.tree.map(write, buffers, step_logits), cache
-
-        def verify(_: jax.Array, carry: tuple[StepLogits, KVCache]) -> tuple[StepLogits, KVCache]:
-            return forward_drafts(model, carry[1], tokens_BW, positions_BW, params)
-
-        # Loops with zero or one iteration update the cache in place, unlike `lax.cond`, which would copy it.
-        carry = jax.lax.fori_loop(0, jnp.where(verifies, 0, 1), decode, (logits, cache))
-        updated: tuple[StepLogits, KVCache] = jax.lax.fori_loop(0, jnp.where(verifies, 1, 0), verify, carry)
-        return updated
-
-    def sample_position(carry: Any, step_logits: StepLogits, tokens_BW: jax.Array, length_B: jax.Array) -> Any:
-        j, state, buffers, count_B, active_B = carry
-        new_state, emitted = sample_step(
-            jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, j * B, B), step_logits),
-            replace(state, done_B=~active_B),
-            params,
-            report,
-        )
-        slot_B = jnp.where(active_B, count_B, size)
-        buffers = jax.tree.map(lambda buffer, x_B: buffer.at[rows_B, slot_B].set(x_B, mode="drop"), buffers, emitted)
-        state = replace(new_state, done_B=state.done_B | (active_B & new_state.done_B))
-        matches_B = (j < length_B) & (emitted.tokens == tokens_BW[:, jnp.minimum(j + 1, width - 1)])
-        return j + 1, state, buffers, count_B + active_B, active_B & matches_B & ~state.done_B
-
-    def step(carry: Any) -> Any:
-        i, cache, draft_cache, state, buffers, count_B, logits = carry
-        found_B, cached_B = jnp.ones(B, bool), state.drafts.cached_B
-        if plan.ngram_size is not None:
-            drafts_Bk, found_B = ngram_drafts(state.sequence_BS, state.position_B, plan.ngram_size, plan.draft_tokens)
-        length_B = draft_lengths(state.drafts, found_B, state.remaining_B, state.done_B)
-        verifies = pays_off(plan, state.drafts, length_B, state.done_B)
-        length_B = jnp.where(verifies, length_B, 0)
-        if draft_model is not None:
-            draft_cache, cached_B, drafts_Bk = _draft_tokens(draft_model, draft_cache, state, params, plan, length_B > 0)
-        tokens_BW = jnp.concatenate([state.token_B[:, None], drafts_Bk], axis=1)
-        is_token_BW = (index_W <= length_B[:, None]) & ~state.done_B[:, None]
-        positions_BW = jnp.where(is_token_BW, state.position_B[:, None] + index_W, -1)
-        logits, cache = forward(logits, cache, state, verifies, tokens_BW, positions_BW)
-        before, first = state, (jnp.int32(0), state, buffers, count_B, ~state.done_B)
-        _, state, buffers, new_count_B, _ = jax.lax.while_loop(
-            lambda carry: carry[-1].any(), lambda carry: sample_position(carry, logits, tokens_BW, length_B), first
-        )
-        new_B = new_count_B - count_B
-        # Of the draft tokens in the cache of the draft model, the accepted ones are part of the text.
-        drafts = replace(before.drafts, cached_B=jnp.minimum(cached_B, state.position_B))
-        state = replace(state, drafts=record(plan, drafts, length_B, new_B))
-        return i + 1, cache, draft_cache, state, buffers, new_count_B, logits
-
-    buffers = _emitted_buffers(model, state, params, report, size)
-    logits = jax.tree.map(lambda x: jnp.zeros((width * B, *x.shape[1:]), x.dtype), abstract_logits(model, params))
-    caches = (cache.target, cache.draft) if isinstance(cache, PairedCache) else (cache, None)
-    first = jnp.int32(0), *caches, state, buffers, jnp.zeros(B, jnp.int32), logits
-    _, target, draft_cache, state, buffers, *_ = jax.lax.while_loop(
-        lambda carry: (carry[0] < steps) & ~carry[3].done_B.all(), step, first
-    )
-    return target if draft_cache is None else PairedCache(target, draft_cache), state, buffers
 
 
 def init_row(
@@ -344,13 +255,10 @@ def init_row(
     generated: jax.Array,
     limit: jax.Array,
     end_ids_1E: jax.Array,
-    max_drafts: jax.Array | None,
+    features: Features,
     recurrent: Mapping[str, jax.Array],
-    number_1: jax.Array | None,
     *,
     vocab_size: int,
-    keeps_sequence: bool,
-    pairs: RowPairs | None = None,
 ) -> DecodeState:
     """Returns the decode state of one row from its tokens, whose keys are in the cache except that of the newest token.
 
@@ -358,19 +266,15 @@ def init_row(
       tokens_1S: the prompt and the generated tokens, padded; `length` of them are valid, the last `generated` are generated.
       limit: the most further tokens.
       end_ids_1E: the ids that end the row, padded with −1.
-      max_drafts: the most draft tokens per step; None for a program without drafts.
+      features: the features of the row, in any state.
       recurrent: as in `init_state`.
-      number_1: the adapter of the row; None for a program without adapters.
-      pairs: the row in its pair; None for a program without guidance.
-      keeps_sequence: whether decoding reads the tokens, because it uses drafts or no cache.
     """
     S = tokens_1S.shape[1]
     valid_1S = (jnp.arange(S) < length)[None]
     sampler = init_state(
         params, tokens_1S, valid_1S, vocab_size, S, generated_B=jnp.asarray(generated)[None], recurrent=recurrent
     )
-    # The draft model has read the prompt without its last token. It reads generated tokens again.
-    drafted = jnp.asarray(length - generated - 1)[None]
+    started = tuple(feature.started(tokens_1S, length, generated) for feature in features)
     return DecodeState(
         token_B=jax.lax.dynamic_slice_in_dim(tokens_1S[0], length - 1, 1),
         position_B=jnp.asarray(length - 1)[None],
@@ -378,23 +282,13 @@ def init_row(
         done_B=jnp.zeros(1, bool),
         eos_BE=end_ids_1E,
         sampler=sampler,
-        sequence_BS=jnp.asarray(tokens_1S) if keeps_sequence else None,
-        drafts=None if max_drafts is None else init_drafts(jnp.asarray(max_drafts)[None], drafted),
-        adapter_B=None if number_1 is None else jnp.asarray(number_1),
-        pairs=jax.tree.map(jnp.asarray, pairs),
+        features=jax.tree.map(jnp.asarray, started),
     )
 
 
 def write_row(rows: Any, row: Any, slot: jax.Array) -> Any:
     """Replaces one row in every array of a batch."""
     return jax.tree.map(lambda x, x_row: jax.lax.dynamic_update_slice_in_dim(x, x_row, slot, 0), rows, row)
-
-
-class StepLogits(NamedTuple):
-    """The output of the model for the newest token of each row: logits `[B, V]`, and attention metrics `[B]` if used."""
-
-    logits: jax.Array
-    attention: AttentionMetrics | None
 
 
 def abstract_logits(model: Transformer, params: SamplingParams) -> StepLogits:
@@ -415,17 +309,22 @@ def attention_metrics(params: SamplingParams, aux: Mapping[str, Sequence[LayerAt
     return jax.vmap(combine_layers)(aux["probe"]) if params.uses_attention else None
 
 
-def _prefill(
+def prefill_prompts(
     model: Transformer,
     params: SamplingParams,
     prompt: tuple[jax.Array, jax.Array],
     plan: CachePlan | None,
-    adapters: RowAdapters | None = None,
+    features: Features = (),
+    constants: Constants = {},  # noqa: B006 (never changed)
     keep_states: bool = False,
 ) -> tuple[StepLogits, jax.Array | None, KVCache | None]:
     """Returns the logits after each prompt, with `keep_states` the final hidden states `[P, T, D]`, and the new cache.
 
-    A batch with more than `PREFILL_BATCH_TOKENS` tokens is processed in several passes, each over some of the prompts.
+    Without a plan, there is no cache. A batch with more than `PREFILL_BATCH_TOKENS` tokens is processed in several passes, each
+    over some of the prompts.
+
+    Args:
+      features: those of the prompts.
     """
     tokens_PT, lengths_P = prompt
     P, T = tokens_PT.shape
@@ -433,14 +332,13 @@ def _prefill(
     positions_PT = jnp.where(index_T < lengths_P[:, None], index_T, -1)
 
     def prefill(prompts: tuple[Any, ...]) -> Any:
-        rows_RT, positions_RT, last_R, number_R = prompts
+        rows_RT, positions_RT, last_R, features = prompts
         cache = None if plan is None else make_cache(model.config, rows_RT.shape[0], *plan)
-        adapted = attach_adapters(model, None if adapters is None else replace(adapters, number_B=number_R))
-        x_RTD, cache, attention = _prefill_rows(adapted, params, rows_RT, positions_RT, cache)
+        x_RTD, cache, attention = _prefill_rows(attach(features, model, constants), params, rows_RT, positions_RT, cache)
         return x_RTD[jnp.arange(len(last_R)), last_R], x_RTD if keep_states else None, cache, attention
 
     rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL_BATCH_TOKENS))
-    prompts = tokens_PT, positions_PT, lengths_P - 1, None if adapters is None else adapters.number_B
+    prompts = tokens_PT, positions_PT, lengths_P - 1, features
     if rows == P:
         x_PD, x_PTD, cache, attention = prefill(prompts)
     else:
@@ -500,33 +398,12 @@ def _prefill_rows(
     return x_NPtD.transpose(1, 0, 2, 3).reshape(P, parts * size, -1)[:, :T], cache, attention
 
 
-def forward_step(
-    model: Transformer, cache: KVCache | None, state: DecodeState, params: SamplingParams, use_cache: bool
-) -> tuple[StepLogits, KVCache | None]:
+def forward_step(model: Transformer, cache: KVCache, state: DecodeState, params: SamplingParams) -> tuple[StepLogits, KVCache]:
     """Returns the logits after the newest token of every row, and the cache updated with this token."""
-    if use_cache:
-        positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
-        x_B1D, cache, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=make_probe(params))
-        return StepLogits(model.logits(x_B1D[:, 0]), attention_metrics(params, aux)), cache
-    assert state.sequence_BS is not None  # decoding without a cache reads the whole sequence
-    B, S = state.sequence_BS.shape
-    index_S = jnp.arange(S)
-    positions_BS = jnp.where(index_S <= state.position_B[:, None], index_S, -1)
-    x_BSD, _, aux = model.hidden(state.sequence_BS, positions_BS, probe=make_probe(params))
-    return StepLogits(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_metrics(params, aux)), cache
-
-
-def forward_drafts(
-    model: Transformer, cache: KVCache, tokens_BW: jax.Array, positions_BW: jax.Array, params: SamplingParams
-) -> tuple[StepLogits, KVCache]:
-    """Returns the logits after each of several tokens, `[W · B, V]`, and the cache updated with all of them."""
-    x_BWD, updated, aux = model.hidden(tokens_BW, positions_BW, cache=cache.for_verification(), probe=make_probe(params))
+    positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
+    x_B1D, updated, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=make_probe(params))
     assert updated is not None
-    attention = None
-    if params.uses_attention:
-        attention = jax.tree.map(lambda x_WB: x_WB.reshape(-1), jax.vmap(jax.vmap(combine_layers))(aux["probe"]))
-    x_RD = x_BWD.swapaxes(0, 1).reshape(-1, x_BWD.shape[-1])
-    return StepLogits(model.logits(x_RD), attention), updated.without_wrappers()
+    return StepLogits(model.logits(x_B1D[:, 0]), attention_metrics(params, aux)), updated
 
 
 @shared_trace("report")  # one trace serves prefill and decoding
@@ -534,30 +411,32 @@ def sample_step(
     step_logits: StepLogits, state: DecodeState, params: SamplingParams, report: int | None
 ) -> tuple[DecodeState, Emitted]:
     """Draws the next token of every active row and updates the state of the rows."""
-    active_B, pairs = ~state.done_B, state.pairs
-    logits_BV = step_logits.logits if pairs is None else guide_logits(step_logits.logits, pairs)
+    active_B, logits_BV = ~state.done_B, step_logits.logits
+    for feature in state.features:
+        logits_BV = feature.logits(logits_BV)
     token_B, sampler, drawn = sample(
         logits_BV, params, state.sampler, attention=step_logits.attention, active_B=active_B, report=report
     )
-    token_B = token_B if pairs is None else token_B[pairs.main_B]
+    token_B = _shared(state.features, token_B)
     position_B = state.position_B + active_B
     remaining_B = state.remaining_B - active_B
     ended_B = (token_B[:, None] == state.eos_BE).any(1) | (remaining_B <= 0)
     if params.loops is not None:
         assert sampler.loop_runs is not None
         ended_B |= params.loops.stops & in_loop(sampler.loop_runs, params.loops)
-    ended_B = ended_B if pairs is None else ended_B[pairs.main_B]
-    sequence_BS = state.sequence_BS
-    if sequence_BS is not None:
-        index_B = jnp.where(active_B, position_B, sequence_BS.shape[1])
-        sequence_BS = sequence_BS.at[jnp.arange(token_B.shape[0]), index_B].set(token_B, mode="drop")
-    state = replace(
-        state,
+    state = DecodeState(
         token_B=jnp.where(active_B, token_B, state.token_B),
         position_B=position_B,
         remaining_B=remaining_B,
-        done_B=state.done_B | ended_B,
+        done_B=state.done_B | _shared(state.features, ended_B),
+        eos_BE=state.eos_BE,
         sampler=sampler,
-        sequence_BS=sequence_BS,
+        features=tuple(feature.after(token_B, position_B, active_B) for feature in state.features),
     )
     return state, Emitted(token_B, active_B, drawn.token, sampler.recurrent)
+
+
+def _shared(features: Sequence[Feature], x_B: jax.Array) -> jax.Array:
+    for feature in features:
+        x_B = feature.shared(x_B)
+    return x_B

@@ -24,7 +24,6 @@ from typing import NamedTuple, cast
 from dantinox.config import Config, UserError
 from dantinox.generation.adapter_slots import AdapterSlot
 from dantinox.generation.decode import DECODE_CHUNK
-from dantinox.generation.drafts import DraftCounts
 from dantinox.generation.engine_jobs import Job, Output, RequestFailed
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.model_changes import ModelChanges
@@ -60,8 +59,7 @@ class Engine:
     Attributes:
       idle: whether `step` has nothing to do until a request is added, prepared or cancelled, or a program is ready. An engine
         that adds responses to the prefix cache is not idle.
-      counters: totals by name: `finished`, `cancelled`, `failed`, `reused_tokens`, `new_tokens`,
-        `draft_tokens`, `accepted_draft_tokens`.
+      counters: totals by name: `finished`, `cancelled`, `failed`, `reused_tokens`, `new_tokens`, and `Feature.counts`.
       compile: called with the settings and `echo` of a request whose programs are not compiled. The request waits until the
         batch is `ready` for it. The default compiles the programs immediately.
       changes: replaces the weights, and loads and unloads adapters.
@@ -156,9 +154,8 @@ class Engine:
         Raises:
           UserError: the settings or the constraint are invalid.
         """
-        if job.request.has_guidance:
-            job.negative_ids = self.model.negative_ids(job.request, self._slots.context)
-            job.limit = min(job.limit, self._slots.context - len(job.negative_ids))
+        job.prompts = self.model.prompts(job.request, self._slots.context)
+        job.limit = min(job.limit, self._slots.context - max(map(len, job.prompts)))
         job.params = self._slots.row_params(job.request.config)
         job.texts = self._sample_texts(job.request, job.limit)
         job.prepared = True
@@ -185,12 +182,9 @@ class Engine:
         limit = min(MAX_SAMPLES, self.batch.count)
         if not 1 <= generation.n <= limit:
             raise UserError(f"generation.n must be in [1, {limit}] in this server, got {generation.n}", key="generation.n")
-        if request.has_guidance and 2 * generation.n > self.batch.count:
-            message = (
-                f"generation.guidance_scale needs two slots per sample, but this server has {self.batch.count}, got "
-                f"{generation.n} samples"
-            )
-            raise UserError(message, key="generation.guidance_scale")
+        if (needed := generation.n * request.rows_per_sample) > self.batch.count:
+            message = f"generation.n is {generation.n}, which needs {needed} slots with these settings, but this server has"
+            raise UserError(f"{message} {self.batch.count}", key="generation.n")
         if length < 1 or (length >= context and generation.max_new_tokens > 0) or length > context:
             raise UserError(f"the prompt has {length} tokens and must leave room in the context of {context}: shorten it")
         self.model.check_ids(request.ids)
@@ -213,7 +207,7 @@ class Engine:
         jobs = []
         for request, limit in zip(requests, limits, strict=True):
             job = Job(request, limit)
-            job.slots = job.samples  # guide rows follow the rows of all requests, and need no slots here
+            job.slots = job.samples  # the rows that follow others come after the rows of all requests, and need no slots here
             self._scheduler.add(job)
             self._jobs[job] = None
             self._scheduler.admit(lambda _: True)
@@ -325,13 +319,11 @@ class Engine:
                 return
             with self._isolate_errors(admitted):
                 request, slots = admitted.request, self._scheduler.slots_of(admitted)
-                admitted.guide_slots = dict(zip(slots, slots[admitted.samples :], strict=False))
+                n = admitted.samples
+                admitted.followers = {slot: slots[number::n][1:] for number, slot in enumerate(slots[:n])}
                 self._sequence_slot = None  # the request may have got this slot
-                batch.assign_prompt(slots[0], request.ids, request.echo, request.salt, admitted.adapter)
-                if admitted.guide_slots:
-                    batch.assign_prompt(
-                        admitted.guide_slots[slots[0]], admitted.negative_ids, salt=request.salt, adapter=admitted.adapter
-                    )
+                for ids, slot in zip(admitted.prompts, slots[::n], strict=True):
+                    batch.assign_prompt(slot, ids, request.echo and slot == slots[0], request.salt, admitted.adapter)
                 admitted.stats.queued_seconds = admitted.seconds()
 
     def _ready(self, job: Job) -> bool:
@@ -385,9 +377,8 @@ class Engine:
         return [self._prefill_left(job) for job in jobs]
 
     def _prompt_slots(self, job: Job) -> list[int]:
-        """Returns the slots of the prompt and the negative prompt of a job that are not prefilled, and at least one of them."""
-        slot = self._scheduler.slots_of(job)[0]
-        slots = [slot, *([job.guide_slots[slot]] if job.guide_slots else [])]
+        """Returns the slots of the prompts of a job that are not prefilled, and at least one of them."""
+        slots = self._scheduler.slots_of(job)[:: job.samples]
         return [slot for slot in slots if self._slots.prefill_left(slot) > 0] or slots[:1]
 
     def _prefill_left(self, job: Job) -> int:
@@ -430,9 +421,8 @@ class Engine:
         with self.lock:
             self._scheduler.finish_prefill(job)
         for slot in copies:
-            self._slots.copy_prompt(first, slot)
-            if job.guide_slots:
-                self._slots.copy_prompt(job.guide_slots[first], job.guide_slots[slot])
+            for source, to in zip([first, *job.followers[first]], [slot, *job.followers[slot]], strict=True):
+                self._slots.copy_prompt(source, to)
         self._start_rows(job)
 
     def _start_rows(self, job: Job) -> None:
@@ -460,8 +450,7 @@ class Engine:
             sample_index=number,
             report=job.request.logprobs is not None,
             constrained=text.mask is not None,
-            guide=job.guide_slots.get(slot),
-            guidance_scale=job.request.config.generation.guidance_scale,
+            followers=job.followers[slot],
         )
 
     def _restart(self, job: Job, slot: int) -> None:
@@ -522,14 +511,9 @@ class Engine:
             if job not in self._jobs or job.cancelled:
                 continue
             with self._isolate_errors(job):
-                self._count_drafts(job, output.drafts)
+                job.stats.counts.update(output.counts)
+                self.counters.update(output.counts)
                 self._add_tokens(job, output.slot, output.tokens.tolist(), output.done, output.steps)
-
-    def _count_drafts(self, job: Job, drafts: DraftCounts) -> None:
-        job.stats.draft_tokens += drafts.drafted
-        job.stats.accepted_draft_tokens += drafts.accepted
-        self.counters["draft_tokens"] += drafts.drafted
-        self.counters["accepted_draft_tokens"] += drafts.accepted
 
     def _add_tokens(self, job: Job, slot: int, ids: list[int], done: bool = True, steps: StepInfo | None = None) -> None:
         """Adds tokens to a sample. Releases the slot when the sample ends, and ends the job when its last sample ends."""
@@ -559,10 +543,9 @@ class Engine:
             self._end(job, "finished")
 
     def _release(self, job: Job, slot: int) -> None:
-        """Frees the slot of a sample, and that of its guide row."""
-        self._scheduler.release(slot)
-        if slot in job.guide_slots:
-            self._scheduler.release(job.guide_slots[slot])
+        """Frees the slots of the rows of a sample."""
+        for one in (slot, *job.followers.get(slot, ())):
+            self._scheduler.release(one)
 
     def _remember(self, job: Job, text: SampleText) -> None:
         """Marks a prompt and its response, which may be incomplete, for the prefix cache."""

@@ -47,8 +47,8 @@ class Job:
     Attributes:
       samples: the number of continuations; `rows` maps slots to samples.
       prompt_steps: with `echo`, the reports of the prompt tokens after the first one.
-      guide_slots: with guidance, the slots of the guide rows by the slots of the samples; `slots` counts both.
-      negative_ids: with guidance, the tokens of the negative prompt.
+      prompts: the prompts of the rows of each sample, see `ModelBundle.prompts`.
+      followers: for the slot of each sample, the slots of its other rows; `slots` counts them too.
       adapter: the adapter of the request.
       prepared: whether its parameters and constraints are ready.
     """
@@ -56,9 +56,9 @@ class Job:
     def __init__(self, request: GenerationRequest, limit: int):
         self.request, self.limit = request, limit
         self.samples = request.config.generation.n
-        self.slots = 2 * self.samples if request.has_guidance else self.samples
-        self.guide_slots: dict[int, int] = {}
-        self.negative_ids: Sequence[int] = ()
+        self.slots = self.samples * request.rows_per_sample
+        self.prompts: Sequence[Sequence[int]] = ()
+        self.followers: dict[int, list[int]] = {}
         self.stats = RequestStats(len(request.ids))
         self.params: RowParams | None = None
         self.texts: list[SampleText] = []

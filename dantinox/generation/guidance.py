@@ -8,6 +8,7 @@ where l_main and l_guide are the log-probabilities of the two rows, and g is `ge
 the draw follow. Both rows then read the token of the main row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dantinox.config import Config
+from dantinox.generation.features import Feature, Features
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class RowPairs:
+class RowPairs(Feature):
     """The pairs of a batch, arrays `[B]`.
 
     Attributes:
@@ -31,19 +35,16 @@ class RowPairs:
     main_B: Any
     scale_B: Any
 
-    @classmethod
-    def alone(cls, count: int) -> "RowPairs":
-        """Returns rows without guides."""
-        rows_B = np.arange(count, dtype=np.int32)
-        return cls(rows_B, rows_B, np.ones(count, np.float32))
+    def logits(self, logits_BV: jax.Array) -> jax.Array:
+        """Returns the logits after guidance. Rows without a guide keep their logits to the bit."""
+        logprob_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
+        guide_BV = logprob_BV[self.guide_B]
+        guided_BV = guide_BV + self.scale_B[:, None] * (logprob_BV - guide_BV)
+        has_guide_B = self.guide_B != jnp.arange(logits_BV.shape[0])
+        return jnp.where(has_guide_B[:, None], guided_BV, logits_BV)
 
-    @classmethod
-    def halves(cls, scale_R: np.ndarray) -> "RowPairs":
-        """Returns R main rows, followed by their R guide rows in the same order."""
-        R = len(scale_R)
-        rows_B = np.arange(2 * R, dtype=np.int32)
-        scale_B = np.concatenate([scale_R, np.ones(R)]).astype(np.float32)
-        return cls(np.where(rows_B < R, rows_B + R, rows_B), rows_B % R, scale_B)
+    def shared(self, x_B: jax.Array) -> jax.Array:
+        return x_B[self.main_B]
 
     @classmethod
     def row(cls, guide: int, main: int, scale: float = 1.0) -> "RowPairs":
@@ -51,10 +52,18 @@ class RowPairs:
         return cls(np.full(1, guide, np.int32), np.full(1, main, np.int32), np.full(1, scale, np.float32))
 
 
-def guide_logits(logits_BV: jax.Array, pairs: RowPairs) -> jax.Array:
-    """Returns the logits after guidance. Rows without a guide keep their logits to the bit."""
-    logprob_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
-    guide_BV = logprob_BV[pairs.guide_B]
-    guided_BV = guide_BV + pairs.scale_B[:, None] * (logprob_BV - guide_BV)
-    has_guide_B = pairs.guide_B != jnp.arange(logits_BV.shape[0])
-    return jnp.where(has_guide_B[:, None], guided_BV, logits_BV)
+def rows_per_sample(config: Config) -> int:
+    """Returns the rows of each sample of a request with these settings: with guidance two, the second one is the guide row."""
+    return 1 if config.generation.guidance_scale == 1 else 2
+
+
+def row_features(config: Config, rows: Sequence[int]) -> list[Features]:
+    """Returns the features of the rows of a sample, given their places in the batch: first the main row.
+
+    A main row whose guide row is not given is its own guide.
+    """
+    main, *guides = rows
+    if rows_per_sample(config) == 1:
+        return [()]
+    pair = RowPairs.row((guides or [main])[0], main, config.generation.guidance_scale)
+    return [(pair,), *((RowPairs.row(guide, main),) for guide in guides)]

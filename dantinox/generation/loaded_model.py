@@ -458,7 +458,7 @@ class LoadedModel(ModelBundle):
             if request.logit_processor is not None:
                 check_logit_processor(request.logit_processor)
             shared = [getattr(config.generation, name) for name in (*PER_BATCH_SETTINGS, *DRAFT_SETTINGS)]
-            key = (*shared, config.router.use_attention, config.kv, *report, request.guided, request.has_guidance)
+            key = (*shared, config.router.use_attention, config.kv, *report, request.guided, request.rows_per_sample)
             key = (*key, request.logit_processor)
             groups.setdefault(key, []).append(number)
 

@@ -94,7 +94,7 @@ def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad:
     limits = np.clip(architecture.max_context - lengths, 0, limits)
     slots, prompt = slots_needed(lengths, limits, pad), pad(int(lengths.max()))
     _check_reports(first, int(limits.sum()), free)
-    row, width = _row_bytes(model, first, slots), 2 if first.has_guidance else 1
+    row, width = _row_bytes(model, first, slots), first.rows_per_sample
     together, section = max(1, PREFILL_BATCH_TOKENS // prompt), first.config.generation
     activations = prompt * _activation_bytes(architecture)
     usable = int(MEMORY_SHARE * (free - min(COMPILER_BYTES, int(COMPILER_SHARE * free))))
@@ -128,7 +128,7 @@ def _row_bytes(model: ModelBundle, request: GenerationRequest, slots: int) -> in
         cache *= 2  # a step copies the rows of the beams that go on
     reports = 0 if request.logprobs is None else DECODE_CHUNK * CHUNK_REPORT_BYTES * (request.logprobs + 1)
     row = int(cache) // section.tensor_parallel + 4 * arrays * architecture.vocab_size + reports
-    return row * 2 if request.has_guidance else row  # a row and its guide row
+    return row * request.rows_per_sample
 
 
 def _check_reports(request: GenerationRequest, tokens: int, free: int) -> None:

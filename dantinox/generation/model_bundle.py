@@ -5,16 +5,19 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Unpack
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 from flax import nnx
 
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
 from dantinox.distributed import shard_model, tensor_mesh
 from dantinox.files import quote
-from dantinox.generation.adapter_slots import AdapterSlots
+from dantinox.generation.adapter_slots import AdapterRows, AdapterSlots
 from dantinox.generation.bans import TextBan, compile_regexes, find_banned_strings
 from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
+from dantinox.generation.features import Constants, Features
+from dantinox.generation.guidance import row_features
 from dantinox.generation.guides import RESTART_BEFORE, AfterTrigger, Gap, Guide, Reasoning, ReasoningBudget, WholeText
 from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare, weight_bytes
 from dantinox.generation.request import GenerationRequest
@@ -22,7 +25,6 @@ from dantinox.generation.token_healing import HealedPrefix, PieceIndex
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
 from dantinox.model.packed import packed_kinds, parameter_count, unpack_modules
-from dantinox.model.row_adapters import RowAdapters
 from dantinox.run import KVCalibration
 from dantinox.run.peft_folder import LoraAdapter, load_lora
 from dantinox.sampling import ProgramOptions, SamplingParams
@@ -138,8 +140,10 @@ class ModelBundle:
             del self._prepared[next(iter(self._prepared))]
         return prepared
 
-    def row_adapters(self, names: Sequence[str | None], order: HeadOrder | None = None) -> RowAdapters | None:
-        """Returns the adapters of the rows of a batch, given their names; None if no row has an adapter.
+    def adapter_features(self, names: Sequence[str | None], order: HeadOrder | None = None) -> tuple[Features, Constants]:
+        """Returns the feature of the rows of a batch, given the names of their adapters, and its constants.
+
+        If no row has an adapter, both are empty.
 
         Args:
           order: the order of the key heads of the prepared model.
@@ -148,12 +152,13 @@ class ModelBundle:
           UserError: no adapter has one of the names.
         """
         if not any(names):
-            return None
+            return (), {}
         key = order, tuple((name, adapter.digest) for name, adapter in self.loras.items())
         if self._adapter_slots is None or self._adapter_slots[0] != key:
             self._adapter_slots = key, AdapterSlots(self.model.config, self.loras, order, rows=len(names))
         slots = self._adapter_slots[1]
-        return RowAdapters(slots.stacks, jnp.asarray([slots.get(name).number for name in names], jnp.int32))
+        numbers = np.asarray([slots.get(name).number for name in names], np.int32)
+        return (AdapterRows(jax.device_put(numbers)),), {"adapters": slots.stacks}
 
     def draft_model(self, generation: GenerationSection) -> Transformer | None:
         """Returns the draft model for decoding; None if the settings use none.
@@ -293,12 +298,20 @@ class ModelBundle:
             raise UserError("the prompt is empty and the tokenizer has no BOS token: enter at least one character")
         return [self.tokenizer.bos_id]
 
-    def negative_ids(self, request: GenerationRequest, context: int) -> tuple[int, ...]:
-        """Returns the tokens of the negative prompt of a request with guidance: by default the last token of its prompt.
+    def row_features(self, config: Config, rows: Sequence[int]) -> list[Features]:
+        """Returns the features of the rows of a sample, given their places in the batch: first the main row, then those that
+        follow it, if they are known."""
+        return row_features(config, rows)
+
+    def prompts(self, request: GenerationRequest, context: int) -> list[tuple[int, ...]]:
+        """Returns the prompts of the rows of each sample of a request: its prompt, and with guidance the negative prompt.
 
         Raises:
           UserError: the negative prompt fills the context, or as in `prompt_ids` and `check_ids`.
         """
+        self.check_ids(request.ids)
+        if request.rows_per_sample == 1:
+            return [request.ids]
         text, ids = request.config.generation.negative_prompt, request.negative_ids
         if ids is None:
             ids = tuple(self.prompt_ids(text)) if text else request.ids[-1:]
@@ -306,7 +319,7 @@ class ModelBundle:
         if not 1 <= len(ids) < context:
             message = f"generation.negative_prompt has {len(ids)} tokens and must have from 1 to {context - 1}"
             raise UserError(message, key="generation.negative_prompt")
-        return ids
+        return [request.ids, ids]
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Checks the token ids of a prompt.

@@ -9,15 +9,15 @@ import numpy as np
 from dantinox.config import KVSection, with_generation
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import DECODE_CHUNK
-from dantinox.generation.drafts import plan_drafts
 from dantinox.generation.engine import STREAM_CHUNK_SECONDS, Engine
 from dantinox.generation.engine_jobs import Job
-from dantinox.generation.guidance import RowPairs
+from dantinox.generation.features import Features
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.result import GenerationStats, Result, TokenColumns
 from dantinox.generation.sample_text import TextPart
 from dantinox.generation.static_batch import RunTimer, StaticBatch, clamp_to_context, padded_length, slots_needed
+from dantinox.generation.steppers import plan_stepper
 from dantinox.generation.token_settings import stop_token_ids
 from dantinox.generation.trace import changed_settings, router_values, token_columns
 from dantinox.model import CacheReport
@@ -62,16 +62,16 @@ class BatchRun:
         self.numbers = [number for number in numbers for _ in range(n)]
         self.results: list[Result] = []
         self._model = model
-        for request in requests:
-            model.check_ids(request.ids)
         P, context = len(requests), model.model.config.max_context
-        prompts, rows = [request.ids for request in requests], [request for request in requests for _ in range(n)]
-        pairs = None
-        if first.has_guidance:  # the guide rows follow the main rows
-            prompts += [model.negative_ids(request, context) for request in requests]
-            pairs = RowPairs.halves(np.array([row.config.generation.guidance_scale for row in rows]))
-            rows *= 2
+        # First the prompts of all requests, then the second prompts of their samples, if they have some, and so on.
+        by_request = [model.prompts(request, context) for request in requests]
+        prompts = [ids for column in zip(*by_request, strict=True) for ids in column]
+        main_rows = P * n
+        rows = [request for request in requests for _ in range(n)] * first.rows_per_sample
         configs = [row.config for row in rows]
+        by_row = [model.row_features(configs[row], range(row, len(rows), main_rows)) for row in range(main_rows)]
+        in_order = [features for column in zip(*by_row, strict=True) for features in column]
+        features: Features = jax.tree.map(lambda *rows: np.concatenate(rows), *in_order)
         kv, calibration = model.kv(first.config)
         params = model.params(
             configs,
@@ -91,7 +91,8 @@ class BatchRun:
         order = head_order(model.model.config, kv, calibration)
         prepared = model.prepared(section, order)
         slots, constrained = slots or slots_needed(lengths_P, limits_P, pad), first.guided
-        draft_model = None if constrained else model.draft_model(section)
+        stepper, constants = plan_stepper(first.config, model, prepared, len(rows), slots, constrained=constrained)
+        adapted, adapter_constants = model.adapter_features([row.lora for row in rows], order)
         self.batch = StaticBatch(
             prepared,
             prompt_PT,
@@ -103,16 +104,15 @@ class BatchRun:
                 for ids, config in zip(stops, configs, strict=True)
             ],
             samples=n,
-            use_cache=section.use_cache,
+            stepper=stepper,
             report=first.logprobs,
             echo=first.echo,
             plan=plan_cache(model.model.config, kv, slots, calibration, True),
             pad=pad,
             constrained=constrained,
-            draft_plan=None if constrained else plan_drafts(first.config, prepared, len(configs), slots, draft_model),
-            draft_model=draft_model,
-            adapters=model.row_adapters([row.lora for row in rows], order),
-            pairs=pairs,
+            features=(*features, *adapted),
+            constants={**constants, **adapter_constants},
+            main_rows=main_rows,
         )
         seconds = STREAM_CHUNK_SECONDS if stream else None
         self._engine = Engine(
@@ -144,7 +144,7 @@ class BatchRun:
                             yield row, part
         self.times = timer.times
         self.results = self._build_results(["".join(parts) for parts in texts], reports)
-        self.batch.cache = None  # the next batch may need the memory before this one is collected as garbage
+        self.batch.caches = ()  # the next batch may need the memory before this one is collected as garbage
 
     def summary(self) -> str:
         """Returns one line about a finished run: tokens, times, speed, seeds, size of the cache."""
@@ -174,13 +174,12 @@ class BatchRun:
             "first_token_seconds": self.times.first,
             "compile_seconds": self.times.compiling,
             "decode_tok_per_s": new / decoding if decoding > 0 and new > 0 else 0.0,
-            "cache": None if self.batch.cache is None else self.batch.cache.report(),
+            "cache": self.batch.caches[0].report() if self.batch.caches else None,
         }
         requests = dict(zip(self._jobs, self._requests, strict=True))
         results = []
         for row, (job, number) in enumerate(self._samples):
             request, sample = job.request, job.texts[number]
-            drafts = self.batch.drafts(row)
             steps = jax.tree.map(lambda *parts: np.concatenate(parts), *reports[row]) if reports[row] else self.batch.no_steps
             results.append(
                 Result(
@@ -194,8 +193,7 @@ class BatchRun:
                         **stats,
                         "prompt_tokens": len(request.ids),
                         "new_tokens": len(sample.tokens),
-                        "draft_tokens": drafts.drafted,
-                        "accepted_draft_tokens": drafts.accepted,
+                        **self.batch.counts(row),  # type: ignore[typeddict-item]
                     },
                     steps=steps,
                     settings=changed_settings(requests[job].config),

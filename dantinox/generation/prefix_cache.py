@@ -13,11 +13,10 @@ import jax
 import numpy as np
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.generation.block_pool import Pool, caches_of, load_blocks, make_pool, store_blocks
-from dantinox.generation.drafts import PairedCache
+from dantinox.generation.block_pool import Pool, load_blocks, make_pool, store_blocks
+from dantinox.generation.cache_plan import Caches
 from dantinox.generation.prefix_files import BlockRows
 from dantinox.generation.prefix_tree import PrefixTree
-from dantinox.model import KVCache
 from dantinox.model.cache import RingLayer
 from dantinox.programs import free_bytes, tree_bytes
 
@@ -45,25 +44,25 @@ class PrefixCache:
       probe: a checksum of the keys that this model computes on this machine for a fixed sequence; "" if unknown.
     """
 
-    def __init__(self, cache: KVCache | PairedCache, limit: int, size: int, context: int):
+    def __init__(self, caches: Caches, limit: int, size: int, context: int):
         """Allocates the pool and compiles its programs.
 
         Args:
-          cache: the shapes of the cache of the slots.
+          caches: the shapes of the caches of the slots.
           limit: the most bytes of the pool, enough for a block.
           context: the most tokens of a sequence.
         """
         self.size, self.probe = size, ""
         self.same_bits: tuple[int, ...] = ()
-        self._context, self._shapes = context, cache
-        capacity = limit // block_bytes(cache, size)
+        self._context, self._shapes = context, caches
+        capacity = limit // block_bytes(caches, size)
         self._tree = PrefixTree(capacity, size)
-        self._make_pool = jax.jit(lambda: make_pool(cache, capacity, size))
+        self._make_pool = jax.jit(lambda: make_pool(caches, capacity, size))
         self.pool: Pool = self._make_pool()
         zero, index_N = np.int32(0), np.zeros(-(-context // size), np.int32)
-        self._load = load_blocks.lower(cache, self.pool, zero, zero, index_N, zero, size=size).compile()
-        self._store = store_blocks.lower(self.pool, cache, zero, zero, index_N, zero, size=size).compile()
-        self._has_rings = _has_rings(cache)
+        self._load = load_blocks.lower(caches, self.pool, zero, zero, index_N, zero, size=size).compile()
+        self._store = store_blocks.lower(self.pool, caches, zero, zero, index_N, zero, size=size).compile()
+        self._has_rings = _has_rings(caches)
 
     @property
     def status(self) -> PrefixStatus:
@@ -73,20 +72,18 @@ class PrefixCache:
         """Returns the blocks at the beginning of a sequence that the pool contains."""
         return self._tree.match(ids, _root_name(salt))
 
-    def load(
-        self, cache: KVCache | PairedCache, slot: int, ids: Sequence[int], salt: str, prefilled: int
-    ) -> tuple[KVCache | PairedCache, int]:
+    def load(self, caches: Caches, slot: int, ids: Sequence[int], salt: str, prefilled: int) -> tuple[Caches, int]:
         """Copies the known blocks of a sequence to a slot, except those that are within its first `prefilled` tokens.
 
         Returns:
-          The cache, which is donated, and the number of tokens in the known blocks.
+          The caches, which are donated, and the number of tokens in the known blocks.
         """
         known, first = self.match(ids, salt), prefilled // self.size
         if len(known) > first:
-            cache = self._load(cache, self.pool, *self._arguments(slot, first, known[first:]))
-        return cache, len(known) * self.size
+            caches = self._load(caches, self.pool, *self._arguments(slot, first, known[first:]))
+        return caches, len(known) * self.size
 
-    def store(self, cache: KVCache | PairedCache, slot: int, ids: Sequence[int], salt: str, computed: int) -> None:
+    def store(self, caches: Caches, slot: int, ids: Sequence[int], salt: str, computed: int) -> None:
         """Adds the whole blocks of a sequence to the pool; a slot holds the keys and values of all its tokens.
 
         Args:
@@ -96,7 +93,7 @@ class PrefixCache:
             return
         known, new = self._tree.extend(ids, _root_name(salt))
         if new:
-            self.pool = self._store(self.pool, cache, *self._arguments(slot, known, new))
+            self.pool = self._store(self.pool, caches, *self._arguments(slot, known, new))
 
     def _arguments(self, slot: int, first: int, blocks: Sequence[int]) -> tuple[np.ndarray, ...]:
         index_N = np.zeros(-(-self._context // self.size), np.int32)
@@ -131,16 +128,16 @@ class PrefixCache:
         self._tree.evictions = evictions
         self.pool = self._make_pool()
 
-    def fill(self, cache: KVCache | PairedCache, slot: int) -> KVCache | PairedCache:
-        """Returns the cache, which is donated, with a slot full of the first blocks of the pool."""
+    def fill(self, caches: Caches, slot: int) -> Caches:
+        """Returns the caches, which are donated, with a slot full of the first blocks of the pool."""
         count = self._context // self.size
         blocks = np.arange(count) % min(PROBE_TOKENS // self.size, self._tree.capacity)
-        return self._load(cache, self.pool, *self._arguments(slot, 0, blocks.tolist()))  # type: ignore[no-any-return]
+        return self._load(caches, self.pool, *self._arguments(slot, 0, blocks.tolist()))  # type: ignore[no-any-return]
 
-    def checksum(self, cache: KVCache | PairedCache, slot: int, start: int, count: int) -> str:
+    def checksum(self, caches: Caches, slot: int, start: int, count: int) -> str:
         """Returns a checksum of the keys and values of `count` tokens of a slot, in whole blocks. The pool must be empty."""
         blocks = min(count // self.size, self._tree.capacity)
-        self.pool = self._store(self.pool, cache, *self._arguments(slot, start // self.size, range(blocks)))
+        self.pool = self._store(self.pool, caches, *self._arguments(slot, start // self.size, range(blocks)))
         digest = hashlib.blake2b(digest_size=16)
         for leaf in jax.device_get([leaf[:blocks] for leaf in jax.tree.leaves(self.pool)]):
             digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
@@ -152,16 +149,16 @@ def _root_name(salt: str) -> str:
     return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest() if salt else ""
 
 
-def block_bytes(cache: KVCache | PairedCache, size: int) -> int:
+def block_bytes(caches: Caches, size: int) -> int:
     """Returns the bytes of a block of `size` tokens."""
-    return tree_bytes(jax.eval_shape(partial(make_pool, cache, 1, size)))
+    return tree_bytes(jax.eval_shape(partial(make_pool, caches, 1, size)))
 
 
-def pool_bytes(cache: KVCache | PairedCache, context: int, chunk: int, requested: int | None, memory: int | None = None) -> int:
+def pool_bytes(caches: Caches, context: int, chunk: int, requested: int | None, memory: int | None = None) -> int:
     """Returns the bytes of the prefix cache; 0: no prefix cache.
 
     Args:
-      cache: the shapes of the cache of the slots.
+      caches: the shapes of the caches of the slots.
       context: the most tokens of a sequence; a sequence that is shorter than a block has no prefix cache.
       chunk: tokens per prefill chunk.
       requested: None: the default.
@@ -170,11 +167,11 @@ def pool_bytes(cache: KVCache | PairedCache, context: int, chunk: int, requested
     Raises:
       UserError: not even one block fits, or the pool does not fit into the free memory.
     """
-    if requested == 0 or context < PREFIX_BLOCK or any(one.compressed for one in caches_of(cache)):
+    if requested == 0 or context < PREFIX_BLOCK or any(cache.compressed for cache in caches):
         return 0
-    least, free = block_bytes(cache, chunk), free_bytes(memory)
+    least, free = block_bytes(caches, chunk), free_bytes(memory)
     if requested is None:
-        most = POOL_SLOTS * tree_bytes(cache)
+        most = POOL_SLOTS * tree_bytes(caches)
         limit = most if free is None else min(most, free // POOL_SHARE)
         return limit if limit >= least else 0
     if requested < least:
@@ -185,9 +182,9 @@ def pool_bytes(cache: KVCache | PairedCache, context: int, chunk: int, requested
 
 
 class Prefiller(Protocol):
-    """A batch that can prefill; `cache` holds the keys and values of its slots."""
+    """A batch that can prefill; `caches` hold the keys and values of its slots."""
 
-    cache: KVCache | PairedCache | None
+    caches: Caches
 
     def prefill_tokens(self, slot: int, ids: Sequence[int], start: int, count: int, length: int) -> object:
         """Prefills `count` tokens of a slot from position `start` on, with the program for chunks of this length."""
@@ -217,11 +214,12 @@ def make_prefix_cache(
       lengths: the lengths of the programs for prefill chunks, ascending; the last one is a whole chunk.
       whole_chunks: whether blocks are whole chunks in any case.
     """
-    cache, chunk = batch.cache, lengths[-1]
-    assert cache is not None
-    depends_on_place = whole_chunks or _has_rings(cache) or architecture.experts is not None or architecture.softcap is not None
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), cache)
-    del cache
+    caches, chunk = batch.caches, lengths[-1]
+    depends_on_place = (
+        whole_chunks or _has_rings(caches) or architecture.experts is not None or architecture.softcap is not None
+    )
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), caches)
+    del caches
     prefixes = PrefixCache(shapes, limit, chunk if depends_on_place else min(PREFIX_BLOCK, chunk), context)
     expected = _probe_places(batch, prefixes, architecture, context, chunk)
 
@@ -251,8 +249,7 @@ def _probe_places(
     """Returns the checksums of a sequence in whole chunks, by position: at the beginning of a slot and at the end."""
     total = min(PROBE_TOKENS, context // PREFIX_BLOCK * PREFIX_BLOCK)
     at_beginning = _probe(batch, prefixes, architecture, context, 0, chunk, chunk)
-    assert batch.cache is not None
-    batch.cache = prefixes.fill(batch.cache, 0)
+    batch.caches = prefixes.fill(batch.caches, 0)
     end = (context - total) // chunk * chunk
     return {0: at_beginning, end: _probe(batch, prefixes, architecture, context, end, chunk, chunk)}
 
@@ -269,9 +266,8 @@ def _probe(
     total = min(PROBE_TOKENS, context // PREFIX_BLOCK * PREFIX_BLOCK)
     for begin, end in pairwise([0, *range(first, total, length), total]):
         batch.prefill_tokens(0, ids[begin:end], start + begin, end - begin, length)
-    assert batch.cache is not None
-    return prefixes.checksum(batch.cache, 0, start, total)
+    return prefixes.checksum(batch.caches, 0, start, total)
 
 
-def _has_rings(cache: KVCache | PairedCache) -> bool:
-    return any(isinstance(layer, RingLayer) for one in caches_of(cache) for layer in one.layers)
+def _has_rings(caches: Caches) -> bool:
+    return any(isinstance(layer, RingLayer) for cache in caches for layer in cache.layers)

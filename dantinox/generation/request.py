@@ -1,11 +1,13 @@
 """`GenerationRequest`, `Delta` and `RequestStats`: the input and output of the engine."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dantinox.config import Config
 from dantinox.generation.constraints import Constraint
+from dantinox.generation.guidance import rows_per_sample
 from dantinox.generation.guides import Reasoning
 from dantinox.sampling.logit_processor import LogitProcessor
 from dantinox.sampling.params import ScoreFn
@@ -56,9 +58,9 @@ class GenerationRequest:
     negative_ids: tuple[int, ...] | None = None
 
     @property
-    def has_guidance(self) -> bool:
-        """Whether each sample has a guide row (`generation.guidance`)."""
-        return self.config.generation.guidance_scale != 1
+    def rows_per_sample(self) -> int:
+        """The rows of each sample in a batch (`generation.guidance`)."""
+        return rows_per_sample(self.config)
 
     @property
     def guided(self) -> bool:
@@ -94,7 +96,7 @@ class RequestStats:
     Attributes:
       prompt_tokens, reused_tokens: the number of prompt tokens, and of those the number that came from the prefix cache.
       new_tokens, reasoning_tokens: the number of generated tokens of all samples, and of those the tokens of the reasoning.
-      draft_tokens, accepted_draft_tokens: the number of draft tokens that were verified, and of those that were accepted.
+      counts: what the features of the rows have counted, by name.
       queued_seconds, first_token_seconds, seconds: the time from the arrival of the request to its slot, to its first token,
         and to its end.
     """
@@ -103,8 +105,7 @@ class RequestStats:
     reused_tokens: int = 0
     new_tokens: int = 0
     reasoning_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     queued_seconds: float = 0.0
     first_token_seconds: float = 0.0
     seconds: float = 0.0

@@ -8,23 +8,23 @@ import jax
 import numpy as np
 
 from dantinox.generation.bans import MAX_HELD_TOKENS
+from dantinox.generation.cache_plan import Caches
 from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted
-from dantinox.generation.drafts import NO_DRAFTS, DraftCounts, DraftPlan, PairedCache
-from dantinox.model import KVCache
 from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 
 NO_ID = -1  # pads lists of end ids
 Recurrent = dict[str, float]  # `SamplerState.recurrent` of one row
+Counts = dict[str, int]  # `Feature.counts` of one row
 
 
-def restart_slots(drafts: DraftPlan | None) -> int:
+def restart_slots(width: int) -> int:
     """Returns the most tokens that a row may have written beyond the token from which it is restarted.
 
     These are the tokens that its guides hold back, those of the chunk that is collected, and those of the chunk that was
-    dispatched before.
+    dispatched before; `width` is that of the stepper.
     """
-    return MAX_HELD_TOKENS + 2 * DECODE_CHUNK * (1 if drafts is None else drafts.width)
+    return MAX_HELD_TOKENS + 2 * DECODE_CHUNK * width
 
 
 class SlotOutput(NamedTuple):
@@ -33,27 +33,25 @@ class SlotOutput(NamedTuple):
     Attributes:
       done: whether the row has ended.
       steps: a `StepInfo` with one entry per token, if requested.
-      drafts: the draft tokens of this chunk.
+      counts: what the features of the row have counted in this chunk.
     """
 
     slot: int
     tokens: np.ndarray
     done: bool
     steps: StepInfo | None
-    drafts: DraftCounts
+    counts: Counts
 
 
 class RowStatus(NamedTuple):
-    """The rows that ended `[B]`, and the draft tokens of each row since its start, `[B]` each; None without drafts."""
+    """The rows that ended `[B]`, and `Feature.counts` of all features."""
 
     done_B: Any
-    drafted_B: Any = None
-    accepted_B: Any = None
+    counts: dict[str, Any]
 
     @classmethod
     def of(cls, state: DecodeState) -> "RowStatus":
-        drafts = state.drafts
-        return cls(state.done_B) if drafts is None else cls(state.done_B, drafts.drafted_B, drafts.accepted_B)
+        return cls(state.done_B, {name: count_B for feature in state.features for name, count_B in feature.counts.items()})
 
 
 class HostChunk(NamedTuple):
@@ -75,19 +73,19 @@ class Row:
 
     Attributes:
       program: the key of the program that decodes the row; None before decoding starts and after it ends.
-      remaining: how many new tokens the row may still get, not counting the chunks that are already dispatched. With drafts,
-        a dispatched chunk counts one token per step until it is collected.
+      remaining: how many new tokens the row may still get, not counting the chunks that are already dispatched. A dispatched
+        chunk counts one token per step until it is collected.
       reports: whether to return a `StepInfo` with the tokens.
-      drafts: the draft tokens since the start of the row.
-      guide: the slot of the guide row of this row; None without guidance. A guide row has no `program` here.
+      counts: what the features have counted since the start of the row.
+      followers: the slots of the rows that follow this row and end with it. They have no `program` here.
       history: `SamplerState.recurrent` after each generated token, for a restart; empty dicts if there is none.
     """
 
     program: Hashable = None
     remaining: int = 0
     reports: bool = False
-    drafts: DraftCounts = NO_DRAFTS
-    guide: int | None = None
+    counts: Counts = field(default_factory=dict)
+    followers: tuple[int, ...] = ()
     history: list[Recurrent] = field(default_factory=list)
 
     def add_history(self, slot: int, count: int, recurrent: dict[str, np.ndarray]) -> None:
@@ -97,7 +95,7 @@ class Row:
 
 
 class PendingChunk(NamedTuple):
-    """A chunk of `steps` steps that the device is computing; without drafts, a step is a token.
+    """A chunk of `steps` steps that the device is computing.
 
     Attributes:
       parts: for each program its output, the status of its rows, and its rows by slot.
@@ -114,7 +112,7 @@ class RunningBatch:
 
     Attributes:
       count: the number of rows.
-      cache: keys and values of all rows; donated to each program that writes it.
+      caches: keys and values of all rows; donated to each program that writes them. Empty before they exist.
       refills: whether a new request may use the slot of a finished request.
       can_restart: whether a row can be decoded again from an earlier token.
     """
@@ -124,7 +122,7 @@ class RunningBatch:
 
     def __init__(self, count: int):
         self.count = count
-        self.cache: KVCache | PairedCache | None = None
+        self.caches: Caches = ()
         self._rows = [Row() for _ in range(count)]
         self._states: dict[Hashable, tuple[SamplingParams, DecodeState]] = {}
         # Changes are collected on the host and written to the device in one operation before the next chunk.
@@ -140,9 +138,9 @@ class RunningBatch:
         """Returns, for each decoding slot, how many new tokens its row may get, not counting chunks already dispatched."""
         return {slot: row.remaining for slot, row in enumerate(self._rows) if row.program is not None and row.remaining > 0}
 
-    def drafts(self, slot: int) -> DraftCounts:
-        """Returns the draft tokens of the row in a slot since its start."""
-        return self._rows[slot].drafts
+    def counts(self, slot: int) -> Counts:
+        """Returns what the features of the row in a slot have counted since its start."""
+        return self._rows[slot].counts
 
     def set_token_mask(self, slot: int, bits_W: np.ndarray | None) -> None:
         """Restricts the next token of a slot: bit i mod 32 of word ⌊i/32⌋ stands for token i; None allows all tokens."""
@@ -156,7 +154,7 @@ class RunningBatch:
         """Ends a row; its tokens in pending chunks are dropped."""
         row = self._rows[slot]
         if row.program is not None:
-            self._stopped.setdefault(row.program, set()).update({slot} if row.guide is None else {slot, row.guide})
+            self._stopped.setdefault(row.program, set()).update((slot, *row.followers))
             row.program = None
 
     def restart(self, slot: int, tokens: Sequence[int], prompt_length: int, limit: int) -> None:
@@ -199,19 +197,17 @@ class RunningBatch:
                 steps = None if info is None else jax.tree.map(lambda x, slot=slot, n=count: x[slot, :n], info)
                 row.add_history(slot, count, chunk.recurrent)
                 done = bool(chunk.status.done_B[slot])
-                drafts = self._add_accepted(row, slot, chunk.status, count - pending.steps)
-                outputs.append(SlotOutput(slot, chunk.tokens_BN[slot, :count], done, steps, drafts))
+                counts = self._add_counts(row, slot, chunk.status, count - pending.steps)
+                outputs.append(SlotOutput(slot, chunk.tokens_BN[slot, :count], done, steps, counts))
                 if done:
                     row.program = None
         return outputs
 
-    def _add_accepted(self, row: Row, slot: int, status: RowStatus, extra: int) -> DraftCounts:
-        """Updates a row after a chunk with `extra` tokens more than steps, and returns the draft tokens of the chunk."""
-        if status.drafted_B is None:
-            return NO_DRAFTS
+    def _add_counts(self, row: Row, slot: int, status: RowStatus, extra: int) -> Counts:
+        """Updates a row after a chunk with `extra` tokens more than steps; returns what the features counted in the chunk."""
         row.remaining = max(0, row.remaining - max(0, extra))
-        before, row.drafts = row.drafts, DraftCounts(int(status.drafted_B[slot]), int(status.accepted_B[slot]))
-        return DraftCounts(row.drafts.drafted - before.drafted, row.drafts.accepted - before.accepted)
+        before, row.counts = row.counts, {name: int(count_B[slot]) for name, count_B in status.counts.items()}
+        return {name: count - before.get(name, 0) for name, count in row.counts.items()}
 
     def _fetch(self, part: tuple[Emitted, RowStatus, dict[int, Row]]) -> HostChunk:
         emitted, status, rows = part

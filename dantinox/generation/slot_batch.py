@@ -20,11 +20,9 @@ from flax import nnx
 
 from dantinox.config import Config, UserError
 from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterSlot, AdapterSlots, unknown_adapter
-from dantinox.generation.block_pool import caches_of
-from dantinox.generation.cache_plan import head_order, plan_cache
+from dantinox.generation.cache_plan import Caches, head_order, plan_cache
 from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted
-from dantinox.generation.drafts import NO_DRAFTS, PairedCache, plan_drafts
-from dantinox.generation.guidance import RowPairs
+from dantinox.generation.features import Features
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import PrefixCache, make_prefix_cache, pool_bytes, renew_probe
 from dantinox.generation.prefix_files import fingerprint, read_blocks, write_blocks
@@ -33,7 +31,8 @@ from dantinox.generation.running_batch import Recurrent, RowStatus, restart_slot
 from dantinox.generation.slot_params import MAX_ALTERNATIVES, ProgramKey, RowParams, ServedSettings, next_power_of_two
 from dantinox.generation.slot_prefill import MIN_PADDED_CHUNK, SLOT_PREFILL_CHUNK, PrefillBatch, SlotRow
 from dantinox.generation.slot_programs import copy_slot, decode_slots, init_slot_row, insert_row, int32
-from dantinox.model import KVCache, make_cache
+from dantinox.generation.steppers import plan_stepper
+from dantinox.model import make_cache
 from dantinox.model.cache import RingLayer
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import free_bytes, tree_bytes
@@ -115,25 +114,22 @@ class SlotBatch(PrefillBatch):
         self.context, self._bundle, self._config = context, model, config
         self.logit_processor = logit_processor
         prepared = model.prepared(config.generation, order)
-        draft_model = model.draft_model(config.generation)
-        self._model, self._draft_model = split_model(prepared), None if draft_model is None else split_model(draft_model)
-        self._draft_plan = plan_drafts(config, prepared, self.count, context, draft_model)
+        self._model = split_model(prepared)
+        self._stepper, self._stepper_constants = plan_stepper(config, model, prepared, self.count, context)
         segmented = get_platform(self._architecture.platform).segmented_cache
         # Tokens in pending chunks, which a restart drops, must not overwrite the window before them.
-        plan = plan._replace(extra=restart_slots(self._draft_plan))
+        plan = plan._replace(extra=restart_slots(self._stepper.width))
         compiled = jax.jit(make_cache, static_argnums=range(7))
+        plans = [(self._architecture, plan), *self._stepper.cache_plans(self._stepper_constants)]
 
-        def make(rows: int) -> KVCache | PairedCache:
-            cache: KVCache = compiled(self._architecture, rows, *plan, segmented)
-            if draft_model is None or self._draft_plan is None or self._draft_plan.cache is None:
-                return cache
-            return PairedCache(cache, compiled(draft_model.config, rows, *self._draft_plan.cache, segmented))
+        def make(rows: int) -> Caches:
+            return tuple(compiled(architecture, rows, *plan, segmented) for architecture, plan in plans)
 
-        self._make_cache = make
-        self._cache_shapes: KVCache | PairedCache = jax.eval_shape(lambda: self._make_cache(self.count))
+        self._make_caches = make
+        self._cache_shapes: Caches = jax.eval_shape(lambda: self._make_caches(self.count))
         # A slot of a compressed cache must be cleared before a new request. Other caches do not need this.
-        compressed = caches_of(self._cache_shapes)[0].compressed
-        self._empty_row = self._make_cache(1) if compressed else None
+        compressed = self._cache_shapes[0].compressed
+        self._empty_row = self._make_caches(1) if compressed else None
         self.can_restart = not compressed
         chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
         self.prefill_chunk = min(chunk, next_power_of_two(context, MIN_PADDED_CHUNK))
@@ -143,7 +139,7 @@ class SlotBatch(PrefillBatch):
         most = 1 if single else min(platform.prefill_rows if prefill_rows is None else prefill_rows, self.count)
         self._lengths = [self.prefill_chunk] if most > 1 and platform.prefill_rows > 1 else _chunk_lengths(self.prefill_chunk)
         self._prefers_passes, self._row_counts = platform.prefill_rows > 1, (1,) if most == 1 else (1, most)
-        self._has_rings = any(isinstance(layer, RingLayer) for one in caches_of(self._cache_shapes) for layer in one.layers)
+        self._has_rings = any(isinstance(layer, RingLayer) for cache in self._cache_shapes for layer in cache.layers)
         self._prefixes = None  # `compile` creates it
         self._cache_dir, self._prefill_programs = cache_dir, list[str]()  # the programs as text, if there is a folder
         self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, prefix_cache, memory)
@@ -160,8 +156,7 @@ class SlotBatch(PrefillBatch):
 
         A weight that the stored and the prepared model share counts once.
         """
-        models = nnx.state(self._bundle.model), self._model, self._draft_model
-        arrays = {id(leaf): leaf for leaf in jax.tree.leaves((models, self._stacks))}
+        arrays = {id(leaf): leaf for leaf in jax.tree.leaves((nnx.state(self._bundle.model), self._model, self._constants))}
         return tree_bytes([*arrays.values()]) + tree_bytes(self._cache_shapes) + self._prefix_bytes
 
     # --- programs
@@ -185,9 +180,9 @@ class SlotBatch(PrefillBatch):
             missing = [key for key in self._keys(program, echo) if key not in self._programs]
             with ThreadPoolExecutor(COMPILE_THREADS) as pool:  # XLA compiles a program mostly on one core
                 self._programs |= zip(missing, pool.map(lambda key: self._compile(config, *key), missing), strict=True)
-            if self.cache is None:
-                release_free_memory()  # free the memory of the compiler before the cache is allocated
-                self.cache = self._make_cache(self.count)
+            if not self.caches:
+                release_free_memory()  # free the memory of the compiler before the caches are allocated
+                self.caches = self._make_caches(self.count)
                 self._row_counts = self.measure_rows()
                 self._prefixes = self._make_prefix_cache()
 
@@ -208,8 +203,8 @@ class SlotBatch(PrefillBatch):
         return prefixes
 
     def _weights(self) -> list[jax.Array]:
-        """Returns all weights of the model and of its draft model."""
-        return [*self._model.leaves, *(() if self._draft_model is None else self._draft_model.leaves)]
+        """Returns all weights of the model, and of the other models of the stepper."""
+        return [leaf for model in (self._model, *self._stepper.models(self._constants)) for leaf in model.leaves]
 
     def prefix_writer(self) -> Callable[[], int]:
         """Copies the blocks of the prefix cache, and returns a function for any thread that writes them to `cache_dir`.
@@ -237,34 +232,35 @@ class SlotBatch(PrefillBatch):
 
     def _compile(self, config: Config, kind: str, *key: Any) -> Any:
         zero, V = int32(0), self._architecture.vocab_size
-        cache, report = self._cache_shapes, min(MAX_ALTERNATIVES, V)
+        caches, report = self._cache_shapes, min(MAX_ALTERNATIVES, V)
         if kind == "copy":  # one program per array, so that only one array is copied at a time
-            leaves = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(cache)}
+            leaves = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(caches)}
             return {shape: copy_slot.lower(leaf, zero, zero).compile() for shape, leaf in leaves.items()}
         if kind == "prefill":
             return self._lower_prefill(*key).compile()
         params, state = self._states[key[0]]
         if kind == "decode":
-            drafts = self._draft_plan
-            inputs = self._model, cache, state, params, zero, self._draft_model, self._stacks
-            return decode_slots.lower(*inputs, report=report, draft_plan=drafts).compile()
-        row, inputs, options = self._init_inputs(self.row_params(config), (), 0, 0, None, NO_ADAPTER)
-        options |= _pairs_option(key[0], RowPairs.row(0, 0))
+            arguments = self._model, caches, state, params, zero, self._constants
+            return decode_slots.lower(*arguments, stepper=self._stepper, report=report).compile()
+        row, *inputs = self._init_inputs(self.row_params(config), (), 0, 0, None, self._features(config))
         if kind == "init":
-            return init_slot_row.lower(row, *inputs, **options).compile()
-        initial = jax.eval_shape(partial(init_slot_row, **options), row, *inputs)
+            return init_slot_row.lower(row, *inputs, vocab_size=V).compile()
+        initial = jax.eval_shape(partial(init_slot_row, vocab_size=V), row, *inputs)
         return insert_row.lower((params, state), (row, initial), zero).compile()
 
     def _idle_rows(self, config: Config) -> tuple[SamplingParams, DecodeState]:
         """Returns the sampling parameters and the decode state of a batch without requests."""
-        row, inputs, options = self._init_inputs(self.row_params(config), (0,), 0, 0, None, NO_ADAPTER)
-        state = init_slot_row(row, *inputs, **options)
+        row, *inputs = self._init_inputs(self.row_params(config), (0,), 0, 0, None, self._features(config))
+        state = init_slot_row(row, *inputs, vocab_size=self._architecture.vocab_size)
         off = jax.tree.map(np.zeros_like, row.enabled)
         idle = replace(row, enabled=off), replace(state, done_B=np.ones(1, bool))
         rows = jax.tree.map(lambda x: np.repeat(x, self.count, axis=0), jax.device_get(idle))
         params, state = jax.device_put(rows)  # compiles nothing
-        pairs = RowPairs.alone(self.count) if config.generation.guidance_scale != 1 else None
-        return params, replace(state, pairs=jax.device_put(pairs))
+        return params, state
+
+    def _features(self, config: Config) -> Features:
+        """Returns the features of a row that is not used, in a program for requests with these settings."""
+        return *self._bundle.row_features(config, [0])[0], *self._adapter_features([NO_ADAPTER])
 
     def _init_inputs(
         self,
@@ -273,18 +269,16 @@ class SlotBatch(PrefillBatch):
         generated: int,
         limit: int,
         recurrent: Recurrent | None,
-        adapter: AdapterSlot,
-    ) -> tuple[SamplingParams, tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of `init_row`: the parameters, the other arrays, and the static arguments."""
+        features: Features,
+    ) -> tuple[Any, ...]:
+        """Returns the arguments of `init_row`; those of the stepper are added to the features."""
         tokens_1S = np.zeros((1, self.context), np.int32)
         tokens_1S[0, : len(tokens)] = tokens
         names = set(RECURRENT_FIELDS) & fields_read(row_params.params.plan)
         values = {name: np.asarray([(recurrent or {}).get(name, np.nan)], np.float32) for name in sorted(names)}
-        max_drafts = None if self._draft_plan is None else int32(row_params.max_drafts)
         sizes = int32(len(tokens)), int32(generated), int32(limit)
-        inputs = tokens_1S, *sizes, row_params.end_ids_1E, max_drafts, values, self._numbers([adapter])
-        static = {"vocab_size": self._architecture.vocab_size, "keeps_sequence": self._draft_plan is not None}
-        return row_params.params, inputs, static
+        features += self._stepper.features(tokens_1S, np.asarray([len(tokens)], np.int32), np.asarray([row_params.width]))
+        return row_params.params, tokens_1S, *sizes, row_params.end_ids_1E, features, values
 
     def adapter(self, name: str | None) -> AdapterSlot:
         """Returns the adapter with a name; None: no adapter. Any thread may call it.
@@ -314,8 +308,7 @@ class SlotBatch(PrefillBatch):
         sample_index: int = 0,
         report: bool = False,
         constrained: bool = False,
-        guide: int | None = None,
-        guidance_scale: float = 1.0,
+        followers: Sequence[int] = (),
     ) -> None:
         """Starts to decode a prefilled prompt, or restarts a row from an earlier token.
 
@@ -324,22 +317,21 @@ class SlotBatch(PrefillBatch):
           limit: the most new tokens, at most the remaining context.
           output: the generated tokens to keep, which this row has generated before. Its tokens in pending chunks are dropped.
           report: whether to return a `StepInfo` with the tokens.
-          constrained: whether `set_token_mask` will be called for every token. The row then has no drafts, because the mask of
-            a token depends on the tokens before it.
-          guide: with guidance, the slot of the guide row, in which the negative prompt is prefilled.
+          constrained: whether `set_token_mask` will be called for every token. The row then gets one token per step, because
+            the mask of a token depends on the tokens before it.
+          followers: the slots of the rows that follow this one, in which their prompts are prefilled.
         """
         previous, program = self._rows[slot], row_params.program
-        row = self._rows[slot] = replace(previous, history=previous.history[: len(output)], guide=guide)
+        row = self._rows[slot] = replace(previous, history=previous.history[: len(output)], followers=tuple(followers))
         changes: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "report_rows": np.asarray([report])}
         row_params = row_params._replace(
-            params=replace(row_params.params, **changes), max_drafts=0 if constrained else row_params.max_drafts
+            params=replace(row_params.params, **changes), width=1 if constrained else row_params.width
         )
         recurrent = row.history[-1] if row.history else None
-        pairs = RowPairs.row(slot if guide is None else guide, slot, guidance_scale)
-        self._init_row(slot, row_params, output, limit, recurrent, pairs)
-        if guide is not None:
-            self._init_row(guide, row_params, output, limit, None, RowPairs.row(guide, slot))
-        row.remaining, row.program, row.reports, row.drafts = limit, program, report, NO_DRAFTS
+        slots = [slot, *followers]
+        for place, features in zip(slots, self._bundle.row_features(row_params.config, slots), strict=True):
+            self._init_row(place, row_params, output, limit, recurrent if place == slot else None, features)
+        row.remaining, row.program, row.reports, row.counts = limit, program, report, {}
         previous.program = None  # so that its pending chunks are dropped
 
     def _init_row(
@@ -349,12 +341,13 @@ class SlotBatch(PrefillBatch):
         output: Sequence[int],
         limit: int,
         recurrent: Recurrent | None,
-        pairs: RowPairs,
+        features: Features,
     ) -> None:
         """Writes the state of a row, whose prompt is in its slot, to the state of its program."""
         program, row = row_params.program, self._rows[slot]
-        params, inputs, _ = self._init_inputs(row_params, (*row.ids, *output), len(output), limit, recurrent, row.adapter)
-        state = self._programs["init", program](params, *inputs, **_pairs_option(program, pairs))
+        features += self._adapter_features([row.adapter])
+        params, *inputs = self._init_inputs(row_params, (*row.ids, *output), len(output), limit, recurrent, features)
+        state = self._programs["init", program](params, *inputs)
         self._states[program] = self._programs["insert", program](self._states[program], (params, state), int32(slot))
         # Drop pending changes that were meant for the previous request of this slot.
         self._stopped.get(program, set()).discard(slot)
@@ -363,8 +356,8 @@ class SlotBatch(PrefillBatch):
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
-        self.cache, state, emitted = self._programs["decode", program](
-            self._model, self.cache, state, params, int32(steps), self._draft_model, self._stacks
+        self.caches, state, emitted = self._programs["decode", program](
+            self._model, self.caches, state, params, int32(steps), self._constants
         )
         self._states[program] = params, state
         return emitted, RowStatus.of(state)
@@ -389,14 +382,14 @@ class SlotBatch(PrefillBatch):
 
     def replace_weights(self, weights: SplitModel) -> None:
         """Replaces the weights, and empties all slots, because their caches belong to the old weights. Nothing is compiled."""
-        self._model, self.cache = weights, None
+        self._model, self.caches = weights, ()
         self.reset()
         if self._prefixes is not None and self._cache_dir is not None:
             renew_probe(self, self._prefixes, self._architecture, self.context, self._lengths[-1])
 
     def reset(self) -> None:
-        """Empties all slots and allocates a new cache, for use after a program failed."""
-        self.cache = self._make_cache(self.count)
+        """Empties all slots and allocates new caches, for use after a program failed."""
+        self.caches = self._make_caches(self.count)
         self._rows = [SlotRow() for _ in range(self.count)]
         self._masks, self._stopped = {}, {}
         if self._prefixes is not None:
@@ -409,7 +402,7 @@ class SlotBatch(PrefillBatch):
     def cache_is_valid(self) -> bool:
         """Whether the cache still exists. A program that fails may already have consumed the donated cache."""
         pool = None if self._prefixes is None else self._prefixes.pool
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves((self.cache, pool)))
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves((self.caches, pool)))
 
 
 def _chunk_lengths(longest: int) -> list[int]:
@@ -446,8 +439,3 @@ def _fitting_slots(architecture: Any, plan: Any, context: int, memory: int | Non
             f"{free / 1e9:.1f} GB of free memory: set a shorter context"
         )
     return int(min(DEFAULT_SLOTS, fitting))
-
-
-def _pairs_option(program: ProgramKey, pairs: RowPairs) -> dict[str, RowPairs]:
-    """Returns the argument of `init_row` for the pair of a row; none for a program without guidance."""
-    return {"pairs": pairs} if program.has_guidance else {}

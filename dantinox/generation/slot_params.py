@@ -14,6 +14,7 @@ from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation_settings import section_order
 from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
+from dantinox.generation.guidance import rows_per_sample
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.running_batch import NO_ID
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
@@ -33,26 +34,29 @@ class ProgramKey(NamedTuple):
     """The key of a decode program; requests with the same key are decoded together.
 
     All requests without the router share one program, which reads the order of the sampling steps and the rules for ties and
-    top_p from arrays. With the router, different rules need different programs. Requests with guidance have
-    programs of their own, whose rows form pairs.
+    top_p from arrays. With the router, different rules need different programs. Requests whose samples have several rows have
+    programs of their own.
     """
 
     strategy: str
     words: tuple[tuple[str, str], ...] = ()
     attends: bool = False
-    has_guidance: bool = False
+    rows_per_sample: int = 1
 
 
 class RowParams(NamedTuple):
     """The settings of a request as arrays: sampling parameters with a batch of one and padded lists, and end ids.
 
-    `max_drafts` is the most draft tokens per step; 0: no drafts.
+    Attributes:
+      width: the most tokens per step.
+      config: the settings, without those that the row reads elsewhere.
     """
 
     program: ProgramKey
     params: SamplingParams
     end_ids_1E: np.ndarray
-    max_drafts: int = 0
+    width: int
+    config: Config
 
 
 T = TypeVar("T")
@@ -107,11 +111,11 @@ class ServedSettings:
                 self._config.generation, key
             ):  # the message must not contain the keys
                 raise UserError(f"generation.{key} is set by this server and cannot be changed", key=f"generation.{key}")
-        has_guidance = g.guidance_scale != 1
+        rows = rows_per_sample(config)
         if g.strategy == "chain":
-            return ProgramKey("chain", has_guidance=has_guidance)
+            return ProgramKey("chain", rows_per_sample=rows)
         words = tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS)
-        return ProgramKey(g.strategy, words, config.router.use_attention, has_guidance)
+        return ProgramKey(g.strategy, words, config.router.use_attention, rows)
 
     def _check_drafts(self, requested: GenerationSection) -> None:
         """Checks that the drafts of a request are a part of those that the programs of the server can verify."""
@@ -170,8 +174,8 @@ class ServedSettings:
             "allowed_bits": np.full((1, -(-V // 32)), ALL_ALLOWED, np.uint32),
         }
         end_ids_1E = np.asarray([[*ends, *[NO_ID] * (MAX_END_IDS - len(ends))]], np.int32)
-        max_drafts = 0 if section.speculation == "off" else section.draft_tokens
-        return RowParams(program, replace(params, tables=tables, **changes), end_ids_1E, max_drafts)
+        width = 1 if section.speculation == "off" else section.draft_tokens + 1
+        return RowParams(program, replace(params, tables=tables, **changes), end_ids_1E, width, config)
 
 
 def next_power_of_two(length: int, minimum: int = 1) -> int:

@@ -8,15 +8,15 @@ import jax
 import numpy as np
 
 from dantinox.config import ModelConfig
-from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterSlot, AdapterSlots
-from dantinox.generation.drafts import PairedCache
+from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterRows, AdapterSlot, AdapterSlots
+from dantinox.generation.cache_plan import Caches
+from dantinox.generation.decode import Stepper
+from dantinox.generation.features import Constants, Features
 from dantinox.generation.prefix_cache import PrefixCache, PrefixStatus
 from dantinox.generation.quantized_weights import SplitModel
 from dantinox.generation.running_batch import Row, RunningBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES
 from dantinox.generation.slot_programs import int32, prefill_part, slot_checksums, write_cache_row
-from dantinox.model import KVCache
-from dantinox.model.row_adapters import Stacks
 from dantinox.sampling import StepInfo
 
 # Tokens per prefill chunk. Longer chunks were not faster on a CPU, and decoding would have to wait longer for one of them.
@@ -85,16 +85,17 @@ class PrefillBatch(RunningBatch):
     _row_counts: tuple[int, ...]  # the numbers of rows of the programs for whole chunks, ascending
     _lengths: list[int]  # of the programs for chunks, ascending
     _prefers_passes: bool
-    _make_cache: Callable[[int], KVCache | PairedCache]
+    _make_caches: Callable[[int], Caches]
     _has_rings: bool
     _rows: list[SlotRow]  # type: ignore[assignment]
     _programs: dict[Hashable, Any]
     _prefixes: PrefixCache | None
     _model: SplitModel
-    _draft_model: SplitModel | None
+    _stepper: Stepper
+    _stepper_constants: Constants
     _architecture: ModelConfig
-    _cache_shapes: KVCache | PairedCache
-    _empty_row: KVCache | PairedCache | None
+    _cache_shapes: Caches
+    _empty_row: Caches | None
 
     @property
     def wide_passes(self) -> bool:
@@ -131,13 +132,13 @@ class PrefillBatch(RunningBatch):
         self._rows[slot] = SlotRow(ids=tuple(ids), salt=salt, adapter=adapter, length=length, cacheable=cacheable)
         self._rows[slot].prompt_reports = [] if echo else None
         if self._empty_row is not None:
-            self.cache = write_cache_row(self.cache, self._empty_row, int32(slot))
+            self.caches = write_cache_row(self.caches, self._empty_row, int32(slot))
         self._load_prefix(slot)
 
     def _load_prefix(self, slot: int) -> None:
         row = self._rows[slot]
-        if self._prefixes is not None and self.cache is not None and row.prefilled < row.cacheable:
-            self.cache, found = self._prefixes.load(self.cache, slot, row.ids[: row.cacheable], row.salt, row.prefilled)
+        if self._prefixes is not None and self.caches and row.prefilled < row.cacheable:
+            self.caches, found = self._prefixes.load(self.caches, slot, row.ids[: row.cacheable], row.salt, row.prefilled)
             row.reused, row.prefilled = row.reused + max(0, found - row.prefilled), max(found, row.prefilled)
 
     def assign_sequence(self, slot: int, ids: Sequence[int], salt: str = "", adapter: AdapterSlot = NO_ADAPTER) -> bool:
@@ -220,8 +221,8 @@ class PrefillBatch(RunningBatch):
             if row.prompt_reports is not None:
                 row.prompt_reports.append(jax.tree.map(lambda x, size=chunk.size: np.asarray(x)[:size], info))
             row.prefilled = chunk.end
-            if self._prefixes is not None and self.cache is not None and row.prefilled <= row.cacheable:
-                self._prefixes.store(self.cache, chunk.slot, row.ids[: row.prefilled], row.salt, chunk.start)
+            if self._prefixes is not None and self.caches and row.prefilled <= row.cacheable:
+                self._prefixes.store(self.caches, chunk.slot, row.ids[: row.prefilled], row.salt, chunk.start)
 
     def prefill_left(self, slot: int) -> int:
         """Returns the number of tokens left to prefill."""
@@ -233,7 +234,7 @@ class PrefillBatch(RunningBatch):
 
     def wait(self) -> None:
         """Waits until all programs that write the cache have ended."""
-        jax.block_until_ready(jax.tree.leaves(self.cache)[0])
+        jax.block_until_ready(jax.tree.leaves(self.caches)[0])
 
     def _chunk_length(self, count: int) -> int:
         """Returns the length of the program for a chunk of `count` tokens."""
@@ -261,8 +262,8 @@ class PrefillBatch(RunningBatch):
             tokens_2RT[0, r, :size] = ids[:size]
             tokens_2RT[1, r, : len(ids) - 1] = ids[1:]
             slot_R[r], start_R[r], size_R[r], adapters[r] = slot, start, size, self._rows[slot].adapter
-        args = slot_R, tokens_2RT[0], start_R, size_R, tokens_2RT[1], self._draft_model, self._stacks, self._numbers(adapters)
-        self.cache, info = self._programs["prefill", length, reports, rows](self._model, self.cache, *args)
+        args = slot_R, tokens_2RT[0], start_R, size_R, tokens_2RT[1], self._adapter_features(adapters), self._constants
+        self.caches, info = self._programs["prefill", length, reports, rows](self._model, self.caches, *args)
         return info  # type: ignore[no-any-return]
 
     def measure_rows(self) -> tuple[int, ...]:
@@ -284,11 +285,11 @@ class PrefillBatch(RunningBatch):
         ]
 
         def checksums(chunks: list[Chunk], per_pass: int, rows: int) -> list[list[int]]:
-            self.cache = None
-            self.cache = self._make_cache(self.count)
+            self.caches = ()
+            self.caches = self._make_caches(self.count)
             for first in range(0, len(chunks), per_pass):
                 self._run_chunks(chunks[first : first + per_pass], rows)
-            return np.asarray(slot_checksums(self.cache)).tolist()  # type: ignore[no-any-return]
+            return np.asarray(slot_checksums(self.caches)).tolist()  # type: ignore[no-any-return]
 
         together = checksums(chunks, most, most)
         if checksums(chunks, 1, 1) == together:
@@ -300,19 +301,22 @@ class PrefillBatch(RunningBatch):
 
     def _lower_prefill(self, length: int, reports: bool, rows: int) -> Any:
         zero_R, tokens_RT = np.zeros(rows, np.int32), np.zeros((rows, length), np.int32)
-        numbers = self._numbers([NO_ADAPTER] * rows)
         chunks = zero_R, tokens_RT, zero_R, zero_R, tokens_RT
-        args = self._model, self._cache_shapes, *chunks, self._draft_model, self._stacks, numbers
+        args = self._model, self._cache_shapes, *chunks, self._adapter_features([NO_ADAPTER] * rows), self._constants
         report = min(MAX_ALTERNATIVES, self._architecture.vocab_size) if reports else None
-        return prefill_part.lower(*args, report=report)
+        return prefill_part.lower(*args, stepper=self._stepper, report=report)
 
     @property
-    def _stacks(self) -> Stacks | None:
-        return None if self.adapters is None else self.adapters.stacks
+    def _constants(self) -> Constants:
+        """The arrays of the features and the stepper that all rows share."""
+        return (
+            self._stepper_constants if self.adapters is None else {**self._stepper_constants, "adapters": self.adapters.stacks}
+        )
 
-    def _numbers(self, adapters: Sequence[AdapterSlot]) -> np.ndarray | None:
-        """Returns the argument of the programs: the number of each adapter, or None if they support no adapters."""
-        return None if self.adapters is None else np.asarray([adapter.number for adapter in adapters], np.int32)
+    def _adapter_features(self, adapters: Sequence[AdapterSlot]) -> Features:
+        """Returns the feature of rows with these adapters; none if the programs support no adapters."""
+        numbers = np.asarray([adapter.number for adapter in adapters], np.int32)
+        return () if self.adapters is None else (AdapterRows(numbers),)
 
     def prompt_steps(self, slot: int) -> StepInfo | None:
         """Returns the reports of the prompt tokens after the first one, `[len(ids) − 1, …]`; None for a prompt of one token."""
@@ -326,7 +330,7 @@ class PrefillBatch(RunningBatch):
 
     def _copy(self, slot: int, to: int) -> None:
         programs, slots = self._programs["copy",], (int32(slot), int32(to))
-        self.cache = jax.tree.map(lambda leaf: programs[leaf.shape, leaf.dtype](leaf, *slots), self.cache)
+        self.caches = jax.tree.map(lambda leaf: programs[leaf.shape, leaf.dtype](leaf, *slots), self.caches)
 
 
 def _adapter_salt(salt: str, adapter: AdapterSlot) -> str:

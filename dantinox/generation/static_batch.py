@@ -13,13 +13,11 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted, _generate_toks, init_row, write_row
-from dantinox.generation.drafts import DraftPlan, init_drafts
-from dantinox.generation.guidance import RowPairs
+from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted, Stepper, _generate_toks, init_row, write_row
+from dantinox.generation.features import Constants, Features
 from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Recurrent, Row, RowStatus, RunningBatch, restart_slots
 from dantinox.model import KVCache, Transformer
-from dantinox.model.row_adapters import RowAdapters
 from dantinox.platform import get_platform
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import ALL_ALLOWED
@@ -27,7 +25,7 @@ from dantinox.sampling.chain import ALL_ALLOWED
 PROGRAM_NAME = "static"  # the key of the only program
 
 
-_init_row = jax.jit(init_row, static_argnames=("vocab_size", "keeps_sequence"))
+_init_row = jax.jit(init_row, static_argnames=("vocab_size",))
 _insert_row = jax.jit(write_row)
 
 
@@ -140,16 +138,15 @@ class StaticBatch(RunningBatch):
         limits_B: np.ndarray,
         eos_ids: Sequence[Sequence[int]],
         samples: int = 1,
-        use_cache: bool = True,
+        stepper: Stepper | None = None,
         report: int | None = None,
         echo: bool = False,
         plan: CachePlan | None = None,
         pad: Callable[[int], int] = padded_length,
         constrained: bool = False,
-        draft_plan: DraftPlan | None = None,
-        draft_model: Transformer | None = None,
-        adapters: RowAdapters | None = None,
-        pairs: RowPairs | None = None,
+        features: Features = (),
+        constants: Constants | None = None,
+        main_rows: int | None = None,
     ):
         """Creates `P · samples` rows; the samples of a prompt are consecutive rows.
 
@@ -157,14 +154,14 @@ class StaticBatch(RunningBatch):
           prompt_PT: the prompts, right-padded to any length; `lengths_P` holds their true lengths.
           limits_B: the most new tokens of each row.
           eos_ids: for each row, the ids that end it.
+          stepper: how to decode; None: one token per step, from a cache.
           report: the number of alternatives to report per token; None: report nothing.
           plan: the plan of the cache; None: an uncompressed cache in the dtype of the model.
           pad: function from the length of the longest prompt to the padded length.
           constrained: whether `set_token_mask` and `restart` may be called.
-          draft_plan: verify draft tokens; needs an uncompressed cache and no constraint.
-          draft_model: the model that generates the draft tokens; None: they are searched in the text.
-          adapters: the adapters of the rows; None: no row has one.
-          pairs: the pairs of main rows and guide rows; a guide row emits nothing on the host. None: no guidance.
+          features: the features of the rows, except those of the stepper.
+          constants: the arrays of the features and the stepper that all rows share.
+          main_rows: the number of rows M that return tokens. Row r + k · M, for k ≥ 1, follows row r. None: all rows.
         """
         P, T = prompt_PT.shape
         super().__init__(P * samples)
@@ -172,9 +169,8 @@ class StaticBatch(RunningBatch):
         padded_PT[:, :T] = np.where(np.arange(T) < lengths_P[:, None], prompt_PT, 0)
         lengths_B = np.repeat(lengths_P, samples)
         plan = plan or CachePlan(slots_needed(lengths_B, limits_B, pad), jnp.dtype(model.dtype).name)
-        if constrained or draft_plan is not None:
-            extra = restart_slots(draft_plan) if constrained else 0
-            plan = plan._replace(extra=max(extra, 0 if draft_plan is None else draft_plan.draft_tokens))
+        stepper = stepper or Stepper()
+        plan = plan._replace(extra=restart_slots(stepper.width) if constrained else stepper.width - 1)
         self.can_restart = constrained and plan.compression is None
         tokens_BT = np.repeat(padded_PT, samples, axis=0)
         valid_BT = np.arange(padded_PT.shape[1]) < lengths_B[:, None]
@@ -183,33 +179,28 @@ class StaticBatch(RunningBatch):
             row[: len(ids)] = ids
         sequence_BS = np.zeros((self.count, max(plan.slots, padded_PT.shape[1])), np.int32)
         sequence_BS[:, : padded_PT.shape[1]] = tokens_BT
+        features += stepper.features(sequence_BS, lengths_B, np.full(self.count, stepper.width))
         self._capacity, self._vocab_size = plan.slots, model.config.vocab_size
         self.times = Times()
         self.echo: np.ndarray | None = None
         self.no_steps: StepInfo | None = None
         self.before_dispatch: Callable[[], None] = lambda: None
         self._rows = [Row(PROGRAM_NAME if limit > 0 else None, int(limit), report is not None) for limit in limits_B]
-        if pairs is not None:
-            for slot, (guide, main) in enumerate(zip(pairs.guide_B.tolist(), pairs.main_B.tolist(), strict=True)):
-                self._rows[slot] = Row() if main != slot else replace(self._rows[slot], guide=guide if guide != slot else None)
-        drafts = None
-        if draft_plan is not None:
-            limit_B = np.full(self.count, draft_plan.draft_tokens, np.int32)
-            drafts = init_drafts(limit_B, lengths_B.astype(np.int32))
+        main_rows = main_rows or self.count
+        for slot in range(self.count):
+            followers = tuple(range(slot + main_rows, self.count, main_rows))
+            self._rows[slot] = replace(self._rows[slot], followers=followers) if slot < main_rows else Row()
         arrays = {
             "token_B": np.zeros(self.count, np.int32),
             "position_B": np.asarray(lengths_B - 1, np.int32),
             "remaining_B": np.asarray(limits_B, np.int32),
             "done_B": np.asarray(limits_B <= 0),
             "eos_BE": eos_BE,
-            "sequence_BS": None if use_cache and draft_plan is None else sequence_BS,
-            "pairs": pairs,
+            "features": features,
         }
         state = DecodeState(
             **jax.device_put(arrays),  # compiles nothing, unlike `jnp.asarray`
             sampler=init_state(params, tokens_BT, valid_BT, model.config.vocab_size, plan.slots),
-            drafts=drafts,
-            adapter_B=None if adapters is None else adapters.number_B,
         )
         if constrained:
             words = -(-model.config.vocab_size // 32)
@@ -218,15 +209,11 @@ class StaticBatch(RunningBatch):
         self._states[PROGRAM_NAME] = params, state
         self._model = split_model(model)
         self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))
-        self._prefill_options: dict[str, Any] = {"plan": plan, "samples": samples, "echo": echo}
-        stacks = None if adapters is None else adapters.stacks
-        self._options: dict[str, Any] = {"use_cache": use_cache, "report": report, "adapters": stacks}
-        self._decode_options: dict[str, Any] = self._options | ({} if draft_plan is None else {"draft_plan": draft_plan})
-        if (group := get_platform(model.config.platform).decode_group) and draft_plan is None and not constrained:
-            self._decode_options["group"] = group
-        if draft_model is not None:
-            self._decode_options["draft_model"] = split_model(draft_model)
-            self._prefill_options |= self._decode_options
+        group = None if constrained else get_platform(model.config.platform).decode_group
+        self._options: dict[str, Any] = {
+            "constants": constants or {}, "stepper": replace(stepper, group=group), "report": report
+        }  # fmt: skip
+        self._prefill_options: dict[str, Any] = self._options | {"plan": plan, "samples": samples, "echo": echo}
         self._prefilled = False
 
     @property
@@ -264,11 +251,11 @@ class StaticBatch(RunningBatch):
         previous, generated = self._rows[slot], len(tokens) - prompt_length
         row = self._rows[slot] = replace(previous, program=PROGRAM_NAME, remaining=limit, history=previous.history[:generated])
         self._init_row(slot, tokens, generated, limit, row.history[-1] if row.history else {})
-        if row.guide is not None:
+        for follower in row.followers:
             prompts, lengths = self._prompt
-            number = row.guide // self._prefill_options["samples"]
-            negative = np.asarray(prompts)[number, : int(lengths[number])].tolist()
-            self._init_row(row.guide, [*negative, *tokens[prompt_length:]], generated, limit, {})
+            number = follower // self._prefill_options["samples"]
+            ids = np.asarray(prompts)[number, : int(lengths[number])].tolist()
+            self._init_row(follower, [*ids, *tokens[prompt_length:]], generated, limit, {})
         previous.program = None  # so that its pending chunks are dropped
 
     def _init_row(self, slot: int, tokens: Sequence[int], generated: int, limit: int, recurrent: Recurrent) -> None:
@@ -278,8 +265,7 @@ class StaticBatch(RunningBatch):
         tokens_1S[0, : len(tokens)] = tokens
         names = sorted(state.sampler.recurrent)
         values = {name: np.asarray([recurrent.get(name, np.nan)], np.float32) for name in names}
-        rows = params, state.eos_BE, state.pairs, state.adapter_B
-        row_params, end_ids_1E, pairs, adapter_1 = _read_row(rows, np.int32(slot))
+        row_params, end_ids_1E, features = _read_row((params, state.eos_BE, state.features), np.int32(slot))
         initial = _init_row(
             row_params,
             tokens_1S,
@@ -287,12 +273,9 @@ class StaticBatch(RunningBatch):
             np.int32(generated),
             np.int32(limit),
             end_ids_1E,
-            None if state.drafts is None else state.drafts.limit_B[slot],
+            features,
             values,
-            adapter_1,
             vocab_size=self._vocab_size,
-            keeps_sequence=state.sequence_BS is not None,
-            pairs=pairs,
         )
         self._states[PROGRAM_NAME] = params, _insert_row(state, initial, np.int32(slot))
         self._stopped.get(PROGRAM_NAME, set()).discard(slot)
@@ -300,9 +283,9 @@ class StaticBatch(RunningBatch):
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
         prompt = None if self._prefilled else self._prompt
-        options = self._decode_options if self._prefilled else self._options | self._prefill_options
-        self.cache, state, emitted, echo = _generate_toks(
-            self._model, self.cache, state, params, np.int32(steps), prompt, **options
+        options = self._options if self._prefilled else self._prefill_options
+        self.caches, state, emitted, echo = _generate_toks(
+            self._model, self.caches, state, params, np.int32(steps), prompt, **options
         )
         self._states[program] = params, state
         if not self._prefilled:
@@ -343,7 +326,7 @@ class StaticBatch(RunningBatch):
 
     def resume(self, cache: KVCache) -> None:
         """Sets a cache that already holds the prompts, so that the prefill is skipped."""
-        self.cache, self._prefilled = cache, True
+        self.caches, self._prefilled = (cache,), True
 
     def finish(self, rows_B: np.ndarray) -> None:
         """Ends the rows marked in `rows_B` before their next token."""
@@ -358,7 +341,7 @@ class StaticBatch(RunningBatch):
         fetched = self._fetch(part)
         counts_B = np.where(running, fetched.active_BN.sum(1), 0)
         for slot in np.flatnonzero(running):
-            self._add_accepted(self._rows[slot], int(slot), fetched.status, int(counts_B[slot]) - pending.steps)
+            self._add_counts(self._rows[slot], int(slot), fetched.status, int(counts_B[slot]) - pending.steps)
         for slot in np.flatnonzero(fetched.status.done_B):
             self._rows[slot].program = None
         N = max(pending.steps, int(counts_B.max()))
@@ -374,9 +357,9 @@ class StaticBatch(RunningBatch):
         trace = _generate_toks.jitted_fn.trace
         model, state, params, prompt = to_shapes((self._model, self.state, self.params, self._prompt))
         steps = to_shapes(jnp.int32(0))
-        first = trace(model, None, state, params, steps, prompt, **(self._options | self._prefill_options))
-        (cache, *_), _ = first.out_info
-        return first, trace(model, to_shapes(cache), state, params, steps, **self._decode_options)
+        first = trace(model, (), state, params, steps, prompt, **self._prefill_options)
+        (caches, *_), _ = first.out_info
+        return first, trace(model, to_shapes(caches), state, params, steps, **self._options)
 
 
 class RunTimer:

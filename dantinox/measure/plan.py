@@ -24,8 +24,10 @@ from dantinox.distributed import (
 )
 from dantinox.files import first_line
 from dantinox.generation.cache_plan import CachePlan, plan_cache
+from dantinox.generation.decode import Stepper
 from dantinox.generation.quantized_weights import prepare
 from dantinox.generation.static_batch import StaticBatch, slots_needed
+from dantinox.generation.uncached import UncachedStepper
 from dantinox.measure.program_cost import BYTES_SENT, count_work
 from dantinox.measure.topology import Topology
 from dantinox.model import Transformer, compute_dtype
@@ -278,7 +280,7 @@ def generation_programs(
         limits_B=np.repeat(limits, g.n),
         eos_ids=[[0]] * rows,
         samples=g.n,
-        use_cache=g.use_cache,
+        stepper=Stepper() if g.use_cache else UncachedStepper(),
         plan=cache_plan,
     )
     first, following = rows_batch.trace(place)

@@ -12,7 +12,7 @@ from dantinox.config import Config, LatentConfig, UserError, overlay
 from dantinox.generation import load
 from dantinox.generation.beam_search import BeamRules, BeamRun, Beams, extend
 from dantinox.generation.constraints import Constraint
-from dantinox.generation.decode import _prefill
+from dantinox.generation.decode import prefill_prompts
 from dantinox.generation.generate_ids import _IdsModel
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.sampling import SamplingParams, process_logits
@@ -193,7 +193,7 @@ def decoded_logprob(model, prompt, tokens, plan):
     """Returns the log-probability of tokens that are decoded one by one after a prompt."""
     params = SamplingParams.build([{"greedy": True}])
     prompt_1T = jnp.asarray([prompt]), jnp.asarray([len(prompt)])
-    step_logits, _, kv_cache = jax.jit(lambda: _prefill(model, params, prompt_1T, plan))()
+    step_logits, _, kv_cache = jax.jit(lambda: prefill_prompts(model, params, prompt_1T, plan))()
 
     @jax.jit
     def step(kv_cache, token, position):

@@ -3,6 +3,7 @@
 import random
 import re
 from functools import cache
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from dantinox.generation.decode import _generate_toks
 from dantinox.generation.drafts import (
     FIRST_GAIN,
     MAX_BACKOFF,
-    DraftPlan,
+    DraftStepper,
     draft_lengths,
     init_drafts,
     ngram_drafts,
@@ -26,7 +27,7 @@ from dantinox.generation.drafts import (
     record,
 )
 from dantinox.generation.engine import Engine
-from dantinox.generation.quantized_weights import prepare
+from dantinox.generation.quantized_weights import prepare, split_model
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.static_batch import StaticBatch
@@ -40,6 +41,15 @@ from . import builder
 from .builder import BYTES
 
 CONTEXT = 160
+
+
+class DraftCounts(NamedTuple):
+    """The number of draft tokens of a row that were verified, and of those that were accepted."""
+
+    draft_tokens: int
+    accepted_draft_tokens: int
+
+
 # Steps that read the history, steps that filter, and steps with a state of their own.
 SETTINGS = {
     "greedy": {"greedy": True},
@@ -90,22 +100,22 @@ def test_the_newest_match_gives_the_draft(size):
 
 def test_failing_drafts_become_rare():
     """Two thousand tokens with a draft at every position, of which none is accepted."""
-    plan, one = DraftPlan(4, 3, 1.5), np.ones(1, np.int32)
+    plan, one = DraftStepper(4, 3, 1.5), np.ones(1, np.int32)
 
     @jax.jit
     def fail(drafts):
         def step(_, carry):
             drafts, verified = carry
             length_B = draft_lengths(drafts, one > 0, 99 * one, one < 0)
-            length_B *= pays_off(plan, drafts, length_B, one < 0)
-            return record(plan, drafts, length_B, one), verified + (length_B[0] > 0)
+            length_B *= pays_off(plan.cost, drafts, length_B, one < 0)
+            return record(plan.cost, drafts, length_B, one), verified + (length_B[0] > 0)
 
         return jax.lax.fori_loop(0, 2000, step, (drafts, 0))
 
     drafts, verified = fail(init_drafts(4 * one, one))
     assert 0 < verified * (plan.cost - 1) < 0.03 * 2000
     assert int(drafts.backoff_B[0]) == MAX_BACKOFF and int(drafts.drafted_B[0]) == 4 * verified
-    accept = jax.jit(lambda drafts: record(plan, drafts, 4 * one, 5 * one))
+    accept = jax.jit(lambda drafts: record(plan.cost, drafts, 4 * one, 5 * one))
     for _ in range(3):  # accepted drafts end the waiting
         drafts = accept(drafts)
     assert int(drafts.wait_B[0]) == 0 and float(drafts.gain_B[0]) > FIRST_GAIN
@@ -113,10 +123,10 @@ def test_failing_drafts_become_rare():
 
 
 def test_a_batch_verifies_only_if_enough_rows_have_drafts():
-    plan, eight = DraftPlan(4, 3, 2.2), np.ones(8, np.int32)
+    plan, eight = DraftStepper(4, 3, 2.2), np.ones(8, np.int32)
     drafts = init_drafts(4 * eight, eight)
     length_RB = np.where(np.arange(8) < np.arange(9)[:, None], 4, 0)
-    verifies_R = jax.jit(jax.vmap(lambda length_B: pays_off(plan, drafts, length_B, eight < 0)))(length_RB)
+    verifies_R = jax.jit(jax.vmap(lambda length_B: pays_off(plan.cost, drafts, length_B, eight < 0)))(length_RB)
     assert verifies_R.tolist() == [rows * FIRST_GAIN >= 1.2 * 8 for rows in range(9)]
     lengths_B = jax.jit(draft_lengths)(drafts, eight > 0, 3 * eight, np.arange(8) > 5)
     assert lengths_B.tolist() == [2] * 6 + [0] * 2
@@ -139,9 +149,9 @@ def continued(model, prompts, settings, plan, report=None, draft_model=None):
         params,
         limits_B=limits,
         eos_ids=[[11]] * len(prompts),
-        draft_plan=plan,
+        stepper=plan,
         report=report,
-        draft_model=draft_model,
+        constants=None if draft_model is None else {"draft_model": split_model(draft_model)},
     )
     found, reports = [[] for _ in prompts], [[] for _ in prompts]
     for chunk in batch.run(7):
@@ -169,33 +179,33 @@ def compare(drafted, plain, rtol=2e-4):
     assert tokens == expected and min(map(len, expected)) > 1
     atol = builder.LOGPROB_TOLERANCE
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), reports, expected_reports)
-    return [batch.drafts(row) for row in range(len(tokens))]
+    return [DraftCounts(**batch.counts(row)) for row in range(len(tokens))]
 
 
 @pytest.mark.slow
 def test_drafts_do_not_change_tokens_and_reports():
     """The last row may have only one token, so after the first match every step generates five tokens."""
-    model, plan = builder.model(ONE_RING), DraftPlan(4, 1, 1.0)
+    model, plan = builder.model(ONE_RING), DraftStepper(4, 1, 1.0)
     *drafts, periodic = compare(continued(model, FEW_PROMPTS, FEW, plan, report=0), few_without_drafts())
-    assert sum(one.drafted for one in drafts) > sum(one.accepted for one in drafts) > 0
-    assert few_without_drafts()[0][-1] == [5] * 31 and periodic.drafted == periodic.accepted > 20
+    assert sum(one.draft_tokens for one in drafts) > sum(one.accepted_draft_tokens for one in drafts) > 0
+    assert few_without_drafts()[0][-1] == [5] * 31 and periodic.draft_tokens == periodic.accepted_draft_tokens > 20
 
 
-DRAFT_MODEL_PLAN = DraftPlan(3, None, 1.0, CachePlan(64, "float32", extra=3))
+DRAFT_MODEL_PLAN = DraftStepper(3, None, 1.0, CachePlan(64, "float32", extra=3))
 
 
 def test_drafts_of_a_model_do_not_change_tokens_and_reports():
     other = builder.model(builder.config(windows=(5,)), 1)
     drafted = continued(builder.model(ONE_RING), FEW_PROMPTS, FEW, DRAFT_MODEL_PLAN, report=0, draft_model=other)
     drafts = compare(drafted, few_without_drafts())
-    assert sum(one.drafted for one in drafts) > sum(one.accepted for one in drafts) > 0
+    assert sum(one.draft_tokens for one in drafts) > sum(one.accepted_draft_tokens for one in drafts) > 0
 
 
 def compare_windows(settings, windows, prompts=PROMPTS, **tolerance):
     model = builder.model(builder.config(windows=WINDOWS[windows]))
     plain = continued(model, prompts, settings, None, report=3)
-    drafts = compare(continued(model, prompts, settings, DraftPlan(4, 1, 1.0), report=3), plain, **tolerance)
-    assert sum(one.drafted for one in drafts) > sum(one.accepted for one in drafts) > 0
+    drafts = compare(continued(model, prompts, settings, DraftStepper(4, 1, 1.0), report=3), plain, **tolerance)
+    assert sum(one.draft_tokens for one in drafts) > sum(one.accepted_draft_tokens for one in drafts) > 0
 
 
 @pytest.mark.slow
@@ -231,7 +241,7 @@ def test_drafts_of_a_model_do_not_change_tokens_with_all_kinds_of_steps(settings
     model, other = builder.model(), builder.model(builder.config(windows=(5,)), 1)
     plain, _, _ = continued(model, DRAFT_MODEL_PROMPTS, settings, None)
     tokens, _, batch = continued(model, DRAFT_MODEL_PROMPTS, settings, DRAFT_MODEL_PLAN, draft_model=other)
-    assert tokens == plain and int(sum(batch.state.drafts.drafted_B)) > 0
+    assert tokens == plain and sum(batch.counts(row)["draft_tokens"] for row in range(len(tokens))) > 0
 
 
 @pytest.mark.slow
@@ -240,9 +250,9 @@ def test_a_model_accepts_its_own_drafts():
     model = builder.model()
     plain, _, _ = continued(model, DRAFT_MODEL_PROMPTS, SOME, None)
     tokens, _, batch = continued(model, DRAFT_MODEL_PROMPTS, SOME, DRAFT_MODEL_PLAN, draft_model=model)
-    drafts = [batch.drafts(row) for row in range(len(tokens))]
-    assert tokens == plain and all(one.drafted == one.accepted > 0 for one in drafts)
-    assert sum(one.accepted for one in drafts) > 60
+    drafts = [DraftCounts(**batch.counts(row)) for row in range(len(tokens))]
+    assert tokens == plain and all(one.draft_tokens == one.accepted_draft_tokens > 0 for one in drafts)
+    assert sum(one.accepted_draft_tokens for one in drafts) > 60
 
 
 @pytest.mark.slow
@@ -251,10 +261,10 @@ def test_the_cache_is_not_copied(optimized):
     params = SamplingParams.build({"greedy": True}, batch=rows)
     batch = StaticBatch(
         model, np.ones((rows, 5), np.int32), np.full(rows, 5), params, limits_B=np.full(rows, 9), eos_ids=[[]] * rows,
-        draft_plan=DraftPlan(3, 2, 1.5),
+        stepper=DraftStepper(3, 2, 1.5),
     )  # fmt: skip
     cache = jax.eval_shape(lambda: make_cache(model.config, rows, 2048, model.dtype, extra=3))
-    program = _generate_toks.lower(model, cache, batch.state, params, np.int32(32), **batch._decode_options)
+    program = _generate_toks.lower(model, (cache,), batch.state, params, np.int32(32), **batch._options)
     compiled = optimized(program)
     assert compiled.memory_analysis().alias_size_in_bytes >= tree_bytes(cache)
     shapes = {str([*leaf.shape]).replace(" ", "") for leaf in jax.tree.leaves(cache)}
@@ -348,11 +358,11 @@ def check_drafts(requests, plain, drafted, engine):
     assert found == expected
     for report, other in zip(reports, expected_reports, strict=True):
         np.testing.assert_allclose(report, other, rtol=2e-4, atol=builder.LOGPROB_TOLERANCE)
-    drafted, accepted = (sum(getattr(job.stats, name) for job in jobs) for name in ("draft_tokens", "accepted_draft_tokens"))
+    drafted, accepted = (sum(job.stats.counts[name] for job in jobs) for name in ("draft_tokens", "accepted_draft_tokens"))
     assert drafted >= accepted > 0 and any(job.stats.reused_tokens for job in jobs)
     assert (engine.counters["draft_tokens"], engine.counters["accepted_draft_tokens"]) == (drafted, accepted)
     for job, (*_, constraint) in zip(jobs, requests, strict=True):
-        assert constraint is None or job.stats.draft_tokens == 0
+        assert constraint is None or job.stats.counts["draft_tokens"] == 0
 
 
 def test_requests_of_a_server_have_the_same_tokens_with_and_without_drafts(monkeypatch):
@@ -393,8 +403,8 @@ def test_a_request_may_have_fewer_drafts_than_the_server():
     run = loaded()
     slots = SlotBatch(run, 2, CONTEXT, run.settings({"speculation": "ngram", "draft_tokens": 4}))
     key = slots.program_key
-    assert slots.row_params(run.settings({"speculation": "ngram", "draft_tokens": 2})).max_drafts == 2
-    assert slots.row_params(run.settings({"speculation": "off"})).max_drafts == 0
+    assert slots.row_params(run.settings({"speculation": "ngram", "draft_tokens": 2})).width == 3
+    assert slots.row_params(run.settings({"speculation": "off"})).width == 1
     errors = {5: "most_drafts_in_this_server", 4: "ngram_size_in_this_server"}
     for settings, error in (({"draft_tokens": 5}, errors[5]), ({"draft_tokens": 4, "ngram_size": 2}, errors[4])):
         with pytest.raises(UserError, match=ERRORS[error]):

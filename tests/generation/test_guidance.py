@@ -11,7 +11,7 @@ from dantinox.generation import generate, load
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.engine import Engine
 from dantinox.generation.generate_ids import _IdsModel
-from dantinox.generation.guidance import RowPairs, guide_logits
+from dantinox.generation.guidance import RowPairs
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
 
@@ -27,7 +27,7 @@ def test_rows_without_a_guide_keep_their_bits():
     random = np.random.default_rng(0)
     logits_BV = random.standard_normal((5, 90)).astype(np.float32) * 8
     pairs = RowPairs(np.array([0, 3, 2, 3, 4]), np.array([0, 1, 2, 1, 4]), np.array([7, 1.7, 1, 1, 1], np.float32))
-    out_BV = np.asarray(jax.jit(guide_logits)(logits_BV, pairs))
+    out_BV = np.asarray(jax.jit(pairs.logits)(logits_BV))
     assert (np.delete(out_BV, 1, 0) == np.delete(logits_BV, 1, 0)).all()
     main_V, guide_V = builder.log_softmax(logits_BV[1]), builder.log_softmax(logits_BV[3])
     np.testing.assert_allclose(out_BV[1], guide_V + 1.7 * (main_V - guide_V), rtol=0, atol=TOLERANCE)
@@ -150,7 +150,7 @@ def test_requests_of_an_engine(engine):
 
 
 def test_requests_that_do_not_fit_an_engine(engine):
-    with pytest.raises(UserError, match="guidance_scale needs two slots per sample, but this server has 5, got 3 samples"):
+    with pytest.raises(UserError, match=r"generation\.n is 3, which needs 6 slots with these settings, but this server has 5"):
         engine.add(request(engine, [1], guidance_scale=2, n=3))
     with pytest.raises(UserError, match="negative_prompt has 64 tokens and must have from 1 to 63"):
         engine.add(request(engine, [1], (1,) * 64, guidance_scale=2))
@@ -213,4 +213,4 @@ def test_negative_ids_need_guidance():
         with pytest.raises(UserError, match=r"negative_ids need a generation\.guidance_scale other than 1"):
             run.request([1], settings, negative_ids=[2])
     one = replace(run.request([1, 5], {"guidance_scale": 2}), negative_ids=None)
-    assert run.negative_ids(one, 64) == (5,)
+    assert run.prompts(one, 64) == [(1, 5), (5,)]

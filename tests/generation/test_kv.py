@@ -161,9 +161,9 @@ def test_a_sequence_that_fits_is_exact_and_reported_so():
         plan = plan_of(16, **kv)
         running = session(model, [[1, 2, 3]], 12, plan)
         tokens = np.concatenate([running.start().tokens, running.advance().tokens], axis=1)
-        report = running.cache.report()
+        report = running.caches[0].report()
         np.testing.assert_array_equal(tokens[0], expected[0, 3:15])
-        assert report["bytes"] == report["full_bytes"] and report["ratio"] == 1 and not groups_of(running.cache)
+        assert report["bytes"] == report["full_bytes"] and report["ratio"] == 1 and not groups_of(running.caches[0])
 
 
 def long_session(policy):
@@ -178,13 +178,13 @@ def long_session(policy):
 def test_ten_times_the_capacity_keeps_shapes_sinks_and_the_newest(policy):
     running = long_session(policy)
     running.start()
-    shapes = [leaf.shape for leaf in jax.tree.leaves(running.cache)]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(running.caches[0])]
     done = False
     while not done:
         done = bool(running.advance().done.all())
-        assert [leaf.shape for leaf in jax.tree.leaves(running.cache)] == shapes
-    assert len(groups_of(running.cache)) == 2
-    for index, layer in enumerate(running.cache.layers):
+        assert [leaf.shape for leaf in jax.tree.leaves(running.caches[0])] == shapes
+    assert len(groups_of(running.caches[0])) == 2
+    for index, layer in enumerate(running.caches[0].layers):
         (group,) = layer.groups
         for row, last in enumerate((488, 438)):  # the last drawn token was never processed
             for kept in np.asarray(group.position_BKS[row]):
@@ -202,9 +202,7 @@ def test_decoding_holds_nothing_of_the_sequence_length(ratio, optimized):
     running = session(model, [[1] * 5] * 2, 9)
     plan = plan_of(2048, config, make_calibration(np.linspace(0.5, 3, 8).reshape(2, 4)), budget=ratio, signal="entropy")
     cache = create_cache(config, 2, 2048, jnp.float32, plan.compression)
-    program = optimized(
-        _generate_toks.lower(model, cache, running.state, running.params, np.int32(32), use_cache=True, report=None)
-    )
+    program = optimized(_generate_toks.lower(model, (cache,), running.state, running.params, np.int32(32), **running._options))
     sizes = {int(size) for shape in re.findall(r"\[([\d,]+)\]", program.as_text()) for size in shape.split(",")}
     assert 2048 not in sizes | {size for leaf in jax.tree.leaves(cache) for size in leaf.shape}
     assert {kept for layer in plan.compression.groups for _, kept in layer} <= sizes
@@ -221,9 +219,7 @@ def test_quantized_keys_are_never_dequantized_all_together(dtype, optimized):
     model = builder.model(config)
     running = session(model, [[1] * 5] * 2, 9)
     cache = create_cache(config, 2, 2048, jnp.dtype(dtype))
-    program = optimized(
-        _generate_toks.lower(model, cache, running.state, running.params, np.int32(32), use_cache=True, report=None)
-    )
+    program = optimized(_generate_toks.lower(model, (cache,), running.state, running.params, np.int32(32), **running._options))
     held = cache.report()["bytes"]
     assert held < 0.6 * create_cache(config, 2, 2048, jnp.float32).report()["bytes"]
     # In each of four layers, at most two of the eight heads at a time.
@@ -234,7 +230,7 @@ def test_quantized_keys_are_never_dequantized_all_together(dtype, optimized):
 def test_only_filled_slots_are_read():
     running = long_session(POLICIES[0])
     running.start()
-    group = running.cache.layers[0].groups[0]
+    group = running.caches[0].layers[0].groups[0]
     empty_BKS = np.asarray(group.position_BKS) < 0
     assert empty_BKS[1].sum() == 2 * 20 and not empty_BKS[0].any()
     model = builder.model(builder.config(max_context=512, windows=(None, 60)))
@@ -246,7 +242,7 @@ def test_only_filled_slots_are_read():
                 return np.where(changed_BKS[..., None], np.float32(1e30), leaf)
             return np.where(changed_BKS[:, :, None], np.float32(1e30), leaf) if leaf.shape == group.store.k_BKHS.shape else leaf
 
-        return np.asarray(read(jax.tree.map(poisoned, jax.device_get(running.cache))))
+        return np.asarray(read(jax.tree.map(poisoned, jax.device_get(running.caches[0]))))
 
     plain = next_logits(np.zeros_like(empty_BKS))
     kept_BKS = np.zeros_like(empty_BKS)
@@ -273,7 +269,7 @@ def test_a_row_is_equal_alone_and_in_a_batch(kv, windows, lengths):
     def decoded(prompts):
         running = session(model, prompts, 50, plan)
         chunks = [running.start(), running.advance(), running.advance()]
-        return np.concatenate([chunk.tokens for chunk in chunks], axis=1), groups_of(running.cache)
+        return np.concatenate([chunk.tokens for chunk in chunks], axis=1), groups_of(running.caches[0])
 
     tokens, groups = decoded(prompts)
     for row, text in enumerate(prompts):
@@ -310,7 +306,7 @@ def test_long_prompts_are_read_in_blocks_and_row_by_row(monkeypatch, dtype):
         got, same = read_with(monkeypatch, plan, model, settings=ROUTER, **limits)
         # With int8, a key that differs by a rounding error may be stored as another integer.
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1 if a.dtype == np.int8 else 1e-4), wanted.cache, got.cache
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1 if a.dtype == np.int8 else 1e-4), wanted.caches, got.caches
         )
         np.testing.assert_array_equal(chunk.tokens, same.tokens)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), chunk.info, same.info)
@@ -321,7 +317,7 @@ def test_long_prompts_are_read_in_blocks_and_row_by_row(monkeypatch, dtype):
 def test_importances_of_a_prompt_in_blocks(monkeypatch, policy):
     plan, model = plan_of(512, LONG_CONFIG, budget_tokens=48, policy=policy, decay=0.5), builder.model(LONG_CONFIG)
     (wanted, _), (got, _) = (read_with(monkeypatch, plan, model, dense=dense) for dense in (True, False))
-    for dense, blocks in zip(groups_of(wanted.cache), groups_of(got.cache), strict=True):
+    for dense, blocks in zip(groups_of(wanted.caches[0]), groups_of(got.caches[0]), strict=True):
         np.testing.assert_array_equal(dense.position_BKS, blocks.position_BKS)
         # Sums of up to 300 attention weights of queries, in another order.
         np.testing.assert_allclose(dense.importance_BKS, blocks.importance_BKS, rtol=1e-4, atol=1e-6)
@@ -331,7 +327,7 @@ def test_long_prompts_are_read_in_parts(monkeypatch):
     """A compressed cache keeps its size, its sinks and the newest tokens."""
     plan = plan_of(512, LONG_CONFIG, budget_tokens=48)
     compressed, _ = read_with(monkeypatch, plan, builder.model(LONG_CONFIG), COMPRESSED_PREFILL_CHUNK=100)
-    for group in groups_of(compressed.cache):
+    for group in groups_of(compressed.caches[0]):
         for row, length in enumerate((300, 130)):
             for kept in np.asarray(group.position_BKS)[row]:
                 assert len(set(kept.tolist())) == 48
@@ -348,7 +344,9 @@ def test_important_tokens_are_not_just_the_recent_ones():
         )  # otherwise the recency term exceeds the attention of this model
         running = session(model, [prompt()], NEW, plan_of(budget_tokens=40, policy=policy, **more))
         running.start()
-        kept[policy] = [set(row.tolist()) for group in groups_of(running.cache) for row in np.asarray(group.position_BKS[0])]
+        kept[policy] = [
+            set(row.tolist()) for group in groups_of(running.caches[0]) for row in np.asarray(group.position_BKS[0])
+        ]
     newest = {*range(4), *range(PROMPT - 36, PROMPT)}
     assert kept["streaming"] == [newest] * 4
     for policy in POLICIES:
@@ -366,9 +364,9 @@ def test_the_router_reads_the_compressed_cache():
     model = permute_heads(model, head_order(CONFIG, kv, calibration))
     running = session(model, [prompt()], NEW, plan_cache(CONFIG, kv, SLOTS, calibration))
     running.start()
-    assert sorted(group.position_BKS.shape[2] for group in running.cache.layers[0].groups) == [24, 88]
+    assert sorted(group.position_BKS.shape[2] for group in running.caches[0].layers[0].groups) == [24, 88]
     probe = jax.jit(lambda cache: model(jnp.asarray([[5]]), jnp.asarray([[PROMPT]]), cache=cache, probe=lambda s, v: (s, v))[2])
-    scores_BNS, valid_BNS = probe(running.cache)["probe"][0]
+    scores_BNS, valid_BNS = probe(running.caches[0])["probe"][0]
     assert scores_BNS.shape == valid_BNS.shape == (1, 4, 88)
     np.testing.assert_array_equal(np.sum(valid_BNS[0], axis=1), [PROMPT + 1] * 2 + [24] * 2)
     from dantinox.sampling.entropy_router import layer_attention

@@ -43,7 +43,7 @@ def mode(request, served, monkeypatch):
 def keys(slots, slot):
     """Returns the bytes of the keys and values of the prefilled tokens of a slot."""
     length, found = slots._rows[slot].prefilled, []
-    for layer in slots.cache.layers:
+    for layer in slots.caches[0].layers:
         if isinstance(layer, FullLayer):
             store, places = layer.contents(np.zeros(slots.count, np.int32))[0], np.arange(length)
         else:

@@ -157,7 +157,7 @@ def decode_program(model, settings, rows=2, slots=2048):
     cache = jax.tree.map(
         lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(lambda: make_cache(model.config, rows, slots, model.dtype))
     )
-    return _generate_toks.lower(model, cache, session.state, params, np.int32(32), use_cache=True, report=None), cache
+    return _generate_toks.lower(model, (cache,), session.state, params, np.int32(32), **session._options), cache
 
 
 FILTERS = {"seed": 1, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "temperature": 0.8}
@@ -184,14 +184,7 @@ def prompt_session(model, length, **report):
 def prefill_program(model, length, **report):
     session = prompt_session(model, length, **report)
     return _generate_toks.lower(
-        model,
-        None,
-        session.state,
-        session.params,
-        np.int32(0),
-        session._prompt,
-        **session._options,
-        **session._prefill_options,
+        model, (), session.state, session.params, np.int32(0), session._prompt, **session._prefill_options
     )
 
 

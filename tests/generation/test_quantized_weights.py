@@ -17,6 +17,7 @@ from dantinox.generation import quantized_weights as weights_module
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.quantized_weights import LowPrecisionLinear, dequantize, quantize_int4, weight_bytes
 from dantinox.generation.static_batch import StaticBatch
+from dantinox.generation.uncached import UncachedStepper
 from dantinox.kernels import Kernels, load_kernels, unpack
 from dantinox.model import make_cache
 from dantinox.model.layers import Linear
@@ -174,10 +175,10 @@ def decoding(model, params, use_cache=True):
     """Returns the decode program of one row, lowered."""
     session = StaticBatch(
         model, np.ones((1, 5), np.int32), np.array([5]), params,
-        limits_B=np.array([20]), eos_ids=[[]], use_cache=use_cache,
+        limits_B=np.array([20]), eos_ids=[[]], stepper=None if use_cache else UncachedStepper(),
     )  # fmt: skip
-    cache = jax.eval_shape(lambda: make_cache(model.config, 1, 32, model.dtype)) if use_cache else None
-    return _generate_toks.lower(model, cache, session.state, params, np.int32(32), use_cache=use_cache, report=None)
+    caches = (jax.eval_shape(lambda: make_cache(model.config, 1, 32, model.dtype)),) if use_cache else ()
+    return _generate_toks.lower(model, caches, session.state, params, np.int32(32), **session._options)
 
 
 def test_without_a_cache_one_matmul_covers_the_sequence():

@@ -379,8 +379,9 @@ def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
         decoding, new, prompt = max(stats.seconds - stats.first_token_seconds, 0.0), sum(last.tokens), len(last.request.ids)
         found |= {"last_process": prefill, "last_process_time": prefill, "last_eval": decoding, "last_eval_time": decoding}
         found |= {"last_process_speed": prompt / prefill if prefill else 0.0, "last_input_count": prompt}
-        found |= {"last_eval_speed": new / decoding if decoding else 0.0, "last_draft_success": stats.accepted_draft_tokens}
-        found["last_draft_failed"] = stats.draft_tokens - stats.accepted_draft_tokens
+        accepted = stats.counts["accepted_draft_tokens"]
+        found |= {"last_eval_speed": new / decoding if decoding else 0.0, "last_draft_success": accepted}
+        found["last_draft_failed"] = stats.counts["draft_tokens"] - accepted
         found |= {"last_token_count": new, "last_seed": -1 if seed is None else seed}
         found["stop_reason"] = STOP_REASON_NUMBERS[last.reasons[0]]
     found |= {

@@ -6,6 +6,7 @@ The fields are those of OpenAI's API reference and the additional fields that cl
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -232,8 +233,10 @@ class OpenAIReply(Reply):
     def _usage(self) -> dict[str, JSON]:
         stats = [stream.stats for stream in self.streams.values()]
         prompt, new = sum(len(request.ids) for request in self.requests), sum(one.new_tokens for one in stats)
-        cached, accepted = sum(one.reused_tokens for one in stats), sum(one.accepted_draft_tokens for one in stats)
-        rejected, reasoning = sum(one.draft_tokens for one in stats) - accepted, sum(one.reasoning_tokens for one in stats)
+        cached, reasoning = sum(one.reused_tokens for one in stats), sum(one.reasoning_tokens for one in stats)
+        counts = sum((one.counts for one in stats), Counter[str]())
+        accepted = counts["accepted_draft_tokens"]
+        rejected = counts["draft_tokens"] - accepted
         details = {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": rejected,
