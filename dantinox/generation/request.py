@@ -109,3 +109,8 @@ class RequestStats:
     queued_seconds: float = 0.0
     first_token_seconds: float = 0.0
     seconds: float = 0.0
+
+    def as_numbers(self) -> dict[str, float]:
+        """Returns all statistics by name."""
+        numbers = {**vars(self)}
+        return numbers | numbers.pop("counts")  # type: ignore[no-any-return]
