@@ -39,6 +39,7 @@ from dantinox.programs import free_bytes, tree_bytes
 from dantinox.sampling import LogitProcessor, SamplingParams
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.state import RECURRENT_FIELDS, fields_read
+from dantinox.sampling.subsets import ALL_STEPS, SUBSETS, restore
 
 COMPILE_THREADS = 2  # programs compiled in parallel
 DEFAULT_SLOTS = 8
@@ -228,7 +229,9 @@ class SlotBatch(PrefillBatch):
     def _keys(self, program: ProgramKey, echo: bool) -> list[tuple[Any, ...]]:
         prefills = [("prefill", length, reports, 1) for length in self._lengths for reports in {False, echo}]
         prefills += [("prefill", self.prefill_chunk, False, rows) for rows in self._row_counts if rows > 1]
-        return [("decode", program), ("insert", program), ("init", program), ("copy",), *prefills]
+        subsets = range(ALL_STEPS + 1) if program.strategy == "chain" and self.logit_processor is None else [ALL_STEPS]
+        decodes = [("decode", program, subset) for subset in subsets]
+        return [*decodes, ("insert", program), ("init", program), ("copy",), *prefills]
 
     def _compile(self, config: Config, kind: str, *key: Any) -> Any:
         zero, V = int32(0), self._architecture.vocab_size
@@ -240,8 +243,10 @@ class SlotBatch(PrefillBatch):
             return self._lower_prefill(*key).compile()
         params, state = self._states[key[0]]
         if kind == "decode":
+            reports = report if key[1] == ALL_STEPS else None
+            params, state = _reduced(key[1], params, state)
             arguments = self._model, caches, state, params, zero, self._constants
-            return decode_slots.lower(*arguments, stepper=self._stepper, report=report).compile()
+            return decode_slots.lower(*arguments, stepper=self._stepper, report=reports).compile()
         row, *inputs = self._init_inputs(self.row_params(config), (), 0, 0, None, self._features(config))
         if kind == "init":
             return init_slot_row.lower(row, *inputs, vocab_size=V).compile()
@@ -332,7 +337,12 @@ class SlotBatch(PrefillBatch):
         for place, features in zip(slots, self._bundle.row_features(row_params.config, slots), strict=True):
             self._init_row(place, row_params, output, limit, recurrent if place == slot else None, features)
         row.remaining, row.program, row.reports, row.counts = limit, program, report, {}
+        row.subset = ALL_STEPS if report or constrained else row_params.subset
         previous.program = None  # so that its pending chunks are dropped
+
+    def set_token_mask(self, slot: int, bits_W: np.ndarray | None) -> None:
+        super().set_token_mask(slot, bits_W)
+        self._rows[slot].subset = ALL_STEPS  # only this program reads the masks
 
     def _init_row(
         self,
@@ -355,10 +365,13 @@ class SlotBatch(PrefillBatch):
             self._masks[program][slot] = ALL_ALLOWED
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
+        subset = max(row.subset for row in self._rows if row.program == program)
         params, state = self._states[program]
-        self.caches, state, emitted = self._programs["decode", program](
-            self._model, self.caches, state, params, int32(steps), self._constants
+        reduced_params, reduced_state = _reduced(subset, params, state)
+        self.caches, reduced_state, emitted = self._programs["decode", program, subset](
+            self._model, self.caches, reduced_state, reduced_params, int32(steps), self._constants
         )
+        state = replace(reduced_state, sampler=restore(state.sampler, reduced_state.sampler))
         self._states[program] = params, state
         return emitted, RowStatus.of(state)
 
@@ -403,6 +416,14 @@ class SlotBatch(PrefillBatch):
         """Whether the cache still exists. A program that fails may already have consumed the donated cache."""
         pool = None if self._prefixes is None else self._prefixes.pool
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves((self.caches, pool)))
+
+
+def _reduced(subset: int, params: SamplingParams, state: DecodeState) -> tuple[SamplingParams, DecodeState]:
+    """Returns what the program for a subset of the sampling steps reads."""
+    if subset == ALL_STEPS:
+        return params, state
+    params, sampler = SUBSETS[subset].reduce(params, state.sampler)
+    return params, replace(state, sampler=sampler)
 
 
 def _chunk_lengths(longest: int) -> list[int]:

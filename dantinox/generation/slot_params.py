@@ -21,6 +21,7 @@ from dantinox.generation.token_settings import stop_token_ids, with_default_seed
 from dantinox.sampling import LogitProcessor, ProgramOptions, SamplingParams
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.params import CHOICE_SETTINGS
+from dantinox.sampling.subsets import ALL_STEPS, smallest_subset
 
 MAX_ALTERNATIVES = 20  # the most alternatives reported per token
 CACHED_SETTINGS = 64  # different request settings whose parameter arrays are cached
@@ -49,6 +50,7 @@ class RowParams(NamedTuple):
 
     Attributes:
       width: the most tokens per step.
+      subset: the index of the smallest program for these settings, see `sampling.subsets`.
       config: the settings, without those that the row reads elsewhere.
     """
 
@@ -56,6 +58,7 @@ class RowParams(NamedTuple):
     params: SamplingParams
     end_ids_1E: np.ndarray
     width: int
+    subset: int
     config: Config
 
 
@@ -175,7 +178,8 @@ class ServedSettings:
         }
         end_ids_1E = np.asarray([[*ends, *[NO_ID] * (MAX_END_IDS - len(ends))]], np.int32)
         width = 1 if section.speculation == "off" else section.draft_tokens + 1
-        return RowParams(program, replace(params, tables=tables, **changes), end_ids_1E, width, config)
+        subset = smallest_subset(section) if self._logit_processor is None else ALL_STEPS
+        return RowParams(program, replace(params, tables=tables, **changes), end_ids_1E, width, subset, config)
 
 
 def next_power_of_two(length: int, minimum: int = 1) -> int:

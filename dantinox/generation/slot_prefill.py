@@ -18,6 +18,7 @@ from dantinox.generation.running_batch import Row, RunningBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES
 from dantinox.generation.slot_programs import int32, prefill_part, slot_checksums, write_cache_row
 from dantinox.sampling import StepInfo
+from dantinox.sampling.subsets import ALL_STEPS
 
 # Tokens per prefill chunk. Longer chunks were not faster on a CPU, and decoding would have to wait longer for one of them.
 SLOT_PREFILL_CHUNK = 64
@@ -59,6 +60,7 @@ class SlotRow(Row):
       prefilled: the number of tokens in the slot; of these, `reused` came from the prefix cache.
       prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not requested.
       adapter: the adapter of the request.
+      subset: the index of the smallest decode program for the row, see `sampling.subsets`.
     """
 
     ids: Sequence[int] = ()
@@ -69,6 +71,7 @@ class SlotRow(Row):
     reused: int = 0
     prompt_reports: list[StepInfo] | None = None
     adapter: AdapterSlot = NO_ADAPTER
+    subset: int = ALL_STEPS
 
 
 class PrefillBatch(RunningBatch):

@@ -208,8 +208,8 @@ class SamplingParams:
             if given and first.strategy != "entropy":
                 raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
         stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
-        enabled_by_row = [_enabled_steps(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
-        stochastic = extra_steps is not None or any(not _is_greedy(section) for section in sections)
+        enabled_by_row = [enabled_steps(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
+        stochastic = extra_steps is not None or any(not is_greedy(section) for section in sections)
         # Every program that draws contains the temperature step. A new temperature, the most frequent change of a setting, then
         # needs no compilation.
         always = {"temperature"} if stochastic and not any("dynamic_temperature" in on for on in enabled_by_row) else set()
@@ -282,7 +282,7 @@ def _check_row(row: Row | Config, vocab_size: int | None) -> Config:
         unused = [name for name in settings if name not in SETTING_NAMES]
         if unused:
             raise _error(f"generation.{unused[0]}", f"is not a sampling parameter; these are: {', '.join(SETTING_NAMES)}")
-    if config.generation.seed is None and not _is_greedy(config.generation):
+    if config.generation.seed is None and not is_greedy(config.generation):
         raise _error("generation.seed", "must be an integer if tokens are drawn at random, got null")
     _check_tokens(config.generation, vocab_size)
     token = config.router.clarify_token
@@ -295,17 +295,18 @@ def _error(key: str, problem: str) -> UserError:
     return UserError(f"{key} {problem}", key=key)
 
 
-def _is_greedy(section: GenerationSection) -> bool:
+def is_greedy(section: GenerationSection) -> bool:
+    """Returns whether a row with these settings takes the most likely token."""
     # The same comparison as in the compiled program.
     return section.greedy or bool(np.float32(min(section.temperature, 1.0)) < np.float32(GREEDY_BELOW))
 
 
-def _enabled_steps(section: GenerationSection, has_stop_ids: bool) -> set[str]:
+def enabled_steps(section: GenerationSection, has_stop_ids: bool) -> set[str]:
     """Returns the steps that have an effect in this row. In a greedy row, only edits and penalties have an effect."""
     on = active_steps(section) - (set() if has_stop_ids else {"min_tokens"})
     if section.strategy == "entropy":
         return {*on, *ROUTED_STEPS}
-    return set(on & {*EDIT_STEPS, *PENALTY_STEPS} if _is_greedy(section) else on)
+    return set(on & {*EDIT_STEPS, *PENALTY_STEPS} if is_greedy(section) else on)
 
 
 def _setting_values(key: str, sections: Sequence[GenerationSection]) -> np.ndarray:
@@ -313,7 +314,7 @@ def _setting_values(key: str, sections: Sequence[GenerationSection]) -> np.ndarr
     off = {"top_k": 0, "top_p": 1.0}
     values = [off[key] if getattr(section, key) is None else getattr(section, key) for section in sections]
     if key == "temperature":
-        values = [0.0 if _is_greedy(section) else value for section, value in zip(sections, values, strict=True)]
+        values = [0.0 if is_greedy(section) else value for section, value in zip(sections, values, strict=True)]
     low, _, integer = NUMBER_BOUNDS[key]
     if integer:
         return np.asarray([max(-1, min(value, LARGEST_INT)) for value in values], np.int32)

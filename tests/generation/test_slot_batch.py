@@ -131,6 +131,30 @@ def test_a_request_is_equal_in_every_slot_and_batch(served, programs):
     assert programs() == 0
 
 
+def test_each_chunk_runs_the_smallest_program(served, monkeypatch):
+    """A batch changes to the program for all steps while a row needs it. The other rows keep their tokens."""
+    run, slots, neighbours, _ = served
+    put(run, slots, 0, LONG, **DRAWN)
+    alone, subsets, reduced = decode(slots)[0][0], [], slot_batch._reduced
+
+    def reduce(subset, *arrays):
+        subsets.append(subset)
+        return reduced(subset, *arrays)
+
+    monkeypatch.setattr(slot_batch, "_reduced", reduce)
+    put(run, slots, 1, "one", limit=16, greedy=True)
+    decode(slots)
+    assert subsets == [0, 0]
+    subsets.clear()
+    put(run, slots, 0, LONG, **DRAWN)
+    put(run, slots, 1, "one", limit=8, **neighbours[1])
+    tokens = decode(slots)[0]
+    assert subsets == [2, 1, 1] and tokens[0] == alone
+    subsets.clear()
+    put(run, slots, 0, LONG, limit=8, report=True, **DRAWN)
+    assert decode(slots)[0][0] == alone[:8] and subsets == [2]
+
+
 def test_samples_share_one_prefill(served):
     run, slots, *_ = served
     config, ids = run.settings({"seed": 3, "max_new_tokens": 12} | DRAWN), run.prompt_ids(LONG)

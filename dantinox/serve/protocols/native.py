@@ -333,7 +333,8 @@ class NativeReply(Reply):
     def format_end(self) -> bytes:
         stats = self.streams[0].stats
         later, seconds = stats.new_tokens - 1, stats.seconds - stats.first_token_seconds
-        numbers = {name: value for name, value in stats.as_numbers().items() if math.isfinite(value)}
+        known = {"draft_tokens": 0, "accepted_draft_tokens": 0, **stats.as_numbers()}
+        numbers: dict[str, float | None] = {name: value for name, value in known.items() if math.isfinite(value)}
         numbers["decode_tok_per_s"] = later / seconds if later > 0 and seconds > 0 else None
         content: dict[str, Any] = {"finish_reasons": [reason for _, reason in sorted(self._reasons.items())], "stats": numbers}
         if self._prepared is not None:
