@@ -59,9 +59,11 @@ class Subset(NamedTuple):
         return reduced, replace(state, **unread)
 
 
+_PENALTIES = ("repetition_penalty", "presence_frequency_penalty")
 SUBSETS = (
-    Subset("greedy", ("repetition_penalty", "presence_frequency_penalty"), False),
-    Subset("plain", ("repetition_penalty", "presence_frequency_penalty", "temperature", "top_k", "top_p", "min_p"), True),
+    Subset("greedy", _PENALTIES, False),
+    Subset("temperature", (*_PENALTIES, "temperature"), True),
+    Subset("plain", (*_PENALTIES, "temperature", "top_k", "top_p", "min_p"), True),
 )
 # A later subset contains the earlier ones, so the largest index of the rows is that of a program for all of them.
 ALL_STEPS = len(SUBSETS)  # the index of the program for all steps

@@ -149,10 +149,10 @@ def test_each_chunk_runs_the_smallest_program(served, monkeypatch):
     put(run, slots, 0, LONG, **DRAWN)
     put(run, slots, 1, "one", limit=8, **neighbours[1])
     tokens = decode(slots)[0]
-    assert subsets == [2, 1, 1] and tokens[0] == alone
+    assert subsets == [3, 2, 2] and tokens[0] == alone
     subsets.clear()
     put(run, slots, 0, LONG, limit=8, report=True, **DRAWN)
-    assert decode(slots)[0][0] == alone[:8] and subsets == [2]
+    assert decode(slots)[0][0] == alone[:8] and subsets == [3]
 
 
 def test_samples_share_one_prefill(served):

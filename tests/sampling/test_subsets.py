@@ -9,7 +9,7 @@ from dantinox.config import GenerationSection
 from dantinox.sampling import SamplingParams, init_state, sample
 from dantinox.sampling.subsets import ALL_STEPS, SUBSETS, restore, smallest_subset
 
-GREEDY, PLAIN = range(2)
+GREEDY, TEMPERATURE, PLAIN = range(3)
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,9 @@ GREEDY, PLAIN = range(2)
     [
         ({"greedy": True}, GREEDY),
         ({"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.3, "top_p": 0.5}, GREEDY),
-        ({}, PLAIN),
+        ({}, TEMPERATURE),
+        ({"temperature": 0.7, "presence_penalty": 0.1, "seed": 1}, TEMPERATURE),
+        ({"preset": "llamacpp", "temperature": 0.7, "frequency_penalty": 0.1}, TEMPERATURE),
         ({"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "frequency_penalty": 0.1, "seed": 1}, PLAIN),
         ({"preset": "hf", "top_k": 5, "top_p": 0.9, "temperature": 0.5}, PLAIN),
         ({"preset": "llamacpp", "top_k": 5}, PLAIN),  # the order of the other steps does not matter
@@ -42,6 +44,7 @@ def test_settings_choose_the_smallest_subset(settings, subset):
 
 ROWS = {
     GREEDY: [{"greedy": True}, {"greedy": True, "repetition_penalty": 1.5}, {"temperature": 0.0, "frequency_penalty": 0.7}],
+    TEMPERATURE: [{"seed": 1}, {"seed": 2, "temperature": 0.3, "repetition_penalty": 1.3}, {"greedy": True}],
     PLAIN: [
         {"seed": 1},
         {"seed": 2, "temperature": 0.6, "top_k": 9},
