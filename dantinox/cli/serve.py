@@ -94,10 +94,11 @@ def add_serve_flags(command: Parser) -> None:
     capacity.add_argument(
         "--warm_up",
         nargs="*",
-        choices=("echo", "embeddings", "strategies"),
-        default=["echo"],
+        choices=("steps", "echo", "embeddings", "strategies"),
+        default=["steps", "echo"],
         metavar="NAME",
-        help="programs to compile in the background once the server is ready: echo, embeddings, strategies (default: echo)",
+        help="programs to compile in the background once the server is ready: steps (all sampling steps instead of the usual "
+        "ones), echo, embeddings, strategies (default: steps echo)",
     )
     operations = command.section("operations", "Logs, traces and names of the model")
     operations.add_argument(

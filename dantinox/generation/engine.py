@@ -34,6 +34,7 @@ from dantinox.generation.scheduler import Scheduler
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES
 from dantinox.sampling import StepInfo
+from dantinox.sampling.subsets import ALL_STEPS
 
 STREAM_CHUNK_SECONDS = 0.08  # approximate duration of a chunk when the output is streamed
 MAX_SAMPLES = 16
@@ -60,8 +61,8 @@ class Engine:
       idle: whether `step` has nothing to do until a request is added, prepared or cancelled, or a program is ready. An engine
         that adds responses to the prefix cache is not idle.
       counters: totals by name: `finished`, `cancelled`, `failed`, `reused_tokens`, `new_tokens`, and `Feature.counts`.
-      compile: called with the settings and `echo` of a request whose programs are not compiled. The request waits until the
-        batch is `ready` for it. The default compiles the programs immediately.
+      compile: called with the settings, `echo` and the subset of the sampling steps of a request whose programs are not
+        compiled. The request waits until the batch is `ready` for it. The default compiles the programs immediately.
       changes: replaces the weights, and loads and unloads adapters.
     """
 
@@ -88,7 +89,7 @@ class Engine:
         self.model, self.batch, self.counters = model, batch, Counter[str]()
         self.lock = threading.RLock()
         self.job_seconds = 1.0  # running mean
-        self.compile: Callable[[Config, bool], None] = lambda config, echo: self._slots.compile(config, echo)
+        self.compile: Callable[[Config, bool, int], None] = lambda *needed: self._slots.compile(*needed)
         self._scheduler: Scheduler[Job] = Scheduler(batch.count, queue)
         self._jobs: dict[Job, None] = {}  # jobs that have not ended, the oldest first
         self._chunk_seconds, self._max_steps = chunk_seconds, max_steps
@@ -158,6 +159,8 @@ class Engine:
         job.limit = min(job.limit, self._slots.context - max(map(len, job.prompts)))
         job.params = self._slots.row_params(job.request.config)
         job.texts = self._sample_texts(job.request, job.limit)
+        needs_all = job.request.logprobs is not None or any(text.guides for text in job.texts)
+        job.subset = ALL_STEPS if needs_all else job.params.subset
         job.prepared = True
 
     def cancel(self, job: Job) -> None:
@@ -312,7 +315,7 @@ class Engine:
                 waiting = [job for job in self._scheduler.waiting if job.prepared and not self._ready(job)]
             for job in waiting:
                 with self._isolate_errors(job):
-                    self.compile(job.request.config, job.request.echo)
+                    self.compile(job.request.config, job.request.echo, job.subset)
             with self.lock:
                 admitted = self._scheduler.admit(self._ready)
             if admitted is None:
@@ -327,7 +330,9 @@ class Engine:
                 admitted.stats.queued_seconds = admitted.seconds()
 
     def _ready(self, job: Job) -> bool:
-        return job.prepared and job.params is not None and self._slots.ready(job.params.program, job.request.echo)
+        if not job.prepared or job.params is None:
+            return False
+        return self._slots.ready(job.params.program, job.request.echo, job.subset)
 
     def _prefill_prompts(self) -> None:
         """Prefills at most one chunk of a prompt, or up to `MAX_PREFILL_CHUNKS` if more requests are in prefill than decoding.

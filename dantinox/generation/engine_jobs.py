@@ -9,6 +9,7 @@ from dantinox.generation.request import GenerationRequest, RequestStats
 from dantinox.generation.sample_text import SampleText, TextPart
 from dantinox.generation.slot_params import RowParams
 from dantinox.sampling import StepInfo
+from dantinox.sampling.subsets import ALL_STEPS
 
 
 class RequestFailed(Exception):
@@ -50,6 +51,7 @@ class Job:
       prompts: the prompts of the rows of each sample, see `ModelBundle.prompts`.
       followers: for the slot of each sample, the slots of its other rows; `slots` counts them too.
       adapter: the adapter of the request.
+      subset: the sampling steps of its rows, see `sampling.subsets`.
       prepared: whether its parameters and constraints are ready.
     """
 
@@ -65,6 +67,7 @@ class Job:
         self.rows: dict[int, int] = {}  # slot → sample
         self.prompt_steps: StepInfo | None = None
         self.adapter = NO_ADAPTER
+        self.subset = ALL_STEPS
         self.prepared = self.cancelled = False
         self.error: Exception | None = None  # an error in the preparation of the request or in its prefix match
         self._start_time = time.monotonic()

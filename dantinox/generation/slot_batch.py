@@ -39,7 +39,7 @@ from dantinox.programs import free_bytes, tree_bytes
 from dantinox.sampling import LogitProcessor, SamplingParams
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.state import RECURRENT_FIELDS, fields_read
-from dantinox.sampling.subsets import ALL_STEPS, SUBSETS, restore
+from dantinox.sampling.subsets import ALL_STEPS, LARGEST_SUBSET, SUBSETS, restore
 
 COMPILE_THREADS = 2  # programs compiled in parallel
 DEFAULT_SLOTS = 8
@@ -147,7 +147,7 @@ class SlotBatch(PrefillBatch):
         self._rows = [SlotRow() for _ in range(self.count)]
         self._programs = {}
         self._compiling = Lock()
-        self._ready: set[tuple[ProgramKey, bool]] = set()  # programs with all of their keys in `_programs`
+        self._ready: set[tuple[ProgramKey, bool, int | None]] = set()  # arguments of `ready` that gave true
         self._settings = ServedSettings(model, config, logit_processor)  # documents the next two methods
         self.program_key, self.row_params = self._settings.program_key, self._settings.row_params
 
@@ -162,23 +162,29 @@ class SlotBatch(PrefillBatch):
 
     # --- programs
 
-    def ready(self, program: ProgramKey, echo: bool = False) -> bool:
-        """Returns whether all programs for requests with this key are compiled."""
+    def ready(self, program: ProgramKey, echo: bool = False, subset: int | None = None) -> bool:
+        """Returns whether the programs that `compile` would compile exist."""
         # The engine asks this for every waiting request in every step.
-        if (program, echo) not in self._ready and all(key in self._programs for key in self._keys(program, echo)):
-            self._ready.add((program, echo))
-        return (program, echo) in self._ready
+        request = program, echo, subset
+        if request not in self._ready and all(key in self._programs for key in self._keys(*request)):
+            self._ready.add(request)
+        return request in self._ready
 
-    def compile(self, config: Config, echo: bool = False) -> None:
+    def compile(self, config: Config, echo: bool = False, subset: int | None = None) -> None:
         """Compiles the programs for requests with these settings, which takes seconds. The first call also allocates the cache.
 
         Any thread may call it; simultaneous calls run one after the other.
+
+        Args:
+          echo: also those that report the prompt.
+          subset: only the programs that such requests need if their steps are in this subset; None: those of all subsets, of
+            which the smaller ones are faster.
         """
         program = self.program_key(config)
         with self._compiling:
             if program not in self._states:
                 self._states[program] = self._idle_rows(config)
-            missing = [key for key in self._keys(program, echo) if key not in self._programs]
+            missing = [key for key in self._keys(program, echo, subset) if key not in self._programs]
             with ThreadPoolExecutor(COMPILE_THREADS) as pool:  # XLA compiles a program mostly on one core
                 self._programs |= zip(missing, pool.map(lambda key: self._compile(config, *key), missing), strict=True)
             if not self.caches:
@@ -226,10 +232,13 @@ class SlotBatch(PrefillBatch):
 
         return write
 
-    def _keys(self, program: ProgramKey, echo: bool) -> list[tuple[Any, ...]]:
+    def _keys(self, program: ProgramKey, echo: bool, subset: int | None = None) -> list[tuple[Any, ...]]:
+        """Returns the keys of the programs for requests; see `compile`."""
         prefills = [("prefill", length, reports, 1) for length in self._lengths for reports in {False, echo}]
         prefills += [("prefill", self.prefill_chunk, False, rows) for rows in self._row_counts if rows > 1]
-        subsets = range(ALL_STEPS + 1) if program.strategy == "chain" and self.logit_processor is None else [ALL_STEPS]
+        subsets = range(ALL_STEPS + 1) if subset is None else [max(subset, LARGEST_SUBSET)]
+        if program.strategy != "chain" or self.logit_processor is not None:
+            subsets = [ALL_STEPS]
         decodes = [("decode", program, subset) for subset in subsets]
         return [*decodes, ("insert", program), ("init", program), ("copy",), *prefills]
 
@@ -365,7 +374,8 @@ class SlotBatch(PrefillBatch):
             self._masks[program][slot] = ALL_ALLOWED
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
-        subset = max(row.subset for row in self._rows if row.program == program)
+        needed = max(row.subset for row in self._rows if row.program == program)
+        subset = next(subset for subset in range(needed, ALL_STEPS + 1) if ("decode", program, subset) in self._programs)
         params, state = self._states[program]
         reduced_params, reduced_state = _reduced(subset, params, state)
         self.caches, reduced_state, emitted = self._programs["decode", program, subset](

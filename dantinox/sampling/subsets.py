@@ -65,8 +65,9 @@ SUBSETS = (
     Subset("temperature", (*_PENALTIES, "temperature"), True),
     Subset("plain", (*_PENALTIES, "temperature", "top_k", "top_p", "min_p"), True),
 )
-# A later subset contains the earlier ones, so the largest index of the rows is that of a program for all of them.
+# A later subset contains the earlier ones, so the program with the largest index that the rows need serves all of them.
 ALL_STEPS = len(SUBSETS)  # the index of the program for all steps
+LARGEST_SUBSET = ALL_STEPS - 1
 
 
 def smallest_subset(section: GenerationSection) -> int:

@@ -12,9 +12,10 @@ The threads and their responsibilities:
 * `prepare` (one thread) builds the sampling parameters and the constraint of each request.
 * `engine` (one thread) runs `Engine.step`. Only this thread uses the batch and the cache on the device.
 * `compile` (one thread) compiles the programs that a request needs and that the warm-up did not compile: programs for the
-  entropy router, for prompt log-probabilities and for embeddings. There are at most a dozen such programs. The decode program
-  that the warm-up compiles supports every order of sampling steps. Some of these programs can be compiled in the background
-  as soon as the engine is ready (`background`), before a request needs them.
+  entropy router, for prompt log-probabilities and for embeddings. There are at most a dozen such programs. The decode
+  program that the warm-up compiles supports every order of sampling steps. Some of these programs can be compiled in the
+  background as soon as the engine is ready (`background`), before a request needs them. With `steps`, the warm-up compiles only
+  the decode program for the usual sampling steps, and the one for all steps follows in the background.
 
 `Engine.lock` guards the scheduler and the table of jobs; `_lock` guards the state of this class. A thread that holds `_lock`
 may acquire `Engine.lock`, but not the reverse. No lock is held during a computation.
@@ -52,7 +53,7 @@ from dantinox.serve.embedding_queue import EmbeddingQueue
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status, wake_readers
 
-BACKGROUND = ("echo", "embeddings", "strategies")  # programs that can be compiled before a request needs them
+BACKGROUND = ("steps", "echo", "embeddings", "strategies")  # programs that can be compiled before a request needs them
 MAX_CACHED_LENGTH = 4096  # the configuration of a request is cached if its settings have at most this many characters
 
 log = logging.getLogger("dantinox.serve")
@@ -170,8 +171,8 @@ class AsyncEngine:
         self._one_adapter = asyncio.Lock()  # one adapter is loaded at a time, which limits the memory for its files
         self._state, self._doing, self._closing = "loading", "warming up", False
         self._counters: Counter[str] = Counter()
-        self._compiling: set[tuple[ProgramKey, bool]] = set()  # queued or running
-        self._failed: set[tuple[ProgramKey, bool]] = set()
+        self._compiling: set[tuple[ProgramKey, bool, int | None]] = set()  # queued or running
+        self._failed: set[tuple[ProgramKey, bool, int | None]] = set()
         self._embedder_requested = False
         self._preparer = ThreadPoolExecutor(1, "prepare")
         self._compiler = ThreadPoolExecutor(1, "compile")
@@ -381,12 +382,12 @@ class AsyncEngine:
             self._engine.fail(job, error)
         self._wake.set()
 
-    def _request_compilation(self, config: Config, echo: bool) -> None:
+    def _request_compilation(self, config: Config, echo: bool, subset: int | None) -> None:
         """Queues the compilation of a request's programs unless it is queued or running already.
 
         The engine calls this method for every request that waits for its programs.
         """
-        program = self._batch.program_key(config), echo
+        program = self._batch.program_key(config), echo, subset
         if program in self._failed:
             raise RequestFailed("the programs for these settings could not be compiled")
         with self._lock:
@@ -409,21 +410,21 @@ class AsyncEngine:
 
     def _compile_in_background(self) -> None:
         """Queues the compilation of the programs that requests may need later."""
-        wanted = [(self._config, True)] if "echo" in self._background else []
+        wanted = [(self._config, name == "echo") for name in ("steps", "echo") if name in self._background]
         if "strategies" in self._background:
             other = "chain" if self._config.generation.strategy == "entropy" else "entropy"
             with contextlib.suppress(UserError):  # the run may have settings that contradict the router
                 wanted.append((overlay(self._config, {"strategy": other}), False))
         for config, echo in wanted:
-            if not self._batch.ready(self._batch.program_key(config), echo):
-                self._request_compilation(config, echo)
+            if not self._batch.ready(self._batch.program_key(config), echo, None):
+                self._request_compilation(config, echo, None)
         if "embeddings" in self._background:
             with self._lock:
                 self._request_embedder()
 
-    def _compile(self, program: tuple[ProgramKey, bool], config: Config) -> None:
+    def _compile(self, program: tuple[ProgramKey, bool, int | None], config: Config) -> None:
         try:
-            self._batch.compile(config, program[1])
+            self._batch.compile(config, *program[1:])
         except Exception:
             log.exception("the programs of a request could not be compiled")
             self._failed.add(program)
@@ -436,7 +437,8 @@ class AsyncEngine:
 
     def _work(self) -> None:
         try:
-            self._batch.compile(self._config)
+            usual = self._batch.row_params(with_default_seed(self._config, 0)).subset if "steps" in self._background else None
+            self._batch.compile(self._config, subset=usual)
             with self._lock:
                 if self._state == "loading":
                     self._state, self._doing = "ready", "serving"

@@ -41,7 +41,8 @@ def engine():
 
 
 async def wait_until_idle(engine):
-    while engine.status().busy:
+    """Waits until no request is running and every stream has its end."""
+    while engine.status().busy or engine._responders:
         assert engine.status().state == "ready"
         await asyncio.sleep(0.005)
 
@@ -185,7 +186,7 @@ def test_a_program_is_compiled_while_other_requests_are_served(engine, monkeypat
     def other_key(config):
         return program_key(config)._replace(words=(("ties", "all"),) if config.generation.top_k == 33 else ())
 
-    def compile(config, echo):
+    def compile(config, echo, subset):
         compiling.set()
         assert finish.wait(20)
         key = other_key(config)

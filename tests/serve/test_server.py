@@ -251,7 +251,7 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
     expected = {"slots": 3, "context": 100, "queue": 5, "name": "x", "overrides": {"top_p": 0.5}}
     expected |= {"prefix_cache": 7_000_000, "cache_dir": tmp_path / "prefixes"}
     expected |= {"prefill_rows": 4}
-    expected |= {"background": ["echo"], "max_loras": None, "max_lora_rank": None, "lora_paths": {}, "memory": None}
+    expected |= {"background": ["steps", "echo"], "max_loras": None, "max_lora_rank": None, "lora_paths": {}, "memory": None}
     assert code == 0 and made[0].options == expected
     assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
     assert capfd.readouterr().out == f"x is served at {url} (a web page; OpenAI: {url}/v1, KoboldAI: {url}/api)\n"
