@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 from dantinox.config import Config, UserError
-from dantinox.generation.adapter_slots import AdapterSlot
 from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.engine_jobs import Job, Output, RequestFailed
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.model_changes import ModelChanges
+from dantinox.generation.prompt_scope import PromptScope
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.running_batch import PendingChunk, RunningBatch
 from dantinox.generation.sample_text import SampleText
@@ -99,10 +99,10 @@ class Engine:
         self._pending_jobs: dict[int, Job] = {}
         self._outputs: list[Output] = []
         # A static batch has no changes.
-        self.changes = ModelChanges(cast(SlotBatch, batch), self.lock, lambda: {job.adapter.number for job in self._jobs})
-        # Sequences with their requests' salts and adapters that have yet to be added to the prefix cache, the newest last, and
+        self.changes = ModelChanges(cast(SlotBatch, batch), self.lock, lambda: [job.scope for job in self._jobs])
+        # Sequences with the scopes of their requests that have yet to be added to the prefix cache, the newest last, and
         # the slot of the newest one while it is prefilled.
-        self._sequences: deque[tuple[Sequence[int], str, str | None, AdapterSlot]] = deque(maxlen=batch.count)
+        self._sequences: deque[tuple[Sequence[int], PromptScope]] = deque(maxlen=batch.count)
         self._sequence_slot: int | None = None
         self._prefill_oldest = False
         self._chunks = self._failures = 0
@@ -144,7 +144,7 @@ class Engine:
         request = self.model.heal(request)
         job = Job(request, min(request.config.generation.max_new_tokens, self._slots.context - len(request.ids)))
         with self.lock:
-            job.adapter = self._slots.adapter(request.lora)
+            job.scope = self._slots.scope(request.salt, request.lora)
             self._scheduler.add(job)
             self._jobs[job] = None
         return job
@@ -326,7 +326,7 @@ class Engine:
                 admitted.followers = {slot: slots[number::n][1:] for number, slot in enumerate(slots[:n])}
                 self._sequence_slot = None  # the request may have got this slot
                 for ids, slot in zip(admitted.prompts, slots[::n], strict=True):
-                    batch.assign_prompt(slot, ids, request.echo and slot == slots[0], request.salt, admitted.adapter)
+                    batch.assign_prompt(slot, ids, request.echo and slot == slots[0], admitted.scope)
                 admitted.stats.queued_seconds = admitted.seconds()
 
     def _ready(self, job: Job) -> bool:
@@ -399,14 +399,14 @@ class Engine:
         if self._jobs or self._is_computing or not self._sequences:
             self._sequence_slot = None
             return
-        ids, salt, lora, adapter = self._sequences[-1]
-        if not batch.has_adapter(lora, adapter):  # it was unloaded, or replaced by another one
+        ids, scope = self._sequences[-1]
+        if not batch.is_current(scope):
             self._sequences.pop()
             self._sequence_slot = None
             return
         if self._sequence_slot is None:
             slot = self._scheduler.last_free
-            if not batch.assign_sequence(slot, ids, salt, adapter):
+            if not batch.assign_sequence(slot, ids, scope):
                 self._sequences.pop()
                 return
             self._sequence_slot = slot
@@ -555,8 +555,7 @@ class Engine:
     def _remember(self, job: Job, text: SampleText) -> None:
         """Marks a prompt and its response, which may be incomplete, for the prefix cache."""
         if self.batch.refills and text.tokens:
-            request = job.request
-            self._sequences.append(((*request.ids, *text.tokens), request.salt, request.lora, job.adapter))
+            self._sequences.append(((*job.request.ids, *text.tokens), job.scope))
 
     def _end(self, job: Job, counter: str, error: Exception | None = None) -> None:
         """Removes a job and frees its slots."""

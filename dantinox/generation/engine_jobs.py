@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dantinox.generation.adapter_slots import NO_ADAPTER
+from dantinox.generation.prompt_scope import NO_SCOPE
 from dantinox.generation.request import GenerationRequest, RequestStats
 from dantinox.generation.sample_text import SampleText, TextPart
 from dantinox.generation.slot_params import RowParams
@@ -50,7 +50,7 @@ class Job:
       prompt_steps: with `echo`, the reports of the prompt tokens after the first one.
       prompts: the prompts of the rows of each sample, see `ModelBundle.prompts`.
       followers: for the slot of each sample, the slots of its other rows; `slots` counts them too.
-      adapter: the adapter of the request.
+      scope: what its keys depend on besides its tokens.
       subset: the sampling steps of its rows, see `sampling.subsets`.
       prepared: whether its parameters and constraints are ready.
     """
@@ -66,7 +66,7 @@ class Job:
         self.texts: list[SampleText] = []
         self.rows: dict[int, int] = {}  # slot → sample
         self.prompt_steps: StepInfo | None = None
-        self.adapter = NO_ADAPTER
+        self.scope = NO_SCOPE
         self.subset = ALL_STEPS
         self.prepared = self.cancelled = False
         self.error: Exception | None = None  # an error in the preparation of the request or in its prefix match

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from dantinox.config import UserError
 from dantinox.generation.adapter_slots import AdapterSlots
+from dantinox.generation.prompt_scope import PromptScope
 from dantinox.generation.quantized_weights import SplitModel
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.model.row_adapters import Stacks
@@ -29,14 +30,14 @@ class ModelChanges:
     `Engine.step` may call `copy_adapters` and `install_weights`.
     """
 
-    def __init__(self, batch: SlotBatch, lock: threading.RLock, numbers_in_use: Callable[[], set[int]]):
+    def __init__(self, batch: SlotBatch, lock: threading.RLock, scopes_in_use: Callable[[], list[PromptScope]]):
         """Creates an empty set of changes.
 
         Args:
           lock: the lock of the engine.
-          numbers_in_use: returns the numbers of the adapters of all requests; called with the lock held.
+          scopes_in_use: returns the scopes of all requests; called with the lock held.
         """
-        self._batch, self._lock, self._numbers_in_use = batch, lock, numbers_in_use
+        self._batch, self._lock, self._scopes_in_use = batch, lock, scopes_in_use
         self._weights: tuple[SplitModel, Future[None]] | None = None
         self._new_adapters: list[NewAdapter] = []
 
@@ -109,7 +110,7 @@ class ModelChanges:
                 continue
             try:
                 with self._lock:
-                    number = self._adapters.free_number(name, self._numbers_in_use())
+                    number = self._adapters.free_number(name, [scope.adapter.number for scope in self._scopes_in_use()])
                 self._adapters.insert(name, number, digest, arrays)
                 copied.set_result(None)
             except Exception as error:

@@ -19,13 +19,14 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import Config, UserError
-from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterSlot, AdapterSlots, unknown_adapter
+from dantinox.generation.adapter_slots import AdapterSlots
 from dantinox.generation.cache_plan import Caches, head_order, plan_cache
 from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted
 from dantinox.generation.features import Features
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix_cache import PrefixCache, make_prefix_cache, pool_bytes, renew_probe
 from dantinox.generation.prefix_files import fingerprint, read_blocks, write_blocks
+from dantinox.generation.prompt_scope import NO_SCOPE, PromptScope, find_scope, is_current, scope_features
 from dantinox.generation.quantized_weights import SplitModel, split_model
 from dantinox.generation.running_batch import Recurrent, RowStatus, restart_slots
 from dantinox.generation.slot_params import MAX_ALTERNATIVES, ProgramKey, RowParams, ServedSettings, next_power_of_two
@@ -274,7 +275,7 @@ class SlotBatch(PrefillBatch):
 
     def _features(self, config: Config) -> Features:
         """Returns the features of a row that is not used, in a program for requests with these settings."""
-        return *self._bundle.row_features(config, [0])[0], *self._adapter_features([NO_ADAPTER])
+        return *self._bundle.row_features(config, [0])[0], *scope_features(self.adapters, [NO_SCOPE])
 
     def _init_inputs(
         self,
@@ -294,21 +295,13 @@ class SlotBatch(PrefillBatch):
         features += self._stepper.features(tokens_1S, np.asarray([len(tokens)], np.int32), np.asarray([row_params.width]))
         return row_params.params, tokens_1S, *sizes, row_params.end_ids_1E, features, values
 
-    def adapter(self, name: str | None) -> AdapterSlot:
-        """Returns the adapter with a name; None: no adapter. Any thread may call it.
+    def scope(self, salt: str, lora: str | None) -> PromptScope:
+        """Returns the scope of a new prompt, as `find_scope` does. Any thread may call it."""
+        return find_scope(self.adapters, salt, lora)
 
-        Raises:
-          UserError: no adapter has this name.
-        """
-        if self.adapters is not None:
-            return self.adapters.get(name)
-        if name is None:
-            return NO_ADAPTER
-        raise unknown_adapter(name, ())
-
-    def has_adapter(self, name: str | None, adapter: AdapterSlot) -> bool:
-        """Whether the adapter with a name, or no adapter for None, is still this one."""
-        return adapter == NO_ADAPTER if name is None or self.adapters is None else self.adapters.names.get(name) == adapter
+    def is_current(self, scope: PromptScope) -> bool:
+        """Returns whether new prompts may still share keys with those of this scope."""
+        return is_current(self.adapters, scope)
 
     # --- requests
 
@@ -364,7 +357,7 @@ class SlotBatch(PrefillBatch):
     ) -> None:
         """Writes the state of a row, whose prompt is in its slot, to the state of its program."""
         program, row = row_params.program, self._rows[slot]
-        features += self._adapter_features([row.adapter])
+        features += scope_features(self.adapters, [row.scope])
         params, *inputs = self._init_inputs(row_params, (*row.ids, *output), len(output), limit, recurrent, features)
         state = self._programs["init", program](params, *inputs)
         self._states[program] = self._programs["insert", program](self._states[program], (params, state), int32(slot))

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 
 from dantinox.config import ModelConfig
-from dantinox.generation.adapter_slots import NO_ADAPTER, AdapterRows, AdapterSlot, AdapterSlots
+from dantinox.generation.adapter_slots import AdapterSlots
 from dantinox.generation.cache_plan import Caches
 from dantinox.generation.decode import Stepper
-from dantinox.generation.features import Constants, Features
+from dantinox.generation.features import Constants
 from dantinox.generation.prefix_cache import PrefixCache, PrefixStatus
+from dantinox.generation.prompt_scope import NO_SCOPE, PromptScope, scope_constants, scope_features
 from dantinox.generation.quantized_weights import SplitModel
 from dantinox.generation.running_batch import Row, RunningBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES
@@ -53,24 +54,22 @@ class SlotRow(Row):
     """The state of a request in a slot, on the host.
 
     Attributes:
-      salt: separates the prefixes of this request from those of requests with another salt.
+      scope: what the keys of the request depend on besides its tokens.
       length: the number of tokens to prefill.
       cacheable: how many of them, from the first on, belong into the prefix cache. They are computed by the program for whole
         chunks, or by programs with bitwise equal results.
       prefilled: the number of tokens in the slot; of these, `reused` came from the prefix cache.
       prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not requested.
-      adapter: the adapter of the request.
       subset: the index of the smallest decode program for the row, see `sampling.subsets`.
     """
 
     ids: Sequence[int] = ()
-    salt: str = ""
+    scope: PromptScope = NO_SCOPE
     length: int = 0
     cacheable: int = 0
     prefilled: int = 0
     reused: int = 0
     prompt_reports: list[StepInfo] | None = None
-    adapter: AdapterSlot = NO_ADAPTER
     subset: int = ALL_STEPS
 
 
@@ -115,24 +114,20 @@ class PrefillBatch(RunningBatch):
         """The blocks of the prefix cache; all numbers are 0 without one."""
         return PrefixStatus() if self._prefixes is None else self._prefixes.status
 
-    def assign_prompt(
-        self, slot: int, ids: Sequence[int], echo: bool = False, salt: str = "", adapter: AdapterSlot = NO_ADAPTER
-    ) -> None:
+    def assign_prompt(self, slot: int, ids: Sequence[int], echo: bool = False, scope: PromptScope = NO_SCOPE) -> None:
         """Assigns a prompt to a slot and discards the previous request of the slot. Call `prefill` next.
 
         The tokens that the prefix cache contains are copied to the slot.
 
         Args:
           echo: report the prompt tokens. Their keys are not reused and not stored, because another program computes them.
-          salt: only prompts with an equal salt and the same adapter share keys in the prefix cache.
-          adapter: the adapter of the request.
+          scope: what the keys depend on besides the tokens.
         """
         length = len(ids) - 1
         tail = length % self.prefill_chunk
         shares_bits = self._chunk_length(tail) in self._same_bits
         cacheable = 0 if echo or self._prefixes is None else length if shares_bits else length - tail
-        salt = _adapter_salt(salt, adapter)
-        self._rows[slot] = SlotRow(ids=tuple(ids), salt=salt, adapter=adapter, length=length, cacheable=cacheable)
+        self._rows[slot] = SlotRow(ids=tuple(ids), scope=scope, length=length, cacheable=cacheable)
         self._rows[slot].prompt_reports = [] if echo else None
         if self._empty_row is not None:
             self.caches = write_cache_row(self.caches, self._empty_row, int32(slot))
@@ -141,18 +136,17 @@ class PrefillBatch(RunningBatch):
     def _load_prefix(self, slot: int) -> None:
         row = self._rows[slot]
         if self._prefixes is not None and self.caches and row.prefilled < row.cacheable:
-            self.caches, found = self._prefixes.load(self.caches, slot, row.ids[: row.cacheable], row.salt, row.prefilled)
+            self.caches, found = self._prefixes.load(self.caches, slot, row.ids[: row.cacheable], row.scope.key, row.prefilled)
             row.reused, row.prefilled = row.reused + max(0, found - row.prefilled), max(found, row.prefilled)
 
-    def assign_sequence(self, slot: int, ids: Sequence[int], salt: str = "", adapter: AdapterSlot = NO_ADAPTER) -> bool:
+    def assign_sequence(self, slot: int, ids: Sequence[int], scope: PromptScope = NO_SCOPE) -> bool:
         """Assigns a sequence whose whole blocks `prefill` then adds to the prefix cache; returns whether any is missing."""
         if self._prefixes is None:
             return False
-        salt = _adapter_salt(salt, adapter)
         length = len(ids) // self._prefixes.size * self._prefixes.size
-        if length == len(self._prefixes.match(ids, salt)) * self._prefixes.size:
+        if length == len(self._prefixes.match(ids, scope.key)) * self._prefixes.size:
             return False
-        self._rows[slot] = SlotRow(ids=tuple(ids), salt=salt, adapter=adapter, length=length, cacheable=length)
+        self._rows[slot] = SlotRow(ids=tuple(ids), scope=scope, length=length, cacheable=length)
         return True
 
     @property
@@ -195,7 +189,7 @@ class PrefillBatch(RunningBatch):
             self._load_prefix(slot)
             row = self._rows[slot]
             chunk = self._chunk_at(slot, row.prefilled)
-            prefix = row.salt, row.ids[: chunk.end]
+            prefix = row.scope.key, row.ids[: chunk.end]
             is_shared = self._prefixes is not None and row.prefilled < row.cacheable and prefix in prefixes
             if chunk.size > 0 and not is_shared:
                 prefixes.add(prefix)
@@ -225,7 +219,7 @@ class PrefillBatch(RunningBatch):
                 row.prompt_reports.append(jax.tree.map(lambda x, size=chunk.size: np.asarray(x)[:size], info))
             row.prefilled = chunk.end
             if self._prefixes is not None and self.caches and row.prefilled <= row.cacheable:
-                self._prefixes.store(self.caches, chunk.slot, row.ids[: row.prefilled], row.salt, chunk.start)
+                self._prefixes.store(self.caches, chunk.slot, row.ids[: row.prefilled], row.scope.key, chunk.start)
 
     def prefill_left(self, slot: int) -> int:
         """Returns the number of tokens left to prefill."""
@@ -260,12 +254,13 @@ class PrefillBatch(RunningBatch):
         tokens_2RT = np.zeros((2, rows, length), np.int32)
         slot_R, start_R, size_R = np.zeros((3, rows), np.int32)
         slot_R[:] = chunks[0].slot  # unused rows need a slot too
-        adapters = [NO_ADAPTER] * rows
+        scopes = [NO_SCOPE] * rows
         for r, (slot, ids, start, size, _, _) in enumerate(chunks):
             tokens_2RT[0, r, :size] = ids[:size]
             tokens_2RT[1, r, : len(ids) - 1] = ids[1:]
-            slot_R[r], start_R[r], size_R[r], adapters[r] = slot, start, size, self._rows[slot].adapter
-        args = slot_R, tokens_2RT[0], start_R, size_R, tokens_2RT[1], self._adapter_features(adapters), self._constants
+            slot_R[r], start_R[r], size_R[r], scopes[r] = slot, start, size, self._rows[slot].scope
+        features = scope_features(self.adapters, scopes)
+        args = slot_R, tokens_2RT[0], start_R, size_R, tokens_2RT[1], features, self._constants
         self.caches, info = self._programs["prefill", length, reports, rows](self._model, self.caches, *args)
         return info  # type: ignore[no-any-return]
 
@@ -305,21 +300,14 @@ class PrefillBatch(RunningBatch):
     def _lower_prefill(self, length: int, reports: bool, rows: int) -> Any:
         zero_R, tokens_RT = np.zeros(rows, np.int32), np.zeros((rows, length), np.int32)
         chunks = zero_R, tokens_RT, zero_R, zero_R, tokens_RT
-        args = self._model, self._cache_shapes, *chunks, self._adapter_features([NO_ADAPTER] * rows), self._constants
+        args = self._model, self._cache_shapes, *chunks, scope_features(self.adapters, [NO_SCOPE] * rows), self._constants
         report = min(MAX_ALTERNATIVES, self._architecture.vocab_size) if reports else None
         return prefill_part.lower(*args, stepper=self._stepper, report=report)
 
     @property
     def _constants(self) -> Constants:
         """The arrays of the features and the stepper that all rows share."""
-        return (
-            self._stepper_constants if self.adapters is None else {**self._stepper_constants, "adapters": self.adapters.stacks}
-        )
-
-    def _adapter_features(self, adapters: Sequence[AdapterSlot]) -> Features:
-        """Returns the feature of rows with these adapters; none if the programs support no adapters."""
-        numbers = np.asarray([adapter.number for adapter in adapters], np.int32)
-        return () if self.adapters is None else (AdapterRows(numbers),)
+        return {**self._stepper_constants, **scope_constants(self.adapters)}
 
     def prompt_steps(self, slot: int) -> StepInfo | None:
         """Returns the reports of the prompt tokens after the first one, `[len(ids) − 1, …]`; None for a prompt of one token."""
@@ -334,8 +322,3 @@ class PrefillBatch(RunningBatch):
     def _copy(self, slot: int, to: int) -> None:
         programs, slots = self._programs["copy",], (int32(slot), int32(to))
         self.caches = jax.tree.map(lambda leaf: programs[leaf.shape, leaf.dtype](leaf, *slots), self.caches)
-
-
-def _adapter_salt(salt: str, adapter: AdapterSlot) -> str:
-    """Returns the salt of a request in the prefix cache, which separates the keys of different adapters."""
-    return salt if adapter == NO_ADAPTER else f"{salt}\0{adapter.digest.hex()}"

@@ -7,6 +7,7 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.generation.engine import Engine
+from dantinox.generation.prompt_scope import PromptScope
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.model.cache import FullLayer
@@ -82,7 +83,7 @@ def test_random_groups_of_prompts_have_the_bits_of_single_prompts(served, mode):
         while left:  # the prompts arrive in random groups
             for slot in left.keys() - assigned:
                 if chance.random() < 0.6:
-                    slots.assign_prompt(slot, prompts[slot], salt=f"{mode}{number}")
+                    slots.assign_prompt(slot, prompts[slot], scope=PromptScope(f"{mode}{number}"))
                     assigned.add(slot)
             group = sorted(left.keys() & assigned)
             chance.shuffle(group)

@@ -9,6 +9,7 @@ import pytest
 from dantinox.config import UserError, build_config
 from dantinox.generation import LoadedModel, slot_batch
 from dantinox.generation.engine import Engine
+from dantinox.generation.prompt_scope import PromptScope
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.sampling import process_logits
@@ -72,7 +73,7 @@ def served(request):
 def put(run, slots, slot, prompt, limit=24, report=False, echo=False, salt="", **settings):
     """Assigns a prompt to a slot and starts to decode it; returns the number of tokens from the prefix cache."""
     config, ids = run.settings({"seed": 3, "max_new_tokens": limit} | settings), run.prompt_ids(prompt)
-    slots.assign_prompt(slot, ids, echo, salt)
+    slots.assign_prompt(slot, ids, echo, PromptScope(salt))
     while slots.prefill(slot):
         pass
     slots.start_decoding(slot, slots.row_params(config), limit=limit, report=report)
