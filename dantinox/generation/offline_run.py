@@ -9,7 +9,7 @@ import numpy as np
 from dantinox.config import KVSection, with_generation
 from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import DECODE_CHUNK
-from dantinox.generation.engine import STREAM_CHUNK_SECONDS, Engine
+from dantinox.generation.engine_base import STREAM_CHUNK_SECONDS, EngineBase
 from dantinox.generation.engine_jobs import Job
 from dantinox.generation.features import Features
 from dantinox.generation.model_bundle import ModelBundle
@@ -22,6 +22,35 @@ from dantinox.generation.token_settings import stop_token_ids
 from dantinox.generation.trace import changed_settings, router_values, token_columns
 from dantinox.model import CacheReport
 from dantinox.sampling import StepInfo
+
+
+class OfflineEngine(EngineBase[StaticBatch]):
+    """Decodes requests whose prompts a static batch already holds, in order."""
+
+    _chunks = 0
+
+    def start(self, requests: Sequence[GenerationRequest], limits: Sequence[int]) -> list[Job]:
+        """Assigns the requests to the rows; each sample has at most its limit of new tokens."""
+        jobs = []
+        for request, limit in zip(requests, limits, strict=True):
+            job = Job(request, limit)
+            job.slots = job.samples  # the rows that follow others come after the rows of all requests, and need no slots here
+            self._scheduler.add(job)
+            self._jobs[job] = None
+            self._scheduler.admit(lambda _: True)
+            job.texts = self._sample_texts(request, limit)
+            self._start_rows(job)
+            jobs.append(job)
+        return jobs
+
+    def _restart(self, job: Job, slot: int) -> None:
+        ids, text = job.request.ids, job.texts[job.rows[slot]]
+        self.batch.restart(slot, [*ids, *text.all_tokens], len(ids), job.limit - len(text.all_tokens))
+
+    def _measure(self, step_seconds: float) -> None:
+        self._chunks += 1
+        if self._chunks > 2:  # the first two chunks include compilation
+            super()._measure(step_seconds)
 
 
 class BatchRun:
@@ -115,10 +144,10 @@ class BatchRun:
             main_rows=main_rows,
         )
         seconds = STREAM_CHUNK_SECONDS if stream else None
-        self._engine = Engine(
+        self._engine = OfflineEngine(
             model, self.batch, chunk_seconds=seconds, max_steps=steps or DECODE_CHUNK, dispatch_ahead=steps is None
         )
-        self._jobs = self._engine.add_static([_with_samples(request, n) for request in requests], limits_P[:P].tolist())
+        self._jobs = self._engine.start([_with_samples(request, n) for request in requests], limits_P[:P].tolist())
         self._samples = [(job, number) for job in self._jobs for number in range(n)]
 
     def parts(self) -> Iterator[tuple[int, TextPart]]:

@@ -113,11 +113,9 @@ class RunningBatch:
     Attributes:
       count: the number of rows.
       caches: keys and values of all rows; donated to each program that writes them. Empty before they exist.
-      refills: whether a new request may use the slot of a finished request.
       can_restart: whether a row can be decoded again from an earlier token.
     """
 
-    refills = False
     can_restart = False
 
     def __init__(self, count: int):
@@ -128,6 +126,11 @@ class RunningBatch:
         # Changes are collected on the host and written to the device in one operation before the next chunk.
         self._stopped: dict[Hashable, set[int]] = {}
         self._masks: dict[Hashable, np.ndarray] = {}
+
+    @property
+    def cache_is_valid(self) -> bool:
+        """Whether the caches still exist. A program that fails may already have consumed a donated cache."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.caches))
 
     @property
     def has_work(self) -> bool:

@@ -58,8 +58,6 @@ class SlotBatch(PrefillBatch):
       logit_processor: edits the logits of all requests; None: no processor.
     """
 
-    refills = True
-
     def __init__(
         self,
         model: ModelBundle,
@@ -416,9 +414,8 @@ class SlotBatch(PrefillBatch):
 
     @property
     def cache_is_valid(self) -> bool:
-        """Whether the cache still exists. A program that fails may already have consumed the donated cache."""
         pool = None if self._prefixes is None else self._prefixes.pool
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves((self.caches, pool)))
+        return super().cache_is_valid and not any(leaf.is_deleted() for leaf in jax.tree.leaves(pool))
 
 
 def _reduced(subset: int, params: SamplingParams, state: DecodeState) -> tuple[SamplingParams, DecodeState]:

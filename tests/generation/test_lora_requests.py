@@ -300,7 +300,7 @@ def test_eight_adapters_and_the_base_in_one_running_batch(engine, run, programs)
 
 
 def test_the_prefix_cache_separates_adapters(engine):
-    slots, ids = engine._slots, tuple(engine.model.prompt_ids(LONG))
+    slots, ids = engine.batch, tuple(engine.model.prompt_ids(LONG))
     expected = [generate(engine, request(engine, LONG, name))[0] for name in (None, NAMES[0], NAMES[1])]
     for _ in range(2):
         jobs = [engine.add(request(engine, LONG, name)) for name in (None, NAMES[0], NAMES[1])]
