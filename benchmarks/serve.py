@@ -111,11 +111,12 @@ def offline(o: argparse.Namespace, run_dir: Path) -> Callable[[], float]:
 async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.ndarray:
     """Returns the seconds `[requests, 2]` to generate one token, alternately over HTTP and with an engine in this process."""
     import dantinox
+    from dantinox.config.engine_options import EngineOptions
     from dantinox.generation.request import GenerationRequest
     from dantinox.serve.async_engine import AsyncEngine
 
     run = dantinox.load(run_dir)
-    engine = AsyncEngine(run, slots=o.slots)
+    engine = AsyncEngine(run, EngineOptions(slots=o.slots))
     engine.start()
     while engine.status().state == "loading":
         await asyncio.sleep(0.05)

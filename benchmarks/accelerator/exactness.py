@@ -129,6 +129,7 @@ def sampled(vocabulary: int) -> tuple[np.ndarray, int]:
 def slot_engine(config: Any, slots: int, shapes: Shapes) -> Any:
     """Returns an engine with a random model and a vocabulary of bytes, whose programs are compiled."""
     from dantinox.config import TokenizerSection
+    from dantinox.config.engine_options import EngineOptions
     from dantinox.generation import LoadedModel
     from dantinox.generation.engine import Engine
     from dantinox.generation.slot_batch import SlotBatch
@@ -136,7 +137,7 @@ def slot_engine(config: Any, slots: int, shapes: Shapes) -> Any:
 
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
     loaded = LoadedModel(config, random_model(config), tokenizer)
-    batch = SlotBatch(loaded, slots, shapes.context)
+    batch = SlotBatch(loaded, EngineOptions(slots=slots, context=shapes.context))
     batch.compile(config)
     return Engine(loaded, batch, queue=1000, chunk_seconds=None)
 

@@ -166,7 +166,7 @@ def serve(options: argparse.Namespace) -> int:
         raise UserError("--max_models and --model_memory need several models: give --model or --models")
     if options.lite is not None and not options.lite.exists():
         raise UserError(f"--lite: no file or folder at {options.lite}")
-    for folder in [] if options.cache_dir is None else {spec.sizes["cache_dir"] for spec in specs}:
+    for folder in {folder for spec in specs if (folder := spec.options.cache_dir) is not None}:
         with wrap_os_errors(f"cannot create --cache_dir {folder}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the tokens of prompts
     from dantinox.serve.model_specs import file_bytes
@@ -349,13 +349,14 @@ def _name(options: argparse.Namespace) -> str:
 
 def _specs(options: argparse.Namespace, name: str, settings: Mapping[str, object]) -> "list[ModelSpec]":
     """Returns the models of the server: the first one of RUN, then those of --model and --models."""
+    from dantinox.config.engine_options import EngineOptions
     from dantinox.serve.model_specs import NUMBERS, ModelSpec, check_model_name, check_names, read_models
 
     sizes: dict[str, Any] = {
         "slots": options.slots,
         "context": options.context,
         "queue": options.queue,
-        "background": options.warm_up,
+        "background": tuple(options.warm_up),
         "max_loras": _max_loras(options),
         "max_lora_rank": options.max_lora_rank,
         "prefill_rows": options.prefill_rows,
@@ -382,7 +383,7 @@ def _specs(options: argparse.Namespace, name: str, settings: Mapping[str, object
             own["max_loras"] = len(loras) + FREE_LORAS
         template = fields.get("chat_template", options.chat_template)
         combined = {**settings, **fields.get("settings", {})}
-        return ModelSpec(name, fields["run_dir"], loras, template, options.tool_format, combined, own)
+        return ModelSpec(name, fields["run_dir"], loras, template, options.tool_format, combined, EngineOptions(**own))
 
     return [spec(number, *one) for number, one in enumerate(given)]
 

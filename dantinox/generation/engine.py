@@ -1,6 +1,6 @@
 """The engine of a server: `add`, `step`, `cancel`.
 
-    engine = Engine(model, SlotBatch(model, 8, context=2048))
+    engine = Engine(model, SlotBatch(model, EngineOptions(slots=8, context=2048)))
     job = engine.add(GenerationRequest(ids, config))
     while engine.busy:
         for output in engine.step():
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Unpack
 
 from dantinox.config import Config, UserError
-from dantinox.generation.engine_base import EngineBase, EngineOptions
+from dantinox.generation.engine_base import EngineBase, StepOptions
 from dantinox.generation.engine_jobs import Job, Output, RequestFailed
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.model_changes import ModelChanges
@@ -64,7 +64,7 @@ class Engine(EngineBase[SlotBatch]):
         self,
         model: ModelBundle,
         batch: SlotBatch,
-        **options: Unpack[EngineOptions],
+        **options: Unpack[StepOptions],
     ):
         """Creates an engine; the arguments are described in `EngineBase`."""
         super().__init__(model, batch, **options)

@@ -28,8 +28,8 @@ log = logging.getLogger("dantinox.generation")
 B = TypeVar("B", bound=RunningBatch)
 
 
-class EngineOptions(TypedDict, total=False):
-    """The options of an engine, see `EngineBase`."""
+class StepOptions(TypedDict, total=False):
+    """The keyword arguments of `EngineBase`."""
 
     queue: int
     chunk_seconds: float | None

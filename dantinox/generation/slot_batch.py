@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import Config, UserError
+from dantinox.config.engine_options import EngineOptions
 from dantinox.generation.adapter_slots import AdapterSlots
 from dantinox.generation.cache_plan import Caches, head_order, plan_cache
 from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted
@@ -61,39 +61,23 @@ class SlotBatch(PrefillBatch):
     def __init__(
         self,
         model: ModelBundle,
-        count: int | None,
-        context: int,
+        options: EngineOptions,
         config: Config | None = None,
         *,
-        max_loras: int | None = None,
-        max_lora_rank: int | None = None,
-        prefix_cache: int | None = None,
-        prefill_rows: int | None = None,
-        cache_dir: Path | None = None,
         logit_processor: LogitProcessor | None = None,
-        memory: int | None = None,
     ):
         """Chooses the number of slots; `compile` allocates their memory.
 
         Args:
-          count: the number of slots; None: 8, or fewer if their caches would take over a quarter of the free memory.
           config: the settings of the server for weights and caches; None: the settings of the run.
-          max_loras: the most adapters that can be loaded at the same time; None: those that the model has, without changes.
-          max_lora_rank: the largest rank of an adapter; None: that of the adapters of the model, and at least 16 with
-            `max_loras`.
-          prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
-            eighth of the free memory. A compressed cache has no prefix cache.
-          prefill_rows: the most chunks of prompts that one pass prefills, in [1, 16]; None: 4 on an accelerator and 1 on a CPU.
-            Models with experts, adapters and compressed caches prefill one chunk per pass.
-          cache_dir: the folder from which `compile` restores the prefix cache, and to which `write_prefixes` writes it.
           logit_processor: edits the logits of all requests, as in `LoadedModel.generate`.
-          memory: bytes that stand for the free memory in the defaults of `count` and `prefix_cache`; None: the free memory.
 
         Raises:
           UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
             memory.
         """
-        config = config or model.config
+        config, prefill_rows = config or model.config, options.prefill_rows
+        context = model.model.config.max_context if options.context is None else options.context
         if not 2 <= context <= model.model.config.max_context:
             raise UserError(f"context must be in [2, {model.model.config.max_context}], got {context}")
         if config.generation.tensor_parallel > 1:
@@ -107,10 +91,10 @@ class SlotBatch(PrefillBatch):
         plan = plan_cache(self._architecture, kv, context, calibration)
         order = head_order(self._architecture, kv, calibration)
         self.adapters = None
-        if model.loras or max_loras:
-            rows = count or DEFAULT_SLOTS
-            self.adapters = AdapterSlots(self._architecture, model.loras, order, max_loras, max_lora_rank, rows)
-        super().__init__(_fitting_slots(self._architecture, plan, context, memory, count))
+        if model.loras or options.max_loras:
+            sizes = options.max_loras, options.max_lora_rank, options.slots or DEFAULT_SLOTS
+            self.adapters = AdapterSlots(self._architecture, model.loras, order, *sizes)
+        super().__init__(_fitting_slots(self._architecture, plan, context, options.memory, options.slots))
         self.context, self._bundle, self._config = context, model, config
         self.logit_processor = logit_processor
         prepared = model.prepared(config.generation, order)
@@ -141,8 +125,8 @@ class SlotBatch(PrefillBatch):
         self._prefers_passes, self._row_counts = platform.prefill_rows > 1, (1,) if most == 1 else (1, most)
         self._has_rings = any(isinstance(layer, RingLayer) for cache in self._cache_shapes for layer in cache.layers)
         self._prefixes = None  # `compile` creates it
-        self._cache_dir, self._prefill_programs = cache_dir, list[str]()  # the programs as text, if there is a folder
-        self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, prefix_cache, memory)
+        self._cache_dir, self._prefill_programs = options.cache_dir, list[str]()  # the programs as text, if there is a folder
+        self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, options.prefix_cache, options.memory)
         self._rows = [SlotRow() for _ in range(self.count)]
         self._programs = {}
         self._compiling = Lock()

@@ -28,7 +28,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -37,6 +37,7 @@ from pathlib import Path
 import numpy as np
 
 from dantinox.config import Config, UserError, overlay, with_generation
+from dantinox.config.engine_options import EngineOptions
 from dantinox.generation.embedder import Embedder, check_length, check_pooling
 from dantinox.generation.engine import Engine
 from dantinox.generation.engine_jobs import Job, Output, RequestFailed
@@ -53,7 +54,7 @@ from dantinox.serve.embedding_queue import EmbeddingQueue
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status, wake_readers
 
-BACKGROUND = ("steps", "echo", "embeddings", "strategies")  # programs that can be compiled before a request needs them
+DEFAULTS = EngineOptions()
 MAX_CACHED_LENGTH = 4096  # the configuration of a request is cached if its settings have at most this many characters
 
 log = logging.getLogger("dantinox.serve")
@@ -101,42 +102,20 @@ class AsyncEngine:
     def __init__(
         self,
         run: LoadedModel,
+        options: EngineOptions = DEFAULTS,
         *,
-        slots: int | None = None,
-        context: int | None = None,
-        queue: int = 64,
         name: str = "dantinox",
         overrides: Mapping[str, object] | None = None,
-        background: Collection[str] = (),
-        max_loras: int | None = None,
-        max_lora_rank: int | None = None,
-        prefill_rows: int | None = None,
-        prefix_cache: int | None = None,
-        cache_dir: Path | None = None,
         logit_processor: LogitProcessor | None = None,
-        memory: int | None = None,
         lora_paths: Mapping[str, Path] | None = None,
     ):
         """Allocates the caches of all slots. Compilation starts with `start`.
 
         Args:
           run: the loaded model.
-          slots: number of requests decoded together. None means 8, or fewer if their caches would need more than a quarter of
-            the free memory.
-          context: maximum length of a prompt and its continuation in tokens. None means the maximum of the model.
-          queue: number of requests that may wait for a slot.
           name: the model's name for clients.
           overrides: settings that replace those of the run.
-          background: programs that are compiled after the engine has become ready, of `BACKGROUND`: those of prompt
-            log-probabilities (`echo`), of embeddings, and of the strategy that is not the server's (`strategies`).
-          max_loras, max_lora_rank: the most adapters and their largest rank, as for `SlotBatch`.
-          prefill_rows: the most chunks of prompts that one program prefills, as for `SlotBatch`.
-          prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
-            eighth of the free memory.
-          cache_dir: the folder from which the warm-up restores the prefix cache, and to which `save_prefixes` and the end of
-            the engine write it; None: it is not saved.
           logit_processor: edits the logits of all requests, as in `LoadedModel.generate`; no request can choose it.
-          memory: as for `SlotBatch`.
           lora_paths: the paths of the adapters of `run`.
 
         Raises:
@@ -144,26 +123,13 @@ class AsyncEngine:
         """
         self.run, self.name = run, name
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
-        context = run.model.config.max_context if context is None else context
-        self._batch = SlotBatch(
-            run,
-            slots,
-            context,
-            self._config,
-            max_loras=max_loras,
-            max_lora_rank=max_lora_rank,
-            prefill_rows=prefill_rows,
-            prefix_cache=prefix_cache,
-            cache_dir=cache_dir,
-            logit_processor=logit_processor,
-            memory=memory,
-        )
-        self._cache_dir, self.lora_paths = cache_dir, dict(lora_paths or {})
+        self._batch = SlotBatch(run, options, self._config, logit_processor=logit_processor)
+        self._cache_dir, self.lora_paths = options.cache_dir, dict(lora_paths or {})
         self._snapshots: list[Future[Callable[[], int]]] = []  # requested by `save_prefixes`
-        self._engine = Engine(run, self._batch, queue=queue, isolate=True)
+        self._engine = Engine(run, self._batch, queue=options.queue, isolate=True)
         self._engine.compile = self._request_compilation
-        self._embeddings = EmbeddingQueue(lambda: Embedder(run, self._config, context))
-        self._background = background
+        self._embeddings = EmbeddingQueue(lambda: Embedder(run, self._config, self._batch.context))
+        self._background = options.background
         self._responders: dict[Job, _Responder] = {}
         # Applying settings takes a millisecond, and clients often send the same settings again.
         self._cached_config = lru_cache(CACHED_SETTINGS)(self._apply_overrides)

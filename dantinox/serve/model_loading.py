@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ def open_model(spec: ModelSpec, loras: Mapping[str, Path] | None = None, memory:
 
     Args:
       loras: adapters that replace those of the spec.
-      memory: as for `AsyncEngine`.
+      memory: as in `EngineOptions`.
 
     Raises:
       UserError: a file is missing or damaged, a setting is invalid, or the memory is too small for one slot.
@@ -49,5 +50,6 @@ def open_model(spec: ModelSpec, loras: Mapping[str, Path] | None = None, memory:
             spec.name,
             form.name,
         )
-    engine = AsyncEngine(run, **spec.sizes, name=spec.name, overrides=spec.settings, lora_paths=loras, memory=memory)
+    options = spec.options if memory is None else replace(spec.options, memory=memory)
+    engine = AsyncEngine(run, options, name=spec.name, overrides=spec.settings, lora_paths=loras)
     return OpenModel(engine, template, weight_reloader(engine, spec.run_dir))

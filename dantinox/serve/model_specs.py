@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dantinox.config import UserError, overlay
+from dantinox.config.engine_options import EngineOptions
 from dantinox.config.yaml_files import read_yaml
 from dantinox.files import escape_name, quote, wrap_os_errors
 from dantinox.run import find_chat_template, load_run_config, open_run
@@ -27,7 +28,7 @@ class ModelSpec:
       chat_template: name or path of a chat template; None: that of the run.
       tool_format: notation of tool calls, as in `Options`.
       settings: settings that replace those of the run, by name without section.
-      sizes: keyword arguments of `AsyncEngine`.
+      options: the options of its engine.
     """
 
     name: str
@@ -36,7 +37,7 @@ class ModelSpec:
     chat_template: str | None = None
     tool_format: str = "auto"
     settings: Mapping[str, object] = field(default_factory=dict)
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    options: EngineOptions = field(default_factory=EngineOptions)
 
 
 def file_bytes(spec: ModelSpec) -> int:

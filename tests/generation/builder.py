@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig, TokenizerSection, build_config
+from dantinox.config.engine_options import EngineOptions
 from dantinox.generation import LoadedModel, decode
 from dantinox.generation.decode import _generate_toks
 from dantinox.generation.slot_batch import SlotBatch
@@ -282,6 +283,11 @@ def padded(rows: list[list[int]], fill: int = 3) -> tuple[np.ndarray, np.ndarray
 FEW_STEPS = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "mirostat_v2", "logit_bias", "allowed_tokens"}
 
 
+def make_slots(run: Any, count: int | None, context: int, config: Any = None, **options: Any) -> SlotBatch:
+    """Returns a batch with this number of slots."""
+    return SlotBatch(run, EngineOptions(count, context, **options), config)
+
+
 @contextmanager
 def few_steps() -> Iterator[None]:
     """Compiles the programs of servers with `FEW_STEPS` only, which takes a third of the time; other steps do nothing."""
@@ -330,7 +336,7 @@ def compile_few_steps(slots: SlotBatch, echo: bool = False) -> SlotBatch:
 def slot_batch(windows: tuple[int | None, ...], steps: str = "few") -> tuple[LoadedModel, SlotBatch]:
     """Returns a model and a compiled batch of three slots with few or all sampling steps. The caller resets the batch."""
     run = byte_model(windows=windows)
-    slots = SlotBatch(run, 3, run.model.config.max_context)
+    slots = make_slots(run, 3, run.model.config.max_context)
     if steps == "few":
         return run, compile_few_steps(slots)
     slots.compile(run.config)

@@ -14,7 +14,6 @@ from dantinox.generation.beam_search import BeamRules, BeamRun, Beams, extend
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.decode import prefill_prompts
 from dantinox.generation.generate_ids import _IdsModel
-from dantinox.generation.slot_batch import SlotBatch
 from dantinox.sampling import SamplingParams, process_logits
 
 from . import builder
@@ -260,7 +259,7 @@ def test_requests_that_beam_search_does_not_support_are_refused(run_dir):
     with pytest.raises(UserError, match="num_beams must be 1 in a stream"):
         run.stream("a", num_beams=2)
     with pytest.raises(UserError, match="num_beams must be 1 in a server, got 2"):
-        SlotBatch(run, 1, 64).program_key(run.settings({"num_beams": 2}))
+        builder.make_slots(run, 1, 64).program_key(run.settings({"num_beams": 2}))
 
 
 def test_texts_have_scores():

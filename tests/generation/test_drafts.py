@@ -29,7 +29,6 @@ from dantinox.generation.drafts import (
 from dantinox.generation.engine import Engine
 from dantinox.generation.quantized_weights import prepare, split_model
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import make_cache
 from dantinox.programs import tree_bytes
@@ -372,7 +371,7 @@ def test_requests_of_a_server_have_the_same_tokens_with_and_without_drafts(monke
     monkeypatch.setattr("dantinox.generation.drafts.verification_cost", lambda *_: -8.0)
     run, requests = loaded(), make_requests(SERVED, 12)
     ngram = {"draft_tokens": 3, "speculation": "ngram", "ngram_size": 1}
-    slots = SlotBatch(run, 3, CONTEXT, run.settings(ngram))
+    slots = builder.make_slots(run, 3, CONTEXT, run.settings(ngram))
     with builder.few_steps():
         slots.compile(run.settings(ngram))
     engine = Engine(run, slots, queue=99)
@@ -395,13 +394,15 @@ def test_requests_of_a_server_with_all_kinds_of_steps(speculation, monkeypatch):
     monkeypatch.setattr("dantinox.generation.drafts.verification_cost", lambda *_: -8.0)
     run, requests = loaded(load_run=lambda path: loaded()), make_requests(MIXED, 20)
     settings = {"draft_tokens": 3} | speculation
-    plain_engine, engine = (Engine(run, SlotBatch(run, 3, CONTEXT, run.settings(own)), queue=99) for own in ({}, settings))
+    plain_engine, engine = (
+        Engine(run, builder.make_slots(run, 3, CONTEXT, run.settings(own)), queue=99) for own in ({}, settings)
+    )
     check_drafts(requests, run_requests(plain_engine, {}, requests), run_requests(engine, settings, requests), engine)
 
 
 def test_a_request_may_have_fewer_drafts_than_the_server():
     run = loaded()
-    slots = SlotBatch(run, 2, CONTEXT, run.settings({"speculation": "ngram", "draft_tokens": 4}))
+    slots = builder.make_slots(run, 2, CONTEXT, run.settings({"speculation": "ngram", "draft_tokens": 4}))
     key = slots.program_key
     assert slots.row_params(run.settings({"speculation": "ngram", "draft_tokens": 2})).width == 3
     assert slots.row_params(run.settings({"speculation": "off"})).width == 1
@@ -410,4 +411,4 @@ def test_a_request_may_have_fewer_drafts_than_the_server():
         with pytest.raises(UserError, match=ERRORS[error]):
             key(run.settings({"speculation": "ngram"} | settings))
     with pytest.raises(UserError, match=ERRORS["speculation_in_this_server"]):
-        SlotBatch(run, 2, CONTEXT).program_key(run.settings({"speculation": "ngram"}))
+        builder.make_slots(run, 2, CONTEXT).program_key(run.settings({"speculation": "ngram"}))

@@ -13,7 +13,6 @@ from dantinox.generation.engine import Engine
 from dantinox.generation.generate_ids import _IdsModel
 from dantinox.generation.guidance import RowPairs
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.slot_batch import SlotBatch
 
 from . import builder
 
@@ -100,7 +99,7 @@ def test_a_constraint_masks_the_guided_logits(run_dir):
 def engine():
     run = _IdsModel(build_config({"model": {"max_context": 64}}), builder.model(), [], None, False)
     with jax.default_matmul_precision("highest"):
-        yield Engine(run, SlotBatch(run, 5, 64), queue=20)
+        yield Engine(run, builder.make_slots(run, 5, 64), queue=20)
 
 
 def request(engine, prompt, negative=None, **settings):

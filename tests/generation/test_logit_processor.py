@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
+from dantinox.config.engine_options import EngineOptions
 from dantinox.generation.engine import Engine
 from dantinox.generation.generate_ids import generate
 from dantinox.generation.request import GenerationRequest
@@ -112,7 +113,7 @@ def test_errors(function, message):
 
 def served(**options):
     run = builder.loaded_model(builder.BYTES, 32, windows=(None,))
-    return run, SlotBatch(run, 3, 32, **options)
+    return run, SlotBatch(run, EngineOptions(3, 32), **options)
 
 
 def test_requests_of_a_slot_batch_cannot_choose_a_processor():

@@ -14,7 +14,6 @@ from dantinox.generation.adapter_slots import AdapterSlots
 from dantinox.generation.engine import Engine
 from dantinox.generation.quantized_weights import dequantize, permute_heads, prepare
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.slot_batch import SlotBatch
 from dantinox.interop.ggml_quantize import quantize
 from dantinox.kernels import load_kernels
 from dantinox.model.layers import Linear
@@ -259,7 +258,7 @@ LONG = "x" + "once upon a time there was a fox that said " * 3
 
 @pytest.fixture(scope="module")
 def engine(run):
-    slots = SlotBatch(run, 9, 192, max_loras=9, max_lora_rank=8)
+    slots = builder.make_slots(run, 9, 192, max_loras=9, max_lora_rank=8)
     with builder.few_steps():
         slots.compile(run.config)
     return Engine(run, slots, queue=16)
@@ -349,7 +348,7 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run(engine, run, progra
 
 def test_a_batch_without_adapters_has_the_programs_of_the_base(run):
     plain = bundle()
-    slots = SlotBatch(plain, 2, 64)
+    slots = builder.make_slots(plain, 2, 64)
     assert slots.adapters is None
     with pytest.raises(UserError, match="none is loaded"):
         Engine(plain, slots).reserve(GenerationRequest((1, 2), plain.config, lora="a"))

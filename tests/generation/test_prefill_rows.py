@@ -9,7 +9,6 @@ from dantinox.config import UserError
 from dantinox.generation.engine import Engine
 from dantinox.generation.prompt_scope import PromptScope
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.slot_batch import SlotBatch
 from dantinox.model.cache import FullLayer
 
 from . import builder
@@ -22,7 +21,7 @@ CASES = {"float32": {"windows": (None,)}, "sliding window": {"windows": (WINDOW,
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n == "float32" else pytest.mark.slow) for n in CASES])
 def served(request):
     run, _ = make(**CASES[request.param])
-    return run, builder.compile_few_steps(SlotBatch(run, 4, CONTEXT, prefill_rows=4))
+    return run, builder.compile_few_steps(builder.make_slots(run, 4, CONTEXT, prefill_rows=4))
 
 
 @pytest.fixture(params=["narrow", "wide", "wide, one program"])
@@ -172,6 +171,6 @@ def test_prefill_rows_in_range(served):
     run, slots = served
     for rows in (0, 17):
         with pytest.raises(UserError, match=rf"^prefill_rows must be in \[1, 16\], got {rows}$"):
-            SlotBatch(run, 4, CONTEXT, prefill_rows=rows)
-    assert SlotBatch(run, 2, CONTEXT, prefill_rows=4)._row_counts == (1, 2)
-    assert SlotBatch(run, 4, CONTEXT)._row_counts == (1,), "the default on a CPU"
+            builder.make_slots(run, 4, CONTEXT, prefill_rows=rows)
+    assert builder.make_slots(run, 2, CONTEXT, prefill_rows=4)._row_counts == (1, 2)
+    assert builder.make_slots(run, 4, CONTEXT)._row_counts == (1,), "the default on a CPU"

@@ -19,7 +19,6 @@ from dantinox.generation.prefix_cache import PrefixCache, block_bytes
 from dantinox.generation.prefix_files import BLOCKS_FILE, fingerprint, read_blocks
 from dantinox.generation.prefix_tree import PrefixTree
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.slot_batch import SlotBatch
 from dantinox.run.manifest import MANIFEST
 
 from . import builder
@@ -144,7 +143,7 @@ def test_a_small_pool_replaces_blocks_and_salts_are_separate(served):
     run, slots = served
     size = slots.prefix_status.size
     capacity = 6 if size == 16 else 2
-    small = SlotBatch(run, 4, CONTEXT, prefix_cache=capacity * block_bytes(slots._cache_shapes, size))
+    small = builder.make_slots(run, 4, CONTEXT, prefix_cache=capacity * block_bytes(slots._cache_shapes, size))
     small._programs |= slots._programs
     small.compile(run.config)
     prompts, reused = conversations(2, count=18), 0
@@ -162,10 +161,10 @@ def test_a_small_pool_replaces_blocks_and_salts_are_separate(served):
 def test_sizes_that_are_refused(served):
     run, _ = served
     with pytest.raises(UserError, match=r"the prefix cache must be 0 or at least .* MB with this model, got 0.001"):
-        SlotBatch(run, 4, CONTEXT, prefix_cache=1000)
+        builder.make_slots(run, 4, CONTEXT, prefix_cache=1000)
     with pytest.raises(UserError, match=r"does not fit into the .* MB of free memory"):
-        SlotBatch(run, 4, CONTEXT, prefix_cache=1 << 50)
-    assert SlotBatch(run, 4, CONTEXT, prefix_cache=0)._prefix_bytes == SlotBatch(run, 4, 8)._prefix_bytes == 0
+        builder.make_slots(run, 4, CONTEXT, prefix_cache=1 << 50)
+    assert builder.make_slots(run, 4, CONTEXT, prefix_cache=0)._prefix_bytes == builder.make_slots(run, 4, 8)._prefix_bytes == 0
 
 
 def test_blocks_are_whole_chunks_if_the_place_of_a_token_changes_its_bits(served, monkeypatch):
@@ -245,7 +244,7 @@ def saved(served, tmp_path_factory):
     folder, prompts = tmp_path_factory.mktemp("prefixes"), conversations(3, count=3)
 
     def start():
-        batch = SlotBatch(run, 4, CONTEXT, cache_dir=folder)
+        batch = builder.make_slots(run, 4, CONTEXT, cache_dir=folder)
         batch._programs |= slots._programs
         batch.compile(run.config)
         return batch
@@ -302,7 +301,7 @@ def test_blocks_of_new_weights_are_saved_and_restored(served, tmp_path, caplog):
     other.model.embed = nnx.Param(run.model.embed[...] * 1.01)
 
     def start(model):
-        batch = SlotBatch(model, 4, CONTEXT, cache_dir=tmp_path)
+        batch = builder.make_slots(model, 4, CONTEXT, cache_dir=tmp_path)
         batch._programs |= slots._programs
         batch.compile(model.config)
         return batch

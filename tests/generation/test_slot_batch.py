@@ -11,7 +11,6 @@ from dantinox.generation import LoadedModel, slot_batch
 from dantinox.generation.engine import Engine
 from dantinox.generation.prompt_scope import PromptScope
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.slot_batch import SlotBatch
 from dantinox.sampling import process_logits
 from tests.error_texts import ERRORS
 
@@ -41,7 +40,7 @@ def make(context=CONTEXT, settings=None, **changes):
     run = LoadedModel(
         build_config({"model": {"max_context": context}} | (settings or {})), builder.model(builder.config(**changes)), BYTES
     )
-    return run, SlotBatch(run, 4, context)
+    return run, builder.make_slots(run, 4, context)
 
 
 DRAWN = {"temperature": 1.2, "top_p": 0.95}
@@ -268,7 +267,7 @@ def test_settings_that_a_server_rejects(served):
     with pytest.raises(UserError, match=ERRORS["generation_banned_tokens_must_have_at"]):
         slots.row_params(config)
     with pytest.raises(UserError, match=ERRORS["context_must_be_in_2"]):
-        SlotBatch(run, 4, 321)
+        builder.make_slots(run, 4, 321)
 
 
 @pytest.mark.slow
@@ -377,7 +376,7 @@ def test_slots_that_do_not_fit_into_memory_are_one_sentence(monkeypatch):
     """A slot of 32 positions takes 32 · 2 · 2 · 8 numbers of 4 bytes."""
     model, slot = builder.circle(), 4 * 32 * 2 * 2 * 8
     monkeypatch.setattr(slot_batch, "free_bytes", lambda memory: 5 * slot)
-    assert SlotBatch(model, 5, 32).count == 5
+    assert builder.make_slots(model, 5, 32).count == 5
     with pytest.raises(UserError, match=r"^the caches of 6 requests of 32 tokens take 0\.0 GB, but only 0\.0 GB of memory"):
-        SlotBatch(model, 6, 32)
-    assert SlotBatch(model, None, 32).count == 1  # a quarter of the free memory
+        builder.make_slots(model, 6, 32)
+    assert builder.make_slots(model, None, 32).count == 1  # a quarter of the free memory

@@ -9,7 +9,6 @@ import pytest
 from dantinox.config import TokenizerSection, UserError
 from dantinox.generation.constraints import Constraint
 from dantinox.generation.engine import Engine
-from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.token_healing import MAX_HEALED_TOKENS, HealedPrefix, PieceIndex
 from dantinox.text import Tokenizer, train_tokenizer
 from dantinox.text.chat_template import ChatPrompt
@@ -130,7 +129,7 @@ def test_chats_and_token_ids_refuse_it():
 
 @pytest.mark.slow
 def test_healed_requests_in_a_slot_batch():
-    run, slots = RUN, SlotBatch(RUN, 3, CONTEXT)
+    run, slots = RUN, builder.make_slots(RUN, 3, CONTEXT)
     slots.compile(run.config)
     requests = [
         run.request(prompt, {"token_healing": heals, "max_new_tokens": 9, "seed": seed, **more}, logprobs=0)

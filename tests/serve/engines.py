@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from functools import cache
 from typing import Any
 
+from dantinox.config.engine_options import EngineOptions
 from dantinox.generation import LoadedModel
 from dantinox.generation.request import GenerationRequest
 from dantinox.serve.async_engine import AsyncEngine
@@ -30,7 +31,7 @@ def start(engine: AsyncEngine) -> AsyncEngine:
 
 def start_engine(queue: int = 4, **options: Any) -> AsyncEngine:
     """Returns an engine with the small model, which is ready."""
-    engine = AsyncEngine(small_model(), slots=SLOTS, queue=queue, **options)
+    engine = AsyncEngine(small_model(), EngineOptions(slots=SLOTS, queue=queue, **options))
     engine._batch._programs |= _programs
     _programs.update(start(engine)._batch._programs)
     return engine

@@ -10,10 +10,11 @@ from starlette.testclient import TestClient
 
 from dantinox.cli import command_parser
 from dantinox.config import UserError
+from dantinox.config.engine_options import BACKGROUND, EngineOptions
 from dantinox.generation.embedder import POOLINGS, Embedder
 from dantinox.generation.engine_jobs import RequestFailed
 from dantinox.serve.app import make_app
-from dantinox.serve.async_engine import BACKGROUND, AsyncEngine
+from dantinox.serve.async_engine import AsyncEngine
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.options import Options
 from tests.error_texts import ERRORS
@@ -295,7 +296,7 @@ def test_the_flags_have_the_names_of_the_engine():
 @pytest.mark.slow
 def test_programs_are_compiled_in_the_background(run):
     """The first request for prompt log-probabilities, the router or embeddings then compiles nothing."""
-    engine = AsyncEngine(run, slots=2, queue=2, background=BACKGROUND)
+    engine = AsyncEngine(run, EngineOptions(slots=2, queue=2, background=BACKGROUND))
     engine.start()
     while engine.status().state == "loading":
         time.sleep(0.01)

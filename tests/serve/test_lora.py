@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 import dantinox
 from dantinox.cli import main
 from dantinox.config import UserError
+from dantinox.config.engine_options import EngineOptions
 from dantinox.generation.request import GenerationRequest
 from dantinox.run import open_run
 from dantinox.run.peft_folder import load_lora
@@ -196,7 +197,7 @@ def test_routes_that_change_adapters(engine, tmp_path):
 
 def test_adapters_are_loaded_and_unloaded_in_a_running_server(run_dir, folder):
     run = dantinox.load(run_dir, loras={"one": folder / "one"})
-    engine = AsyncEngine(run, slots=3, context=64, max_loras=2, max_lora_rank=3)
+    engine = AsyncEngine(run, EngineOptions(slots=3, context=64, max_loras=2, max_lora_rank=3))
     paths = {"one": folder / "one", "two": folder / "two", None: run_dir}
     expected = {name: run.tokenizer.decode(tokens_of(path)) for name, path in paths.items()}
 
@@ -241,7 +242,7 @@ def test_adapters_are_loaded_and_unloaded_in_a_running_server(run_dir, folder):
 
 
 def test_a_load_ends_with_the_engine(run_dir, folder):
-    engine = AsyncEngine(dantinox.load(run_dir), slots=1, context=64, max_loras=1)
+    engine = AsyncEngine(dantinox.load(run_dir), EngineOptions(slots=1, context=64, max_loras=1))
     engine._state = "ready"  # its thread never starts
 
     async def use():

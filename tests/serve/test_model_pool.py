@@ -18,6 +18,7 @@ from flax import nnx
 
 from dantinox.cli import main
 from dantinox.config import UserError
+from dantinox.config.engine_options import EngineOptions
 from dantinox.serve import model_pool
 from dantinox.serve.api_keys import ApiKeys, single_key
 from dantinox.serve.model_loading import OpenModel, open_model
@@ -545,8 +546,8 @@ def test_real_models_with_room_for_two(run_dir, ending_run_dir, tmp_path):
     paths, settings = {"circle": run_dir, "ending": ending_run_dir, "copy": copy}, {"greedy": True, "max_new_tokens": 25}
     around = CIRCLE[1:] + CIRCLE  # the text after "a", of 25 bytes
     expected = {"circle": around, "ending": CIRCLE[1:], "copy": around}
-    sizes = {"slots": 2, "context": 64, "queue": 8, "prefix_cache": 0}
-    specs = [ModelSpec(name, path, settings=settings, sizes=sizes) for name, path in paths.items()]
+    options = EngineOptions(slots=2, context=64, queue=8, prefix_cache=0)
+    specs = [ModelSpec(name, path, settings=settings, options=options) for name, path in paths.items()]
     most = open_model(specs[0]).engine.memory_bytes  # they have equal shapes
     pool = ModelPool(specs, open_model, memory=2 * most)
     app, arrays = make_pool_app(pool, Options()), []

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from dantinox import cli
+from dantinox.config.engine_options import EngineOptions
 from dantinox.serve.api_keys import ApiKeys, read_keys
 from dantinox.serve.app import make_app
 from dantinox.serve.limits import Limits
@@ -219,9 +220,9 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
     made = []
 
     class AsyncEngine(FakeRunning):
-        def __init__(self, run, **options):
+        def __init__(self, run, options, *, name, **others):
             super().__init__(run)
-            self.options, self.name = options, options["name"]
+            self.options, self.others, self.name = options, others, name
             made.append(self)
 
     def ask():
@@ -248,11 +249,12 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
     flags += f" --prefill_rows 4 --prefix_cache 7 --cache_dir {tmp_path / 'prefixes'}"
     code = cli.main(["serve", "--run_dir", str(run_dir), *flags.split(), *lite, "--chat_template", "plain", "--top_p", "0.5"])
     asking.join()
-    expected = {"slots": 3, "context": 100, "queue": 5, "name": "x", "overrides": {"top_p": 0.5}}
-    expected |= {"prefix_cache": 7_000_000, "cache_dir": tmp_path / "prefixes"}
-    expected |= {"prefill_rows": 4}
-    expected |= {"background": ["steps", "echo"], "max_loras": None, "max_lora_rank": None, "lora_paths": {}, "memory": None}
-    assert code == 0 and made[0].options == expected
+    expected = EngineOptions(
+        slots=3, context=100, queue=5, background=("steps", "echo"), prefill_rows=4, prefix_cache=7_000_000,
+        cache_dir=tmp_path / "prefixes",
+    )  # fmt: skip
+    assert code == 0 and made[0].options == expected and made[0].name == "x"
+    assert made[0].others == {"overrides": {"top_p": 0.5}, "lora_paths": {}}
     assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
     assert capfd.readouterr().out == f"x is served at {url} (a web page; OpenAI: {url}/v1, KoboldAI: {url}/api)\n"
 

@@ -10,6 +10,7 @@ import pytest
 
 import dantinox
 from dantinox.config import UserError
+from dantinox.config.engine_options import EngineOptions
 from dantinox.generation.request import GenerationRequest
 from dantinox.serve import weight_reload
 from dantinox.serve.async_engine import AsyncEngine
@@ -30,7 +31,7 @@ def path(run_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(path):
-    engine = AsyncEngine(dantinox.load(path), slots=2, context=128, queue=8, overrides={"greedy": True})
+    engine = AsyncEngine(dantinox.load(path), EngineOptions(slots=2, context=128, queue=8), overrides={"greedy": True})
     yield start(engine)
     engine.close()
 
