@@ -57,7 +57,7 @@ class Engine(EngineBase[SlotBatch]):
         that adds responses to the prefix cache is not idle.
       compile: called with the settings, `echo` and the subset of the sampling steps of a request whose programs are not
         compiled. The request waits until the batch is `ready` for it. The default compiles the programs immediately.
-      changes: replaces the weights, and loads and unloads adapters.
+      changes: changes the model while it is served.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Engine(EngineBase[SlotBatch]):
         """Adds a request; `step` returns its outputs.
 
         Raises:
-          UserError: the request does not fit the context or exceeds a limit, its settings or its constraint are invalid, or
-            its adapter is not loaded.
+          UserError: the request does not fit the context or exceeds a limit, its settings or its constraint are invalid,
+            or as in `SlotBatch.scope`.
           QueueFull: the queue is full.
         """
         job = self.reserve(request)
@@ -108,7 +108,7 @@ class Engine(EngineBase[SlotBatch]):
         request = self.model.heal(request)
         job = Job(request, min(request.config.generation.max_new_tokens, self.batch.context - len(request.ids)))
         with self.lock:
-            job.scope = self.batch.scope(request.salt, request.lora)
+            job.scope = self.batch.scope(request)
             self._scheduler.add(job)
             self._jobs[job] = None
         return job
@@ -175,7 +175,7 @@ class Engine(EngineBase[SlotBatch]):
         self._add_responses()
 
     def _before_dispatch(self) -> None:
-        self.changes.copy_adapters()
+        self.changes.add_waiting()
         if self.changes.install_weights(self.load.busy > 0 or self._pending is not None):
             self._admit()
         self._prefill_prompts()

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import Config
-from dantinox.generation.features import Feature, Features
+from dantinox.generation.features import Feature
 
 
 @jax.tree_util.register_dataclass
@@ -52,18 +52,16 @@ class RowPairs(Feature):
         return cls(np.full(1, guide, np.int32), np.full(1, main, np.int32), np.full(1, scale, np.float32))
 
 
-def rows_per_sample(config: Config) -> int:
-    """Returns the rows of each sample of a request with these settings: with guidance two, the second one is the guide row."""
-    return 1 if config.generation.guidance_scale == 1 else 2
+def is_on(config: Config) -> bool:
+    """Returns whether requests with these settings have guidance."""
+    return config.generation.guidance_scale != 1
 
 
-def row_features(config: Config, rows: Sequence[int]) -> list[Features]:
-    """Returns the features of the rows of a sample, given their places in the batch: first the main row.
+def row_pairs(config: Config, rows: Sequence[int]) -> list[RowPairs]:
+    """Returns the pairs of a main row and its guide row, given their places in the batch.
 
     A main row whose guide row is not given is its own guide.
     """
     main, *guides = rows
-    if rows_per_sample(config) == 1:
-        return [()]
     pair = RowPairs.row((guides or [main])[0], main, config.generation.guidance_scale)
-    return [(pair,), *((RowPairs.row(guide, main),) for guide in guides)]
+    return [pair, *(RowPairs.row(guide, main) for guide in guides)]

@@ -23,6 +23,7 @@ from dantinox.generation.memory_groups import DividedRun, divide, fitting_rows
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.offline_run import BatchRun
 from dantinox.generation.request import GenerationRequest
+from dantinox.generation.request_features import feature_names
 from dantinox.generation.result import Result
 from dantinox.generation.static_batch import padded_length
 from dantinox.generation.token_settings import with_default_seed
@@ -458,7 +459,7 @@ class LoadedModel(ModelBundle):
             if request.logit_processor is not None:
                 check_logit_processor(request.logit_processor)
             shared = [getattr(config.generation, name) for name in (*PER_BATCH_SETTINGS, *DRAFT_SETTINGS)]
-            key = (*shared, config.router.use_attention, config.kv, *report, request.guided, request.rows_per_sample)
+            key = (*shared, config.router.use_attention, config.kv, *report, request.guided, feature_names(request.config))
             key = (*key, request.logit_processor)
             groups.setdefault(key, []).append(number)
 

@@ -17,10 +17,10 @@ from dantinox.generation.bans import TextBan, compile_regexes, find_banned_strin
 from dantinox.generation.cache_plan import fall_back_to_uniform
 from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
 from dantinox.generation.features import Constants, Features
-from dantinox.generation.guidance import row_features
 from dantinox.generation.guides import RESTART_BEFORE, AfterTrigger, Gap, Guide, Reasoning, ReasoningBudget, WholeText
 from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare, weight_bytes
 from dantinox.generation.request import GenerationRequest
+from dantinox.generation.request_features import row_features
 from dantinox.generation.token_healing import HealedPrefix, PieceIndex
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
@@ -139,6 +139,24 @@ class ModelBundle:
         if len(self._prepared) > MAX_PREPARED:
             del self._prepared[next(iter(self._prepared))]
         return prepared
+
+    def batch_features(
+        self, rows: Sequence[GenerationRequest], main_rows: int, order: HeadOrder | None = None
+    ) -> tuple[Features, Constants]:
+        """Returns the features of the rows of a batch, and their constants.
+
+        Args:
+          rows: the request of each row. Row r + k · `main_rows`, for k ≥ 1, follows row r.
+          order: the order of the key heads of the prepared model.
+
+        Raises:
+          UserError: no adapter has the name that a request has.
+        """
+        by_row = [row_features(rows[row].config, range(row, len(rows), main_rows)) for row in range(main_rows)]
+        in_order = [features for column in zip(*by_row, strict=True) for features in column]
+        features: Features = jax.tree.map(lambda *parts: np.concatenate(parts), *in_order)
+        adapted, constants = self.adapter_features([row.lora for row in rows], order)
+        return (*features, *adapted), constants
 
     def adapter_features(self, names: Sequence[str | None], order: HeadOrder | None = None) -> tuple[Features, Constants]:
         """Returns the feature of the rows of a batch, given the names of their adapters, and its constants.
@@ -297,11 +315,6 @@ class ModelBundle:
         if self.tokenizer.bos_id is None:
             raise UserError("the prompt is empty and the tokenizer has no BOS token: enter at least one character")
         return [self.tokenizer.bos_id]
-
-    def row_features(self, config: Config, rows: Sequence[int]) -> list[Features]:
-        """Returns the features of the rows of a sample, given their places in the batch: first the main row, then those that
-        follow it, if they are known."""
-        return row_features(config, rows)
 
     def prompts(self, request: GenerationRequest, context: int) -> list[tuple[int, ...]]:
         """Returns the prompts of the rows of each sample of a request: its prompt, and with guidance the negative prompt.

@@ -27,7 +27,7 @@ class ModelChanges:
     """Weights and adapters that have been prepared, and wait for the next step of an engine.
 
     Any thread may call `replace_weights`, `load_adapter`, `fail_adapters` and `unload_adapter`. Only the thread of
-    `Engine.step` may call `copy_adapters` and `install_weights`.
+    `Engine.step` may call `add_waiting` and `install_weights`.
     """
 
     def __init__(self, batch: SlotBatch, lock: threading.RLock, scopes_in_use: Callable[[], list[PromptScope]]):
@@ -103,7 +103,7 @@ class ModelChanges:
 
     # --- only the thread of `Engine.step`
 
-    def copy_adapters(self) -> None:
+    def add_waiting(self) -> None:
         """Copies the new adapters to the device."""
         for name, digest, arrays, copied in self._take_adapters():
             if not copied.set_running_or_notify_cancel():

@@ -11,7 +11,6 @@ from dantinox.generation.cache_plan import head_order, plan_cache
 from dantinox.generation.decode import DECODE_CHUNK
 from dantinox.generation.engine_base import STREAM_CHUNK_SECONDS, EngineBase
 from dantinox.generation.engine_jobs import Job
-from dantinox.generation.features import Features
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.result import GenerationStats, Result, TokenColumns
@@ -98,9 +97,6 @@ class BatchRun:
         main_rows = P * n
         rows = [request for request in requests for _ in range(n)] * first.rows_per_sample
         configs = [row.config for row in rows]
-        by_row = [model.row_features(configs[row], range(row, len(rows), main_rows)) for row in range(main_rows)]
-        in_order = [features for column in zip(*by_row, strict=True) for features in column]
-        features: Features = jax.tree.map(lambda *rows: np.concatenate(rows), *in_order)
         kv, calibration = model.kv(first.config)
         params = model.params(
             configs,
@@ -121,7 +117,7 @@ class BatchRun:
         prepared = model.prepared(section, order)
         slots, constrained = slots or slots_needed(lengths_P, limits_P, pad), first.guided
         stepper, constants = plan_stepper(first.config, model, prepared, len(rows), slots, constrained=constrained)
-        adapted, adapter_constants = model.adapter_features([row.lora for row in rows], order)
+        features, shared = model.batch_features(rows, main_rows, order)
         self.batch = StaticBatch(
             prepared,
             prompt_PT,
@@ -139,8 +135,8 @@ class BatchRun:
             plan=plan_cache(model.model.config, kv, slots, calibration, True),
             pad=pad,
             constrained=constrained,
-            features=(*features, *adapted),
-            constants={**constants, **adapter_constants},
+            features=features,
+            constants={**constants, **shared},
             main_rows=main_rows,
         )
         seconds = STREAM_CHUNK_SECONDS if stream else None

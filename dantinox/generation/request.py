@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dantinox.config import Config
+from dantinox.generation import guidance
 from dantinox.generation.constraints import Constraint
-from dantinox.generation.guidance import rows_per_sample
 from dantinox.generation.guides import Reasoning
 from dantinox.sampling.logit_processor import LogitProcessor
 from dantinox.sampling.params import ScoreFn
@@ -59,8 +59,8 @@ class GenerationRequest:
 
     @property
     def rows_per_sample(self) -> int:
-        """The rows of each sample in a batch (`generation.guidance`)."""
-        return rows_per_sample(self.config)
+        """The rows of each sample in a batch: with guidance two, of which the second one reads the negative prompt."""
+        return 2 if guidance.is_on(self.config) else 1
 
     @property
     def guided(self) -> bool:

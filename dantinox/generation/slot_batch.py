@@ -28,6 +28,8 @@ from dantinox.generation.prefix_cache import PrefixCache, make_prefix_cache, poo
 from dantinox.generation.prefix_files import fingerprint, read_blocks, write_blocks
 from dantinox.generation.prompt_scope import NO_SCOPE, PromptScope, find_scope, is_current, scope_features
 from dantinox.generation.quantized_weights import SplitModel, split_model
+from dantinox.generation.request import GenerationRequest
+from dantinox.generation.request_features import row_features
 from dantinox.generation.running_batch import Recurrent, RowStatus, restart_slots
 from dantinox.generation.slot_params import MAX_ALTERNATIVES, ProgramKey, RowParams, ServedSettings, next_power_of_two
 from dantinox.generation.slot_prefill import MIN_PADDED_CHUNK, SLOT_PREFILL_CHUNK, PrefillBatch, SlotRow
@@ -257,7 +259,7 @@ class SlotBatch(PrefillBatch):
 
     def _features(self, config: Config) -> Features:
         """Returns the features of a row that is not used, in a program for requests with these settings."""
-        return *self._bundle.row_features(config, [0])[0], *scope_features(self.adapters, [NO_SCOPE])
+        return *row_features(config, [0])[0], *scope_features(self.adapters, [NO_SCOPE])
 
     def _init_inputs(
         self,
@@ -277,9 +279,9 @@ class SlotBatch(PrefillBatch):
         features += self._stepper.features(tokens_1S, np.asarray([len(tokens)], np.int32), np.asarray([row_params.width]))
         return row_params.params, tokens_1S, *sizes, row_params.end_ids_1E, features, values
 
-    def scope(self, salt: str, lora: str | None) -> PromptScope:
-        """Returns the scope of a new prompt, as `find_scope` does. Any thread may call it."""
-        return find_scope(self.adapters, salt, lora)
+    def scope(self, request: GenerationRequest) -> PromptScope:
+        """Returns the scope of the prompt of a request, as `find_scope` does. Any thread may call it."""
+        return find_scope(self.adapters, request.salt, request.lora)
 
     def is_current(self, scope: PromptScope) -> bool:
         """Returns whether new prompts may still share keys with those of this scope."""
@@ -318,7 +320,7 @@ class SlotBatch(PrefillBatch):
         )
         recurrent = row.history[-1] if row.history else None
         slots = [slot, *followers]
-        for place, features in zip(slots, self._bundle.row_features(row_params.config, slots), strict=True):
+        for place, features in zip(slots, row_features(row_params.config, slots), strict=True):
             self._init_row(place, row_params, output, limit, recurrent if place == slot else None, features)
         row.remaining, row.program, row.reports, row.counts = limit, program, report, {}
         row.subset = ALL_STEPS if report or constrained else row_params.subset

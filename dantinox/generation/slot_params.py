@@ -14,8 +14,8 @@ from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation_settings import section_order
 from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
-from dantinox.generation.guidance import rows_per_sample
 from dantinox.generation.model_bundle import ModelBundle
+from dantinox.generation.request_features import feature_names
 from dantinox.generation.running_batch import NO_ID
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
 from dantinox.sampling import LogitProcessor, ProgramOptions, SamplingParams
@@ -35,14 +35,14 @@ class ProgramKey(NamedTuple):
     """The key of a decode program; requests with the same key are decoded together.
 
     All requests without the router share one program, which reads the order of the sampling steps and the rules for ties and
-    top_p from arrays. With the router, different rules need different programs. Requests whose samples have several rows have
-    programs of their own.
+    top_p from arrays. With the router, different rules need different programs. Requests with different `features` have
+    different programs too (`request_features`).
     """
 
     strategy: str
     words: tuple[tuple[str, str], ...] = ()
     attends: bool = False
-    rows_per_sample: int = 1
+    features: tuple[str, ...] = ()
 
 
 class RowParams(NamedTuple):
@@ -114,11 +114,11 @@ class ServedSettings:
                 self._config.generation, key
             ):  # the message must not contain the keys
                 raise UserError(f"generation.{key} is set by this server and cannot be changed", key=f"generation.{key}")
-        rows = rows_per_sample(config)
+        features = feature_names(config)
         if g.strategy == "chain":
-            return ProgramKey("chain", rows_per_sample=rows)
+            return ProgramKey("chain", features=features)
         words = tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS)
-        return ProgramKey(g.strategy, words, config.router.use_attention, rows)
+        return ProgramKey(g.strategy, words, config.router.use_attention, features)
 
     def _check_drafts(self, requested: GenerationSection) -> None:
         """Checks that the drafts of a request are a part of those that the programs of the server can verify."""

@@ -12,6 +12,7 @@ from dantinox.config import ExpertsConfig, LatentConfig, UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.adapter_slots import AdapterSlots
 from dantinox.generation.engine import Engine
+from dantinox.generation.prompt_scope import find_scope
 from dantinox.generation.quantized_weights import dequantize, permute_heads, prepare
 from dantinox.generation.request import GenerationRequest
 from dantinox.interop.ggml_quantize import quantize
@@ -305,8 +306,8 @@ def test_the_prefix_cache_separates_adapters(engine):
         jobs = [engine.add(request(engine, LONG, name)) for name in (None, NAMES[0], NAMES[1])]
         assert finish(engine, jobs) == expected
     assert [job.stats.reused_tokens for job in jobs] == [slots.prefill_chunk * ((len(ids) - 1) // slots.prefill_chunk)] * 3
-    assert slots.assign_sequence(0, ids, slots.scope("", NAMES[7]))  # the keys of other adapters do not count
-    assert not slots.assign_sequence(0, ids, slots.scope("", NAMES[0])) and not slots.assign_sequence(0, ids)
+    assert slots.assign_sequence(0, ids, find_scope(slots.adapters, "", NAMES[7]))  # the keys of other adapters do not count
+    assert not slots.assign_sequence(0, ids, find_scope(slots.adapters, "", NAMES[0])) and not slots.assign_sequence(0, ids)
 
 
 def test_adapters_are_loaded_and_unloaded_while_requests_run(engine, run, programs):
