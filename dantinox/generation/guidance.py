@@ -52,7 +52,7 @@ class RowPairs(Feature):
         return cls(np.full(1, guide, np.int32), np.full(1, main, np.int32), np.full(1, scale, np.float32))
 
 
-def is_on(config: Config) -> bool:
+def has_guidance(config: Config) -> bool:
     """Returns whether requests with these settings have guidance."""
     return config.generation.guidance_scale != 1
 

@@ -366,7 +366,7 @@ class LoadedModel(ModelBundle):
         Example:
           >>> model = dantinox.load("runs/quickstart")
           >>> model.request("ab", {"temperature": 0.5}).ids
-          (97, 98)
+          (257, 97, 98)
         """
         if logprobs is not None and not 0 <= logprobs <= self.tokenizer.vocab_size:
             raise UserError(f"logprobs must be an integer in [0, {self.tokenizer.vocab_size}], got {logprobs}")

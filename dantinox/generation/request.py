@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dantinox.config import Config
-from dantinox.generation import guidance
 from dantinox.generation.constraints import Constraint
+from dantinox.generation.guidance import has_guidance
 from dantinox.generation.guides import Reasoning
 from dantinox.sampling.logit_processor import LogitProcessor
 from dantinox.sampling.params import ScoreFn
@@ -60,7 +60,7 @@ class GenerationRequest:
     @property
     def rows_per_sample(self) -> int:
         """The rows of each sample in a batch: with guidance two, of which the second one reads the negative prompt."""
-        return 2 if guidance.is_on(self.config) else 1
+        return 2 if has_guidance(self.config) else 1
 
     @property
     def guided(self) -> bool:

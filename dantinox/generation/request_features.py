@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dantinox.config import Config
-from dantinox.generation import guidance
 from dantinox.generation.features import Feature, Features
+from dantinox.generation.guidance import has_guidance, row_pairs
 
 
 class RequestFeature(NamedTuple):
@@ -23,7 +23,7 @@ class RequestFeature(NamedTuple):
     of_rows: Callable[[Config, Sequence[int]], Sequence[Feature]]
 
 
-FEATURES = (RequestFeature("guidance", guidance.is_on, guidance.row_pairs),)
+FEATURES = (RequestFeature("guidance", has_guidance, row_pairs),)
 
 
 def feature_names(config: Config) -> tuple[str, ...]:

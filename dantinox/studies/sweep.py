@@ -27,7 +27,7 @@ from dantinox.config.sweep_file import Sweep, Trial
 from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
 from dantinox.report import read_csv, read_jsonl
 from dantinox.report.metric_files import best_evaluation, evaluation_loss
-from dantinox.run import RunDirectory
+from dantinox.run import RunDirectory, save_config
 
 PLAN_FILE = "plan.json"
 SIGNAL_EXIT_CODES = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}
@@ -255,6 +255,12 @@ def _train_in_child(config: Config, path: Path, prepare: Callable[[], None], sen
 
         launch(config, run_dir=path, resume=(path / "config.yaml").is_file())
     except UserError as error:
+        from dantinox.training.training_log import NonFiniteLoss
+
+        run = RunDirectory(path)
+        if isinstance(error.__cause__, NonFiniteLoss) and not run.config.is_file():
+            path.mkdir(exist_ok=True)  # `launch` removes a run without a checkpoint, but this is the result of a trial
+            save_config(run, config)
         sender.send_bytes(str(error).encode())
         sys.exit(2)
     except KeyboardInterrupt:

@@ -148,7 +148,7 @@ class Checkpoints:
         self.wait()
         args, record = orbax.args, facts | {"progress": asdict(progress)}
         arguments = args.Composite(state=args.StandardSave(_state_dict(state)), facts=args.JsonSave(record))
-        small = _smallest_arrays(state.parameters)
+        updates, small = int(state.step), _smallest_arrays(state.parameters)
         metrics = None if val_loss is None else {"val_loss": val_loss}
 
         def begin() -> None:
@@ -157,25 +157,26 @@ class Checkpoints:
             if is_rank0():
                 self._unfinished(step).touch()
             manager.save(step, args=arguments, metrics=metrics, force=True)
-            self._manifest = self._writer.submit(self._finish, step, small, facts, logs)
+            self._manifest = self._writer.submit(self._finish, step, updates, small, facts, logs)
 
         self._guard_disk(begin)
 
-    def _finish(self, step: int, small: list[str], facts: dict[str, Any], logs: dict[Path, int]) -> None:
+    def _finish(self, step: int, updates: int, small: list[str], facts: dict[str, Any], logs: dict[Path, int]) -> None:
         self._manager.wait_until_finished()
         if is_rank0():
-            self._read_back(step, small)
+            self._read_back(step, updates, small)
             write_step_manifest(self.path / str(step), facts, logs)
             self._unfinished(step).unlink()
 
-    def _read_back(self, step: int, small: list[str]) -> None:
-        """Restores the step number and some parameters of a new checkpoint, as a resumed run will restore all arrays.
+    def _read_back(self, step: int, updates: int, small: list[str]) -> None:
+        """Restores the number of updates and some parameters of a new checkpoint, as a resumed run will restore all arrays.
 
         Args:
+          updates: the number of optimizer updates until this step.
           small: the names of the parameters to restore.
 
         Raises:
-          UserError: they cannot be restored, or belong to another step.
+          UserError: they cannot be restored, or the checkpoint holds another number of updates.
         """
         import orbax.checkpoint as orbax
 
@@ -189,8 +190,9 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             message = f"the checkpoint of step {step} in {self.path} cannot be read back: {self._disk_problem(error)}"
             raise UserError(message) from error
-        if found != step:
-            raise UserError(f"the checkpoint of step {step} in {self.path} cannot be read back: it holds step {found}")
+        if found != updates:
+            problem = f"it holds {found} updates instead of {updates}"
+            raise UserError(f"the checkpoint of step {step} in {self.path} cannot be read back: {problem}")
 
     def restore(self, abstract: TrainState) -> RestoredCheckpoint | None:
         """Restores the newest intact step with the shardings of `abstract`; returns None if no step was completed.

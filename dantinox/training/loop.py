@@ -186,7 +186,7 @@ class Trainer:
                 self.checkpoints.wait()
                 good = self.checkpoints.newest()
                 hint = f"the last good checkpoint is step {good}" if good else "there is no checkpoint yet"
-                raise UserError(f"{bad}; {hint}")
+                raise UserError(f"{bad}; {hint}") from bad
             self._rewind(bad)
 
     def _open_batches(self) -> BatchSource:

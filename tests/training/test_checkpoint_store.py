@@ -48,6 +48,16 @@ def test_checkpoint_in_a_directory_with_any_name_is_restored(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, restored.state, state_of(3))
 
 
+def test_a_step_may_have_several_updates(tmp_path):
+    """With `grpo.updates`, the state counts the updates of the optimizer."""
+    checkpoints = Checkpoints(tmp_path, 2)
+    checkpoints.save(3, state_of(6), TrainingProgress(), {}, val_loss=None)
+    checkpoints.wait()
+    restored = checkpoints.restore(jax.eval_shape(lambda: state_of(0)))
+    checkpoints.close()
+    assert restored.step == 3 and int(restored.state.step) == 6
+
+
 def test_step_that_cannot_be_read_back_is_not_complete(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, 2)
     save(checkpoints, 1)
