@@ -8,7 +8,7 @@ computes is chosen by a `Stepper`; what only some batches need are features (`ge
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,6 @@ class Stepper:
     """
 
     group: int | None = field(default=None, kw_only=True)
-    uses_cache: ClassVar[bool] = True
 
     @property
     def width(self) -> int:

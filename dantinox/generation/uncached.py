@@ -1,7 +1,6 @@
 """`UncachedStepper`: decoding without a cache, where each step computes the whole text (`generation.use_cache: false`)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +24,6 @@ from dantinox.sampling import SamplingParams
 @dataclass(frozen=True)
 class UncachedStepper(Stepper):
     """Decodes one token of each row per step from all tokens before it."""
-
-    uses_cache: ClassVar[bool] = False
 
     def features(self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray) -> Features:
         return (Text(tokens_BS),)
