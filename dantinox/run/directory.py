@@ -222,12 +222,13 @@ def check_resumable(path: str | Path) -> Path:
     """Returns the path of the config of a run that training can continue.
 
     Raises:
-      UserError: the directory has no config.yaml, or weights without checkpoints, as an imported run.
+      UserError: the directory has no config.yaml, or weights without checkpoints and logs, as an imported run.
     """
     run = RunDirectory(path)
     if not run.config.is_file():
         raise UserError(f"nothing to resume at {path}: it has no {run.config.name}")
-    if run.weights_or_adapter.is_file() and not run.checkpoints.is_dir():
+    # A training that is killed before its first checkpoint may already have written the weights of an evaluation.
+    if run.weights_or_adapter.is_file() and not run.checkpoints.is_dir() and not run.metrics.is_file():
         raise UserError(f"nothing to resume at {path}: it has no checkpoints; to fine-tune it, train with --init_from {path}")
     return run.config
 

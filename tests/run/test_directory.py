@@ -90,6 +90,9 @@ def test_weights_without_checkpoints_cannot_be_resumed(tmp_path):
     run.weights.touch()
     with pytest.raises(UserError, match=ERRORS["no_checkpoints_to_fine_tune"]):
         check_resumable(tmp_path)
+    run.metrics.touch()
+    assert check_resumable(tmp_path) == run.config, "a training that was killed before its first checkpoint"
+    run.metrics.unlink()
     run.checkpoints.mkdir()
     assert check_resumable(tmp_path) == run.config
 
