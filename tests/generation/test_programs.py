@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dantinox.generation import generate
-from dantinox.generation.decode import _generate_toks
+from dantinox.generation.decode import Stepper, _generate_toks
 from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.slot_programs import prefill_part
 from dantinox.generation.static_batch import RunTimer, StaticBatch, padded_length
@@ -246,7 +246,7 @@ def test_prefill_into_a_slot_copies_no_whole_row(rows):
     cache = jax.eval_shape(lambda: make_cache(model.config, 4, 4096, "float32", segmented=True))
     tokens_RT, zero_R = np.zeros((rows, 16), np.int32), np.zeros(rows, np.int32)
     compiled = prefill_part.lower(
-        split_model(model), cache, zero_R, tokens_RT, zero_R, zero_R, tokens_RT, report=None
+        split_model(model), (cache,), zero_R, tokens_RT, zero_R, zero_R, tokens_RT, (), {}, stepper=Stepper(), report=None
     ).compile()
     memory, row = compiled.memory_analysis(), tree_bytes(cache) // 4
     assert memory.temp_size_in_bytes < row // 2, "one and a half of three layers"
