@@ -13,6 +13,9 @@ from dantinox.config.sampling_steps import STEPS
 from dantinox.sampling.params import CHOICE_SETTINGS, NUMBER_BOUNDS, SamplingParams, enabled_steps, is_greedy
 from dantinox.sampling.state import SamplerState, fields_read
 
+# Read once, because parameters are reduced before each chunk of tokens.
+DEFAULT_CHOICES = tuple((key, GenerationSection.model_fields[key].default) for key in CHOICE_SETTINGS)
+
 
 class Subset(NamedTuple):
     """Steps in their order, and whether the program draws at random."""
@@ -25,7 +28,6 @@ class Subset(NamedTuple):
         """Returns whether a row with these settings runs only these steps, in this order."""
         on = enabled_steps(section, has_stop_ids=True)
         order = [name for name in section_order(section) if name in on]
-        defaults = GenerationSection()
         return (
             section.strategy == "chain"
             and order == [name for name in self.steps if name in on]
@@ -33,7 +35,7 @@ class Subset(NamedTuple):
             and (self.draws or is_greedy(section))
             and not section.loop_stop
             and section.loop_temperature_factor == 1
-            and all(getattr(section, key) == getattr(defaults, key) for key in CHOICE_SETTINGS)
+            and all(getattr(section, key) == default for key, default in DEFAULT_CHOICES)
         )
 
     def reduce(self, params: SamplingParams, state: SamplerState) -> tuple[SamplingParams, SamplerState]:
@@ -46,7 +48,7 @@ class Subset(NamedTuple):
             enabled={name: params.enabled[name] for name in self.steps},
             tables={key: table for key, table in params.tables.items() if key in tables},
             plan=self.steps,
-            choices=tuple((key, getattr(GenerationSection(), key)) for key in CHOICE_SETTINGS),
+            choices=DEFAULT_CHOICES,
             order=None,
             loops=None,
             report_rows=None,
