@@ -42,8 +42,7 @@ class Platform:
       min_loss_chunk_tokens: the smallest number of tokens in a chunk of the loss. Every chunk reads the weights of the output
         layer and writes their gradient, so many small chunks cost memory traffic.
       prefill_rows: the number of prompt chunks that one program processes in about the time of a single chunk.
-      decode_group: the number of decoding steps in a loop of fixed length. Before each iteration of a loop whose length is an
-        argument of the program, a GPU waits for the host; None: it does not matter.
+      decoding_options: compiler options of the programs that generate tokens.
       large_model_options: compiler options for training and evaluation of models with more than `LARGE_MODEL_BYTES` of weights.
     """
 
@@ -55,7 +54,7 @@ class Platform:
     max_matvec_rows: tuple[int, int] = (0, 0)
     min_loss_chunk_tokens: int = 2048
     prefill_rows: int = 4
-    decode_group: int | None = None
+    decoding_options: tuple[tuple[str, str], ...] = ()
     large_model_options: tuple[tuple[str, str], ...] = ()
 
     def compiler_options(self, bytes_of_weights: int) -> dict[str, str]:
@@ -71,6 +70,9 @@ INDIVIDUAL_MATMULS = ("xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TY
 # step the cores are busy anyway, and early results only occupy memory. With the memory scheduler, a step of a model with 124 M
 # parameters needs a third less memory and takes the same time.
 MEMORY_SCHEDULER = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
+# Before each iteration of a loop, and before each conditional, a GPU waits until the host has read a value and decided. With
+# this option, both are nodes of the CUDA graph that contains them, and the host starts all steps of a program at once.
+LOOPS_ON_DEVICE = ("xla_gpu_enable_command_buffer", "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE")
 PLATFORMS = {
     "cpu": Platform(
         "cpu",
@@ -82,7 +84,7 @@ PLATFORMS = {
         prefill_rows=1,
         large_model_options=(MEMORY_SCHEDULER,),
     ),
-    "gpu": Platform("gpu", "bfloat16", attention_kernel="cudnn", decode_group=8),
+    "gpu": Platform("gpu", "bfloat16", attention_kernel="cudnn", decoding_options=(LOOPS_ON_DEVICE,)),
     "tpu": Platform("tpu", "bfloat16", attention_kernel="splash"),
 }
 

@@ -111,7 +111,7 @@ ROWS = {
             compile=60.3,
         ),
         Row(
-            "deterministic", "20 + 20 steps beside 40, with and without `training.deterministic`",
+            "deterministic", "20 + 20 steps beside 40 with `training.deterministic`, and the time of a step without it",
             "exactness:deterministic", 60,
             (Bar("equal_bits", 1, 1, 1), Bar("slowdown", 1.1, 1.5, 3)),
         ),

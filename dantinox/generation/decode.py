@@ -5,9 +5,9 @@ parameters) is in arrays with a batch axis, so rows of different lengths and set
 computes is chosen by a `Stepper`; what only some batches need are features (`generation.features`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -22,6 +22,7 @@ from dantinox.generation.quantized_weights import MAX_MATVEC_ROWS, SplitModel, d
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.attention import Probe
 from dantinox.model.scoring import token_logprobs
+from dantinox.platform import Platform
 from dantinox.programs import shared_trace
 from dantinox.sampling import SamplerState, SamplingParams, StepInfo, init_state, sample
 from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine_layers, layer_attention
@@ -83,12 +84,7 @@ class Stepper:
     """How a program decodes: one token of each row per step, with the keys and values of the earlier tokens in a cache.
 
     Other ways are subclasses. A stepper is a static argument of the programs.
-
-    Attributes:
-      group: the steps of a loop of fixed length (`Platform.decode_group`); None: one loop.
     """
-
-    group: int | None = field(default=None, kw_only=True)
 
     @property
     def width(self) -> int:
@@ -159,17 +155,18 @@ class Stepper:
 
         buffers = emitted_buffers(model, state, params, report, chunk)
         max_remaining = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))
-        result: tuple[Caches, DecodeState, Emitted] = _run_steps(
-            self.group, jnp.minimum(steps, max_remaining), body, (caches, state, buffers)
+        result: tuple[Caches, DecodeState, Emitted] = jax.lax.fori_loop(
+            0, jnp.minimum(steps, max_remaining), body, (caches, state, buffers)
         )
         return result
 
 
 # With `graph_updates=True` the model would be an output of the program, and every call would copy all weights.
 # With `graph=False` nnx treats the arguments as plain trees and traverses them once instead of several times.
+STATIC_NAMES = ("stepper", "report", "echo", "chunk", "plan", "samples")
 _jit: Any = partial(
     nnx.jit,
-    static_argnames=("stepper", "report", "echo", "chunk", "plan", "samples"),
+    static_argnames=STATIC_NAMES,
     donate_argnames=("caches",),
     graph_updates=False,
     graph=False,
@@ -226,17 +223,17 @@ def _generate_toks(
     return caches, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
 
 
-def _run_steps(group: int | None, steps: jax.Array, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-    """Returns `carry` after `steps` iterations of `body`: first in groups of a fixed length, then one by one."""
-    grouped: jax.Array | int = 0
-    if group is not None:
-        grouped = steps // group * group
+@cache
+def generation_program(platform: Platform) -> Any:
+    """Returns `_generate_toks` as a function that is compiled with the options of a platform."""
+    if not platform.decoding_options:
+        return _generate_toks
+    options = dict(platform.decoding_options)  # which `nnx.jit` does not accept
 
-        def run_group(i: jax.Array, carry: Any) -> Any:
-            return jax.lax.fori_loop(0, group, lambda j, carry: body(group * i + j, carry), carry)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        return _generate_toks(*args, **kwargs)
 
-        carry = jax.lax.fori_loop(0, steps // group, run_group, carry)
-    return jax.lax.fori_loop(grouped, steps, body, carry)
+    return jax.jit(generate, static_argnames=STATIC_NAMES, donate_argnums=1, compiler_options=options)
 
 
 def emitted_buffers(model: Transformer, state: DecodeState, params: SamplingParams, report: int | None, size: int) -> Emitted:

@@ -10,7 +10,7 @@ import numpy as np
 from dantinox.generation.bans import MAX_HELD_TOKENS
 from dantinox.generation.cache_plan import Caches
 from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted
-from dantinox.sampling import SamplingParams, StepInfo
+from dantinox.sampling import StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 
 NO_ID = -1  # pads lists of end ids
@@ -122,7 +122,7 @@ class RunningBatch:
         self.count = count
         self.caches: Caches = ()
         self._rows = [Row() for _ in range(count)]
-        self._states: dict[Hashable, tuple[SamplingParams, DecodeState]] = {}
+        self._states: dict[Hashable, tuple[Any, DecodeState]] = {}
         # Changes are collected on the host and written to the device in one operation before the next chunk.
         self._stopped: dict[Hashable, set[int]] = {}
         self._masks: dict[Hashable, np.ndarray] = {}

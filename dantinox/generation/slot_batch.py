@@ -21,9 +21,10 @@ from dantinox.config import Config, UserError
 from dantinox.config.engine_options import EngineOptions
 from dantinox.generation.adapter_slots import AdapterSlots
 from dantinox.generation.cache_plan import Caches, head_order, plan_cache
-from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted
+from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted, init_row
 from dantinox.generation.features import Features
 from dantinox.generation.model_bundle import ModelBundle
+from dantinox.generation.packing import Layout, PackedParams, pack
 from dantinox.generation.prefix_cache import PrefixCache, make_prefix_cache, pool_bytes, renew_probe
 from dantinox.generation.prefix_files import fingerprint, read_blocks, write_blocks
 from dantinox.generation.prompt_scope import NO_SCOPE, PromptScope, find_scope, is_current, scope_features
@@ -33,16 +34,16 @@ from dantinox.generation.request_features import row_features
 from dantinox.generation.running_batch import Recurrent, RowStatus, restart_slots
 from dantinox.generation.slot_params import MAX_ALTERNATIVES, ProgramKey, RowParams, ServedSettings, next_power_of_two
 from dantinox.generation.slot_prefill import MIN_PADDED_CHUNK, SLOT_PREFILL_CHUNK, PrefillBatch, SlotRow
-from dantinox.generation.slot_programs import copy_slot, decode_slots, init_slot_row, insert_row, int32
+from dantinox.generation.slot_programs import copy_slot, decode_slots, int32, start_row
 from dantinox.generation.steppers import plan_stepper
 from dantinox.model import make_cache
 from dantinox.model.cache import RingLayer
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import free_bytes, tree_bytes
-from dantinox.sampling import LogitProcessor, SamplingParams
+from dantinox.sampling import LogitProcessor
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.state import RECURRENT_FIELDS, fields_read
-from dantinox.sampling.subsets import ALL_STEPS, LARGEST_SUBSET, SUBSETS, restore
+from dantinox.sampling.subsets import ALL_STEPS, LARGEST_SUBSET, reduce_state, restore
 
 COMPILE_THREADS = 2  # programs compiled in parallel
 DEFAULT_SLOTS = 8
@@ -225,7 +226,7 @@ class SlotBatch(PrefillBatch):
         if program.strategy != "chain" or self.logit_processor is not None:
             subsets = [ALL_STEPS]
         decodes = [("decode", program, subset) for subset in subsets]
-        return [*decodes, ("insert", program), ("init", program), ("copy",), *prefills]
+        return [*decodes, ("start", program), ("copy",), *prefills]
 
     def _compile(self, config: Config, kind: str, *key: Any) -> Any:
         zero, V = int32(0), self._architecture.vocab_size
@@ -236,48 +237,50 @@ class SlotBatch(PrefillBatch):
         if kind == "prefill":
             return self._lower_prefill(*key).compile()
         params, state = self._states[key[0]]
+        options = dict(get_platform(self._architecture.platform).decoding_options)
         if kind == "decode":
             reports = report if key[1] == ALL_STEPS else None
-            params, state = _reduced(key[1], params, state)
+            state = replace(state, sampler=reduce_state(key[1], state.sampler))
             arguments = self._model, caches, state, params, zero, self._constants
-            return decode_slots.lower(*arguments, stepper=self._stepper, report=reports).compile()
-        row, *inputs = self._init_inputs(self.row_params(config), (), 0, 0, None, self._features(config))
-        if kind == "init":
-            return init_slot_row.lower(row, *inputs, vocab_size=V).compile()
-        initial = jax.eval_shape(partial(init_slot_row, vocab_size=V), row, *inputs)
-        return insert_row.lower((params, state), (row, initial), zero).compile()
+            lowered = decode_slots.lower(*arguments, stepper=self._stepper, report=reports, subset=key[1])
+            return lowered.compile(compiler_options=options)
+        inputs, numbers = self._row_inputs(0, self.row_params(config), (0,), 0, 0, None, self._features(config))
+        layout = Layout.of(inputs)
+        lowered = start_row.lower(params, state, pack(inputs), numbers, layout=layout, vocab_size=V)
+        return lowered.compile(compiler_options=options)
 
-    def _idle_rows(self, config: Config) -> tuple[SamplingParams, DecodeState]:
+    def _idle_rows(self, config: Config) -> tuple[PackedParams, DecodeState]:
         """Returns the sampling parameters and the decode state of a batch without requests."""
-        row, *inputs = self._init_inputs(self.row_params(config), (0,), 0, 0, None, self._features(config))
-        state = init_slot_row(row, *inputs, vocab_size=self._architecture.vocab_size)
-        off = jax.tree.map(np.zeros_like, row.enabled)
-        idle = replace(row, enabled=off), replace(state, done_B=np.ones(1, bool))
-        rows = jax.tree.map(lambda x: np.repeat(x, self.count, axis=0), jax.device_get(idle))
-        params, state = jax.device_put(rows)  # compiles nothing
-        return params, state
+        inputs, numbers = self._row_inputs(0, self.row_params(config), (0,), 0, 0, None, self._features(config))
+        params, (tokens_1S, *others), V = inputs[0], inputs[1:], self._architecture.vocab_size
+        shapes = jax.eval_shape(partial(init_row, vocab_size=V), params, tokens_1S, *numbers[1:], *others)
+        state = replace(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), done_B=np.ones(1, bool))
+        idle = PackedParams.of(replace(params, enabled=jax.tree.map(np.zeros_like, params.enabled)), V), state
+        packed, state = jax.device_put(jax.tree.map(lambda x: np.repeat(x, self.count, axis=0), idle))  # compiles nothing
+        return packed, state
 
     def _features(self, config: Config) -> Features:
         """Returns the features of a row that is not used, in a program for requests with these settings."""
         return *row_features(config, [0])[0], *scope_features(self.adapters, [NO_SCOPE])
 
-    def _init_inputs(
+    def _row_inputs(
         self,
+        slot: int,
         row_params: RowParams,
         tokens: Sequence[int],
         generated: int,
         limit: int,
         recurrent: Recurrent | None,
         features: Features,
-    ) -> tuple[Any, ...]:
-        """Returns the arguments of `init_row`; those of the stepper are added to the features."""
+    ) -> tuple[tuple[Any, ...], np.ndarray]:
+        """Returns what `start_row` reads of a row, before it is packed; the features of the stepper are added to the others."""
         tokens_1S = np.zeros((1, self.context), np.int32)
         tokens_1S[0, : len(tokens)] = tokens
         names = set(RECURRENT_FIELDS) & fields_read(row_params.params.plan)
         values = {name: np.asarray([(recurrent or {}).get(name, np.nan)], np.float32) for name in sorted(names)}
-        sizes = int32(len(tokens)), int32(generated), int32(limit)
         features += self._stepper.features(tokens_1S, np.asarray([len(tokens)], np.int32), np.asarray([row_params.width]))
-        return row_params.params, tokens_1S, *sizes, row_params.end_ids_1E, features, values
+        numbers = np.asarray([slot, len(tokens), generated, limit], np.int32)
+        return (row_params.params, tokens_1S, row_params.end_ids_1E, features, values), numbers
 
     def scope(self, request: GenerationRequest) -> PromptScope:
         """Returns the scope of the prompt of a request, as `find_scope` does. Any thread may call it."""
@@ -342,9 +345,8 @@ class SlotBatch(PrefillBatch):
         """Writes the state of a row, whose prompt is in its slot, to the state of its program."""
         program, row = row_params.program, self._rows[slot]
         features += scope_features(self.adapters, [row.scope])
-        params, *inputs = self._init_inputs(row_params, (*row.ids, *output), len(output), limit, recurrent, features)
-        state = self._programs["init", program](params, *inputs)
-        self._states[program] = self._programs["insert", program](self._states[program], (params, state), int32(slot))
+        inputs, numbers = self._row_inputs(slot, row_params, (*row.ids, *output), len(output), limit, recurrent, features)
+        self._states[program] = self._programs["start", program](*self._states[program], pack(inputs), numbers)
         # Drop pending changes that were meant for the previous request of this slot.
         self._stopped.get(program, set()).discard(slot)
         if program in self._masks:
@@ -354,11 +356,11 @@ class SlotBatch(PrefillBatch):
         needed = max(row.subset for row in self._rows if row.program == program)
         subset = next(subset for subset in range(needed, ALL_STEPS + 1) if ("decode", program, subset) in self._programs)
         params, state = self._states[program]
-        reduced_params, reduced_state = _reduced(subset, params, state)
-        self.caches, reduced_state, emitted = self._programs["decode", program, subset](
-            self._model, self.caches, reduced_state, reduced_params, int32(steps), self._constants
+        reduced = replace(state, sampler=reduce_state(subset, state.sampler))
+        self.caches, reduced, emitted = self._programs["decode", program, subset](
+            self._model, self.caches, reduced, params, int32(steps), self._constants
         )
-        state = replace(reduced_state, sampler=restore(state.sampler, reduced_state.sampler))
+        state = replace(reduced, sampler=restore(state.sampler, reduced.sampler))
         self._states[program] = params, state
         return emitted, RowStatus.of(state)
 
@@ -402,14 +404,6 @@ class SlotBatch(PrefillBatch):
     def cache_is_valid(self) -> bool:
         pool = None if self._prefixes is None else self._prefixes.pool
         return super().cache_is_valid and not any(leaf.is_deleted() for leaf in jax.tree.leaves(pool))
-
-
-def _reduced(subset: int, params: SamplingParams, state: DecodeState) -> tuple[SamplingParams, DecodeState]:
-    """Returns what the program for a subset of the sampling steps reads."""
-    if subset == ALL_STEPS:
-        return params, state
-    params, sampler = SUBSETS[subset].reduce(params, state.sampler)
-    return params, replace(state, sampler=sampler)
 
 
 def _chunk_lengths(longest: int) -> list[int]:

@@ -19,7 +19,6 @@ from dantinox.generation.request_features import feature_names
 from dantinox.generation.running_batch import NO_ID
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
 from dantinox.sampling import LogitProcessor, ProgramOptions, SamplingParams
-from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.params import CHOICE_SETTINGS
 from dantinox.sampling.subsets import ALL_STEPS, smallest_subset
 
@@ -172,14 +171,12 @@ class ServedSettings:
         options["logit_processor"] = self._logit_processor
         params, V = self._bundle.params([with_default_seed(config, 0)], **options), self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
-        changes: dict[str, Any] = {
-            "report_rows": np.zeros(1, bool),
-            "allowed_bits": np.full((1, -(-V // 32)), ALL_ALLOWED, np.uint32),
-        }
         end_ids_1E = np.asarray([[*ends, *[NO_ID] * (MAX_END_IDS - len(ends))]], np.int32)
         width = 1 if section.speculation == "off" else section.draft_tokens + 1
         subset = smallest_subset(section) if self._logit_processor is None else ALL_STEPS
-        return RowParams(program, replace(params, tables=tables, **changes), end_ids_1E, width, subset, config)
+        changes: dict[str, Any] = {"tables": tables, "report_rows": np.zeros(1, bool)}
+        params = jax.device_get(replace(params, **changes))
+        return RowParams(program, params, end_ids_1E, width, subset, config)
 
 
 def next_power_of_two(length: int, minimum: int = 1) -> int:

@@ -1,5 +1,6 @@
 """The programs of a `SlotBatch`. Each is compiled once, for all slots; the number of a slot is an argument."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,31 +10,40 @@ import numpy as np
 from dantinox.generation.cache_plan import Caches
 from dantinox.generation.decode import DecodeState, Emitted, Stepper, _generate_toks, init_row, prefill_hidden, write_row
 from dantinox.generation.features import Constants, Features, attach
+from dantinox.generation.packing import Layout, PackedParams, unpack
 from dantinox.generation.quantized_weights import SplitModel, dequantize
 from dantinox.model import KVCache, Transformer
 from dantinox.model.scoring import map_positions
-from dantinox.sampling import SamplingParams, StepInfo
+from dantinox.sampling import StepInfo
+from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.report import step_info
+from dantinox.sampling.subsets import reduce_params
 
 
 def int32(value: int) -> np.ndarray:
     return np.asarray(value, np.int32)  # jnp.int32 would run a separate operation, which takes a third of a millisecond
 
 
-@partial(jax.jit, static_argnames=("stepper", "report"), donate_argnames=("caches",))
+@partial(jax.jit, static_argnames=("stepper", "report", "subset"), donate_argnames=("caches",))
 def decode_slots(
     model: SplitModel,
     caches: Caches,
     state: DecodeState,
-    params: SamplingParams,
+    params: PackedParams,
     steps: jax.Array,
     constants: Constants,
     *,
     stepper: Stepper,
-    report: int,
+    report: int | None,
+    subset: int,
 ) -> tuple[Caches, DecodeState, Emitted]:
+    """Decodes a chunk of tokens, as `_generate_toks` does.
+
+    Args:
+      state: what the subset of the sampling steps reads.
+    """
     caches, state, emitted, _ = _generate_toks(
-        model, caches, state, params, steps, None, constants, stepper=stepper, report=report
+        model, caches, state, reduce_params(subset, params.unpack()), steps, None, constants, stepper=stepper, report=report
     )
     return caches, state, emitted
 
@@ -106,6 +116,24 @@ def slot_checksums(caches: Caches) -> jax.Array:
     return jnp.stack([checksum(leaf) for leaf in jax.tree.leaves(caches) if leaf.ndim > 1])
 
 
+@partial(jax.jit, static_argnames=("layout", "vocab_size"))
+def start_row(
+    params: PackedParams, state: DecodeState, words_1N: jax.Array, numbers: jax.Array, *, layout: Layout, vocab_size: int
+) -> tuple[PackedParams, DecodeState]:
+    """Replaces a row: its sampling parameters, and its state, which `init_row` makes.
+
+    Args:
+      params, state: of the batch.
+      words_1N: the packed sampling parameters of the row, its tokens and its end ids, features and recurrent values.
+      numbers: the slot, and `length`, `generated` and `limit` of `init_row`; int32 `[4]`.
+    """
+    slot, length, generated, limit = numbers
+    row, tokens_1S, end_ids_1E, features, recurrent = unpack(words_1N, layout)
+    initial = init_row(row, tokens_1S, length, generated, limit, end_ids_1E, features, recurrent, vocab_size=vocab_size)
+    words = words_1N[:, : params.layout.words]
+    packed = replace(params, words_BN=words, allowed_bits=jnp.full_like(params.allowed_bits[:1], ALL_ALLOWED))
+    replaced: tuple[PackedParams, DecodeState] = write_row((params, state), (packed, initial), slot)
+    return replaced
+
+
 write_cache_row = jax.jit(write_row, donate_argnums=0)  # donates the caches
-insert_row = jax.jit(write_row)
-init_slot_row = jax.jit(init_row, static_argnames=("vocab_size",))

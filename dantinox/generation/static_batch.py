@@ -13,7 +13,16 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted, Stepper, _generate_toks, init_row, write_row
+from dantinox.generation.decode import (
+    DECODE_CHUNK,
+    DecodeState,
+    Emitted,
+    Stepper,
+    _generate_toks,
+    generation_program,
+    init_row,
+    write_row,
+)
 from dantinox.generation.features import Constants, Features
 from dantinox.generation.quantized_weights import split_model
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Recurrent, Row, RowStatus, RunningBatch, restart_slots
@@ -209,9 +218,9 @@ class StaticBatch(RunningBatch):
         self._states[PROGRAM_NAME] = params, state
         self._model = split_model(model)
         self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))
-        group = None if constrained else get_platform(model.config.platform).decode_group
+        self._program = generation_program(get_platform(model.config.platform))
         self._options: dict[str, Any] = {
-            "constants": constants or {}, "stepper": replace(stepper, group=group), "report": report
+            "constants": constants or {}, "stepper": stepper, "report": report
         }  # fmt: skip
         self._prefill_options: dict[str, Any] = self._options | {"plan": plan, "samples": samples, "echo": echo}
         self._prefilled = False
@@ -219,7 +228,8 @@ class StaticBatch(RunningBatch):
     @property
     def params(self) -> SamplingParams:
         """The sampling parameters. New parameters assigned here apply from the next chunk on."""
-        return self._states[PROGRAM_NAME][0]
+        params: SamplingParams = self._states[PROGRAM_NAME][0]
+        return params
 
     @params.setter
     def params(self, params: SamplingParams) -> None:
@@ -284,7 +294,7 @@ class StaticBatch(RunningBatch):
         params, state = self._states[program]
         prompt = None if self._prefilled else self._prompt
         options = self._options if self._prefilled else self._prefill_options
-        self.caches, state, emitted, echo = _generate_toks(
+        self.caches, state, emitted, echo = self._program(
             self._model, self.caches, state, params, np.int32(steps), prompt, **options
         )
         self._states[program] = params, state

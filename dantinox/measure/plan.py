@@ -34,6 +34,7 @@ from dantinox.model import Transformer, compute_dtype
 from dantinox.model.cache import uncompressed_slots
 from dantinox.model.flops import adapter_parameters, attention_flops, forward_flops, matrix_parameters, training_flops
 from dantinox.model.parameters import abstract_model
+from dantinox.platform import get_platform
 from dantinox.programs import Chip, MemoryUsage, memory_usage, tree_bytes
 from dantinox.report.tables import Column, human_bytes, human_count, human_time, percent, text_table, wrap_lines
 from dantinox.sampling import SamplingParams
@@ -284,6 +285,7 @@ def generation_programs(
         plan=cache_plan,
     )
     first, following = rows_batch.trace(place)
+    options = dict(get_platform(topology.platform).decoding_options)
     read = bytes_per_device(
         place([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKUP_TABLES])
     )
@@ -295,7 +297,8 @@ def generation_programs(
         return rows * (length * (token + attention_flops(model, length)) + head)
 
     shares, on = g.tensor_parallel, ONE_DEVICE if mesh is None else f"tensor {mesh.size}"
-    yield Program("prefill", on, f"{batch} × {prompt} tokens", forward(batch, prompt) // shares, 0, read + cache), first, {}
+    flops = forward(batch, prompt) // shares
+    yield Program("prefill", on, f"{batch} × {prompt} tokens", flops, 0, read + cache), first, options
     sizes, groups = 2 * model.head_size, model.n_heads // model.kv_heads
     if model.latent is not None:  # all heads read the latent, as key and as value
         sizes, groups = 2 * model.latent.rank + model.latent.rotated_size, model.n_heads
@@ -303,7 +306,7 @@ def generation_programs(
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
     reads = f"{rows} × 1 token, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
     idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots) // shares
-    yield Program("decode", on, reads, flops // shares, 0, read - idle + cache), following, {}
+    yield Program("decode", on, reads, flops // shares, 0, read - idle + cache), following, options
 
 
 def slots_read(model: ModelConfig, plan: CachePlan) -> int:

@@ -38,11 +38,11 @@ class Subset(NamedTuple):
             and all(getattr(section, key) == default for key, default in DEFAULT_CHOICES)
         )
 
-    def reduce(self, params: SamplingParams, state: SamplerState) -> tuple[SamplingParams, SamplerState]:
-        """Returns what the program for these steps reads of the parameters and the state of the program for all steps."""
+    def reduce_params(self, params: SamplingParams) -> SamplingParams:
+        """Returns what the program for these steps reads of the parameters of the program for all steps."""
         numbers = {"temperature", *(key for name in self.steps for key in STEPS[name].settings)} & NUMBER_BOUNDS.keys()
         tables = {key for name in self.steps for key in STEPS[name].indirect}
-        reduced = replace(
+        return replace(
             params,
             numbers={key: params.numbers[key] for key in sorted(numbers)},
             enabled={name: params.enabled[name] for name in self.steps},
@@ -56,9 +56,12 @@ class Subset(NamedTuple):
             skip_inactive_steps=False,
             stochastic=self.draws,
         )
+
+    def reduce_state(self, state: SamplerState) -> SamplerState:
+        """Returns what the program for these steps reads of the state of the program for all steps."""
         read = {"n_generated", "length", *fields_read(self.steps)}
         unread: dict[str, Any] = {field.name: None for field in fields(state) if field.name not in read}
-        return reduced, replace(state, **unread)
+        return replace(state, **unread)
 
 
 _PENALTIES = ("repetition_penalty", "presence_frequency_penalty")
@@ -75,6 +78,16 @@ LARGEST_SUBSET = ALL_STEPS - 1
 def smallest_subset(section: GenerationSection) -> int:
     """Returns the index of the first subset that serves a row with these settings; `ALL_STEPS` if none does."""
     return next((index for index, subset in enumerate(SUBSETS) if subset.serves(section)), ALL_STEPS)
+
+
+def reduce_params(subset: int, params: SamplingParams) -> SamplingParams:
+    """Returns the parameters that the program for a subset reads."""
+    return params if subset == ALL_STEPS else SUBSETS[subset].reduce_params(params)
+
+
+def reduce_state(subset: int, state: SamplerState) -> SamplerState:
+    """Returns the state that the program for a subset reads and updates."""
+    return state if subset == ALL_STEPS else SUBSETS[subset].reduce_state(state)
 
 
 def restore(state: SamplerState, reduced: SamplerState) -> SamplerState:

@@ -93,24 +93,12 @@ def test_short_chunks_use_the_same_program(programs):
     assert programs() == 0
 
 
-def test_groups_of_steps_change_no_token():
-    """On a GPU, steps run in groups of eight."""
-    assert get_platform("gpu").decode_group == 8
+def test_compiler_options_of_a_gpu_change_no_token():
+    """A CPU accepts the options, and ignores them."""
+    assert get_platform("gpu").decoding_options
     model = builder.model(replace(builder.ONE_LAYER, platform="gpu"))
-    session = StaticBatch(
-        model,
-        np.ones((1, 5), np.int32),
-        np.array([5]),
-        SamplingParams.build({"greedy": True}),
-        limits_B=np.array([58]),
-        eos_ids=[[]],
-    )
-    tokens = session.start().tokens[0].tolist()
-    for steps in (1, 7, 8, 13, 16, 32):
-        chunk = session.advance(steps)
-        assert chunk.counts[0] == min(steps, 58 - len(tokens))
-        tokens += chunk.tokens[0, : chunk.counts[0]].tolist()
-    assert tokens == builder.slowly(builder.model(builder.ONE_LAYER), [1] * 5, 58, greedy=True)
+    found = generate(model, [[1] * 5], 12, greedy=True)[0, 5:].tolist()
+    assert found == builder.slowly(builder.model(builder.ONE_LAYER), [1] * 5, 12, greedy=True)
 
 
 @pytest.mark.parametrize("dispatch_ahead", [False, True])

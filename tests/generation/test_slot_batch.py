@@ -135,13 +135,13 @@ def test_each_chunk_runs_the_smallest_program(served, monkeypatch):
     """A batch changes to the program for all steps while a row needs it. The other rows keep their tokens."""
     run, slots, neighbours, _ = served
     put(run, slots, 0, LONG, **DRAWN)
-    alone, subsets, reduced = decode(slots)[0][0], [], slot_batch._reduced
+    alone, subsets, reduce_state = decode(slots)[0][0], [], slot_batch.reduce_state
 
-    def reduce(subset, *arrays):
+    def reduce(subset, state):
         subsets.append(subset)
-        return reduced(subset, *arrays)
+        return reduce_state(subset, state)
 
-    monkeypatch.setattr(slot_batch, "_reduced", reduce)
+    monkeypatch.setattr(slot_batch, "reduce_state", reduce)
     put(run, slots, 1, "one", limit=16, greedy=True)
     decode(slots)
     assert subsets == [0, 0]
