@@ -304,5 +304,5 @@ def test_decoding_communicates_only_activations(topology, tensor, name):
         programs = {found.name: program for found, program, _ in planned}
         found = target.compile(programs[name], {})
     whole = tree_bytes(nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))))
-    assert memory_usage(found).arguments < whole / tensor  # the weights are float32
+    assert memory_usage(found).arguments < 1.1 * whole / tensor  # the weights are float32; the rest is the cache
     assert 3 * V < count_work(found.as_text()).bytes < D * D
