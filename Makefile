@@ -108,7 +108,7 @@ aot:
 	$(MAKE) VENV=$(VENV)-aot aot-tests
 
 aot-tests: $(VENV)/.dev $(VENV)/.aot
-	JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist loadgroup -m aot $(AOT) tests/measure
+	JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist loadgroup -m aot $(AOT) tests/lab
 
 parity: $(VENV)/.dev $(VENV)/.parity
 	$(PY) -m tests.interop.quantized_live

@@ -27,9 +27,9 @@ from common import Parser, random_run
 
 import dantinox
 from dantinox.generation import LoadedModel
-from dantinox.measure.perplexity import ScoringInput, score_sequences
+from dantinox.lab.measure.perplexity import ScoringInput, score_sequences
+from dantinox.lab.studies.statistics import TEXT_MEASURES, mean_interval
 from dantinox.run import find_chat_template, open_run
-from dantinox.studies.statistics import TEXT_MEASURES, mean_interval
 from dantinox.text import ChatTemplate
 
 QUESTIONS = [

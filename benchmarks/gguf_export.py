@@ -59,8 +59,8 @@ def families(o: argparse.Namespace) -> None:
     import jax.numpy as jnp
 
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    from dantinox.interop.gguf import export_gguf
-    from dantinox.interop.hf_weights import to_hf
+    from dantinox.interop.gguf.gguf_checkpoint import export_gguf
+    from dantinox.interop.hf.hf_weights import to_hf
     from dantinox.model.parameters import abstract_model
     from tests.interop.test_gguf import NAMED, SYMBOLS, TOKENIZER, config_of, model_of
 

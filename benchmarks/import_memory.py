@@ -19,7 +19,7 @@ import numpy as np
 from common import Parser
 
 from dantinox.config import TokenizerSection
-from dantinox.interop import hf_folder
+from dantinox.interop.hf import hf_folder
 from dantinox.interop.source import LazyArrays, Tensor
 from dantinox.text import train_tokenizer
 
@@ -57,7 +57,7 @@ def write_llama(folder: Path, gigabytes: float) -> None:
 def measure_import(source: Path, run_dir: Path, found) -> None:
     """Runs the import. Puts three values into the queue `found`: the anonymous memory before it, the peak, and the seconds."""
     from dantinox.interop.checkpoints import import_run
-    from dantinox.interop.hf_folder import open_folder
+    from dantinox.interop.hf.hf_folder import open_folder
 
     base = peak = anonymous()
     done = threading.Event()

@@ -19,10 +19,10 @@ import numpy as np
 from common import Parser, random_run, temporary_folder
 
 import dantinox
+from dantinox.lab.studies.continuations import NEUTRAL_SETTINGS
+from dantinox.lab.studies.sampling import CONTROL, METHODS
+from dantinox.lab.studies.statistics import mean_interval
 from dantinox.run import find_chat_template, open_run
-from dantinox.studies.continuations import NEUTRAL_SETTINGS
-from dantinox.studies.sampling import CONTROL, METHODS
-from dantinox.studies.statistics import mean_interval
 from dantinox.text import ChatTemplate
 
 NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack"]

@@ -36,8 +36,8 @@ from flax import nnx
 from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv_settings import KVSection
 from dantinox.generation import prepare
-from dantinox.generation.cache_plan import CachePlan, plan_cache
-from dantinox.generation.decode import DECODE_CHUNK
+from dantinox.generation.decode.cache_plan import CachePlan, plan_cache
+from dantinox.generation.decode.generate_toks import DECODE_CHUNK
 from dantinox.generation.static_batch import StaticBatch, padded_length
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.compressed_cache import CompressedLayer, HeadGroup

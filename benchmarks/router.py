@@ -153,7 +153,7 @@ def program(o: argparse.Namespace, model: Any, batch: int, case: str) -> Any:
     """Returns the lowered decoding program of a case."""
     import jax.numpy as jnp
 
-    from dantinox.generation.decode import _generate_toks
+    from dantinox.generation.decode.generate_toks import _generate_toks
     from dantinox.generation.static_batch import padded_length
     from dantinox.model import make_cache
     from dantinox.sampling import SamplingParams

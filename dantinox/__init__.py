@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names are import
     from dantinox.generation import Constraint as Constraint
     from dantinox.generation import load as load
     from dantinox.generation import prepare as prepare
-    from dantinox.generation.generate_ids import generate as generate
+    from dantinox.generation.api.generate_ids import generate as generate
     from dantinox.interop.checkpoints import export_checkpoint as export_checkpoint
     from dantinox.interop.checkpoints import import_checkpoint as import_checkpoint
     from dantinox.model import Transformer as Transformer

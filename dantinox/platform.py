@@ -36,7 +36,7 @@ class Platform:
       bfloat16_cache_as_bits: whether a cache stores bfloat16 as 16-bit integers. XLA on CPU would convert the whole cache
         to float32 for every write and every read.
       segmented_cache: whether the cache of a running batch is divided into segments, so that unused segments are not read.
-      attention_kernel: the fastest attention kernel, used where it is available (`dantinox.model.kernels`).
+      attention_kernel: the fastest attention kernel, used where it is available (`dantinox.model.attention_kernels`).
       max_matvec_rows: two numbers, for bfloat16 weights and for int8 weights. A matmul with up to this many rows runs as one
         matrix–vector product per row.
       min_loss_chunk_tokens: the smallest number of tokens in a chunk of the loss. Every chunk reads the weights of the output

@@ -44,8 +44,8 @@ from dantinox.config.flag_values import overrides  # noqa: E402
 from dantinox.config.sections import SECTIONS  # noqa: E402
 from dantinox.config.sweep_file import load_sweep  # noqa: E402
 from dantinox.config.yaml_files import build_training, load_training  # noqa: E402
-from dantinox.serve.api_keys import read_keys  # noqa: E402
-from dantinox.serve.model_specs import read_models  # noqa: E402
+from dantinox.serve.operations.api_keys import read_keys  # noqa: E402
+from dantinox.serve.pool.model_specs import read_models  # noqa: E402
 
 # The beginning of a command, or a pattern in a Python block → why it is only parsed.
 PARSED_ONLY = {

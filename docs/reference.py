@@ -20,8 +20,8 @@ import yaml
 import dantinox
 from dantinox.cli import COMMANDS, command_parser
 from dantinox.config import Config
-from dantinox.config.reference import SettingRecord, section_titles, setting_records
 from dantinox.config.setting_groups import GROUPS
+from dantinox.config.setting_records import SettingRecord, section_titles, setting_records
 
 Rows = Iterable[tuple[str, ...]]
 
@@ -354,9 +354,9 @@ internal and may change.
 """
 # The classes that the public functions return or accept.
 RESULTS = {
-    "LoadedModel": ("dantinox.generation.loaded_model", "what `dantinox.load` returns"),
+    "LoadedModel": ("dantinox.generation.api.loaded_model", "what `dantinox.load` returns"),
     "GenerationRequest": ("dantinox.generation.request", "what `LoadedModel.request` returns"),
-    "Result": ("dantinox.generation.result", "what `LoadedModel.generate` returns"),
+    "Result": ("dantinox.generation.api.result", "what `LoadedModel.generate` returns"),
     "RunDirectory": ("dantinox.run.directory", "what `dantinox.launch` returns"),
     "Imported": ("dantinox.interop.checkpoints", "what `dantinox.import_checkpoint` returns"),
 }
@@ -454,7 +454,7 @@ def http() -> str:
 def endpoints() -> Iterator[tuple[str, list[str], str, str, Any]]:
     """Protocol, methods, path, purpose and request body of every route of the server."""
     from dantinox.serve import app
-    from dantinox.serve.metrics import Metrics
+    from dantinox.serve.operations.metrics import Metrics
     from dantinox.serve.options import Options
     from dantinox.serve.service import Service
 
@@ -536,7 +536,7 @@ def metrics() -> str:
 
 
 def metric_rows() -> Rows:
-    from dantinox.serve.metrics import Metrics
+    from dantinox.serve.operations.metrics import Metrics
 
     engine: Any = _Engine()
     found = Metrics(engine)

@@ -22,8 +22,8 @@ TIERS = (
     {"text", "sampling", "model"},
     {"distributed", "run", "interop", "report"},
     {"generation"},
-    {"training", "measure"},
-    {"studies", "serve"},
+    {"training"},
+    {"lab", "serve"},
     {"cli", "__init__", "__main__"},
 )
 TIER_OF = {package: number for number, packages in enumerate(TIERS) for package in packages}
@@ -102,12 +102,22 @@ def test_imports_go_one_way():
         ("report/a.py", "from dantinox.run import RunDirectory", {("report", "run")}),
         ("report/a.py", "from dantinox.files import atomic_write", set()),
         ("training/a.py", "from dantinox.generation import generate", set()),
-        ("generation/a.py", "from dantinox.interop.peft import load_adapter", {("generation", "interop")}),
+        ("generation/a.py", "from dantinox.interop.merge_adapters import load_adapter", {("generation", "interop")}),
         ("cli.py", "from dantinox.training import train", set()),
     ],
 )
 def test_every_form_of_import_is_found(file, source, forbidden):
     assert forbidden_imports(PACKAGE / file, source) == forbidden
+
+
+def test_guides_and_programs_do_not_import_each_other():
+    """What the host checks between two tokens is independent of what a program computes."""
+    for one, other in (("guides", "decode"), ("decode", "guides")):
+        files = [path for path in FILES if path.parent == PACKAGE / "generation" / one]
+        name = f"dantinox.generation.{other}"
+        assert files and not [
+            relative(path) for path in files if any(m.startswith(name) for m in imported_modules(path, text_of(path)))
+        ]
 
 
 def test_no_modules_import_each_other():

@@ -12,8 +12,8 @@ import dantinox
 
 # The classes of the objects that public functions return or accept, with the module that defines each.
 RESULTS = {
-    "LoadedModel": "dantinox.generation.loaded_model",
-    "Result": "dantinox.generation.result",
+    "LoadedModel": "dantinox.generation.api.loaded_model",
+    "Result": "dantinox.generation.api.result",
     "RunDirectory": "dantinox.run.directory",
 }
 MY_YAML = """

@@ -16,7 +16,7 @@ from dantinox.config.sections import FIELDS, find_inactive
 from dantinox.distributed import mesh_sizes
 from dantinox.sampling import SamplingParams
 from dantinox.text import prepare_data
-from dantinox.training.resume import total_steps
+from dantinox.training.starting_point import total_steps
 from dantinox.training.step import TrainStep
 
 ROOT = Path(__file__).parents[1] / "dantinox"
@@ -385,7 +385,7 @@ def has_an_effect(key, folder):
         or (section == "distill" and name != "data")
         or name in (*LOOP, *REQUEST, *SAMPLED, *DRAFTS, *HUB, *START_UP)
     ):
-        return is_read_by(key, "text", "training", "run", "report", "generation", "cli", "measure", "distributed")
+        return is_read_by(key, "text", "training", "run", "report", "generation", "cli", "lab", "distributed")
     before, after = with_and_without(key)
     if section in ("model", "moe", "attention"):
         return before.architecture(17) != after.architecture(17)

@@ -6,13 +6,13 @@ from typing import Any
 
 from shapes import SHAPES, Shapes, llama_config, training_config
 
-Programs = Iterable[tuple[Any, Any, Any]]  # figures, traced program and compiler options, as in `dantinox.measure.plan`
+Programs = Iterable[tuple[Any, Any, Any]]  # figures, traced program and compiler options, as in `dantinox.lab.measure.plan`
 
 
 def training(topology: Any, config: Any) -> Programs:
     """Yields the program of a step."""
     from dantinox.distributed import make_layout
-    from dantinox.measure.plan import training_programs
+    from dantinox.lab.measure.plan import training_programs
     from dantinox.training.step import TrainStep
 
     model = config.trained_architecture(config.tokenizer.vocab_size, topology.platform)
@@ -22,7 +22,7 @@ def training(topology: Any, config: Any) -> Programs:
 
 def decoding(topology: Any, shapes: Shapes, batches: Sequence[int], **changes: Any) -> Programs:
     """Yields the programs of prefill and decoding for each batch."""
-    from dantinox.measure.plan import generation_programs
+    from dantinox.lab.measure.plan import generation_programs
 
     for batch in batches:
         settings = {"generation__greedy": True, "generation__weights": "bfloat16"} | changes
@@ -63,7 +63,7 @@ ROWS: dict[str, Callable[[Any, Shapes], list[Programs]]] = {
 def compile_rows(name: str, rows: Sequence[str], smoke: bool) -> None:
     """Compiles the programs of rows for a topology such as `gpu:h100`; prints the seconds and the largest memory of each."""
     from dantinox.config import UserError
-    from dantinox.measure.topology import find_topology
+    from dantinox.lab.measure.topology import find_topology
     from dantinox.programs import memory_usage
 
     try:

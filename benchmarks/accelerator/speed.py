@@ -186,7 +186,7 @@ def run_static(model: Any, shapes: Shapes, batch: int, settings: dict[str, Any],
 
 def prepared(shapes: Shapes, weights: str = "bfloat16", stored: Any = None) -> tuple[Any, int]:
     """Returns the decoded model and the bytes of weights that a step reads."""
-    from dantinox.generation.quantized_weights import prepare, weight_bytes
+    from dantinox.generation.decode.quantized_weights import prepare, weight_bytes
 
     model = prepare(random_model(llama_config(shapes)) if stored is None else stored, weights)
     return model, weight_bytes(model) - model.embed[...].nbytes  # a step reads a few rows of the table
@@ -218,7 +218,7 @@ def decode_batches(options: Any) -> Measured:
 
 def low_precision(options: Any) -> Measured:
     """Measures int8 and int4 weights and an int4 cache at batch 1 and 8; the smaller of the two ratios counts."""
-    from dantinox.generation.cache_plan import plan_cache
+    from dantinox.generation.decode.cache_plan import plan_cache
 
     shapes = shapes_of(options.smoke)
     stored = random_model(llama_config(shapes))

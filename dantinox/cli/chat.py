@@ -29,7 +29,7 @@ from dantinox.config.flags import Parser, add_config_flags
 from dantinox.files import UserError, escape_name, quote
 
 if TYPE_CHECKING:
-    from dantinox.generation.chat_session import Chat, Parts
+    from dantinox.generation.api.chat_session import Chat, Parts
     from dantinox.generation.sample_text import TextPart
 
 PROMPT, FAILED = "> ", 2
@@ -61,7 +61,7 @@ def chat(options: argparse.Namespace) -> int:
     config, template_path = overlay(load_run_config(directory), settings, "command line"), find_chat_template(directory)
     use_compilation_cache()
     from dantinox.generation import load
-    from dantinox.generation.chat_session import Chat
+    from dantinox.generation.api.chat_session import Chat
 
     loras = given_loras(options)
     run = load(options.run_dir, config.generation.tensor_parallel, loras)

@@ -29,12 +29,12 @@ from dantinox.files import UserError, atomic_write, check_writable
 
 if TYPE_CHECKING:
     from dantinox.config import Config
-    from dantinox.generation.beam_search import BeamRun
-    from dantinox.generation.loaded_model import LoadedModel
-    from dantinox.generation.memory_groups import DividedRun
-    from dantinox.generation.offline_run import BatchRun
+    from dantinox.generation.api.beam_search import BeamRun
+    from dantinox.generation.api.loaded_model import LoadedModel
+    from dantinox.generation.api.memory_groups import DividedRun
+    from dantinox.generation.api.offline_run import BatchRun
+    from dantinox.generation.api.result import Result
     from dantinox.generation.request import GenerationRequest
-    from dantinox.generation.result import Result
     from dantinox.text import Tokenizer
 
 PROMPTS_TOGETHER = 64  # prompts of a file that are decoded together; their answers are written when all of them have ended
@@ -204,7 +204,7 @@ def _parts(requests: "Sequence[GenerationRequest]", options: argparse.Namespace)
 
 def _results(batches: "Sequence[BatchRun | BeamRun | DividedRun]", stream: bool) -> "Iterator[Result]":
     """Decodes batches and yields their results in the order of the requests, as soon as they are known; prints a stream."""
-    from dantinox.generation.loaded_model import results_in_order
+    from dantinox.generation.api.loaded_model import results_in_order
 
     yielded = 0
     for batch in batches:
@@ -233,7 +233,7 @@ def _constraint(options: argparse.Namespace) -> Any:
         return None
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} each constrain the text: use one of them")
-    from dantinox.generation.constraints import MAX_SOURCE_BYTES, Constraint, check_constraint
+    from dantinox.generation.guides.constraints import MAX_SOURCE_BYTES, Constraint, check_constraint
 
     if options.regex is not None:
         constraint = Constraint("regex", options.regex)
@@ -308,7 +308,7 @@ def _show(documents: list[dict[str, Any]]) -> None:
 
 def _write_traces(results: "Sequence[Result]", options: argparse.Namespace, tokenizer: "Tokenizer") -> None:
     """Writes the files of --trace and --report and shows the text of --show_entropy, even if one of the others fails."""
-    from dantinox.generation.trace import trace_document
+    from dantinox.generation.api.trace import trace_document
     from dantinox.report.page import report_page
     from dantinox.report.trace_file import trace_lines
 
@@ -332,6 +332,6 @@ def _prompts(options: argparse.Namespace, settings: dict[str, Any], base: "Confi
     config = overlay(base, settings, "command line")
     if options.prompt_file is None:
         return [(given_prompt(options, base), config)]
-    from dantinox.generation.prompt_file import read_prompts
+    from dantinox.generation.api.prompt_file import read_prompts
 
     return read_prompts(options.prompt_file, settings, base)

@@ -156,8 +156,8 @@ def explain(options: argparse.Namespace) -> int:
     prompt = given_prompt(options, base)
     use_compilation_cache()
     from dantinox.generation import load
-    from dantinox.measure.explain import explain
-    from dantinox.measure.explain_view import draw_explanation, explanation_lines
+    from dantinox.lab.measure.explain import explain
+    from dantinox.lab.measure.explain_view import draw_explanation, explanation_lines
 
     model = load(options.run_dir)
     text = model.chat_prompt(prompt)[1] if options.chat else prompt
@@ -195,14 +195,14 @@ def calibrate(options: argparse.Namespace) -> int:
     from dantinox.report.console import steady_progress
 
     if options.what == "router":
-        from dantinox.measure.calibrate_router import calibrate_router
-        from dantinox.measure.calibrate_router_view import calibration_lines, draw_calibration
+        from dantinox.lab.measure.calibrate_router import calibrate_router
+        from dantinox.lab.measure.calibrate_router_view import calibration_lines, draw_calibration
 
         with steady_progress() as progress:
             router = calibrate_router(options.run_dir, progress=progress, **flags)
         return _show(options, router, lambda width: calibration_lines(router, width), lambda: draw_calibration(router))
-    from dantinox.measure.calibrate_kv import calibrate_kv
-    from dantinox.measure.calibrate_kv_view import draw_kv_calibration, kv_calibration_lines
+    from dantinox.lab.measure.calibrate_kv import calibrate_kv
+    from dantinox.lab.measure.calibrate_kv_view import draw_kv_calibration, kv_calibration_lines
 
     with steady_progress() as progress:
         heads = calibrate_kv(options.run_dir, loss=not flags.pop("no_loss", False), progress=progress, **flags)
@@ -242,7 +242,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
-    """Runs `evaluate_NAME` in `studies/NAME.py`, then `NAME_lines` and `NAME_files` in `studies/NAME_view.py`."""
+    """Runs `evaluate_NAME` in `lab/studies/NAME.py`, then `NAME_lines` and `NAME_files` in `lab/studies/NAME_view.py`."""
     from dantinox.run import open_run
 
     name, out = options.what, flags.pop("out", open_run(options.run_dir).path / "evaluation")
@@ -251,7 +251,7 @@ def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.report.console import steady_progress
     from dantinox.report.plots import save_files
 
-    study, view = import_module(f"dantinox.studies.{name}"), import_module(f"dantinox.studies.{name}_view")
+    study, view = import_module(f"dantinox.lab.studies.{name}"), import_module(f"dantinox.lab.studies.{name}_view")
     with steady_progress() as progress:
         found = getattr(study, f"evaluate_{name}")(options.run_dir, progress=progress, **flags)
     print_lines(lambda width: getattr(view, f"{name}_lines")(found, width))
@@ -263,7 +263,7 @@ def _perplexity(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     if "data_path" not in flags:
         raise UserError("eval ppl needs --data_path, the text to read")
     use_compilation_cache()
-    from dantinox.measure.perplexity import measure_perplexity, perplexity_lines
+    from dantinox.lab.measure.perplexity import measure_perplexity, perplexity_lines
     from dantinox.report.console import steady_progress
 
     flags.pop("json", None)
@@ -275,7 +275,7 @@ def _perplexity(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     if "tasks" not in flags:
         raise UserError("eval tasks needs --tasks, task names separated by commas")
-    from dantinox.studies.task_files import is_local
+    from dantinox.lab.studies.task_files import is_local
 
     flags.pop("json", None)
     names = [name.strip() for name in flags["tasks"].split(",") if name.strip()]
@@ -290,9 +290,9 @@ def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 
 
 def _local_tasks(options: argparse.Namespace, names: list[str], flags: dict[str, Any]) -> int:
+    from dantinox.lab.studies.local_tasks import evaluate_local_tasks
+    from dantinox.lab.studies.local_tasks_view import local_task_lines
     from dantinox.report.console import steady_progress
-    from dantinox.studies.local_tasks import evaluate_local_tasks
-    from dantinox.studies.local_tasks_view import local_task_lines
 
     del flags["tasks"]
     with steady_progress() as progress:
@@ -301,8 +301,8 @@ def _local_tasks(options: argparse.Namespace, names: list[str], flags: dict[str,
 
 
 def _harness_tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
+    from dantinox.lab.studies.tasks import evaluate_tasks, task_lines
     from dantinox.report.console import steady_progress
-    from dantinox.studies.tasks import evaluate_tasks, task_lines
 
     with steady_progress() as progress:
         found = evaluate_tasks(options.run_dir, progress=progress, **flags)
@@ -312,7 +312,7 @@ def _harness_tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 def _watermark(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     if "data_path" not in flags:
         raise UserError("eval watermark needs --data_path, the text to test")
-    from dantinox.measure.watermark_detection import detect_watermark, watermark_lines
+    from dantinox.lab.measure.watermark_detection import detect_watermark, watermark_lines
 
     flags.pop("json", None)
     found = detect_watermark(options.run_dir, **flags)
@@ -334,12 +334,12 @@ def add_info_flags(command: Parser) -> None:
 
 
 def info(options: argparse.Namespace) -> int:
-    from dantinox.measure.info import info_lines
+    from dantinox.lab.measure.info import info_lines
 
     print_lines(lambda _: info_lines(options.run_dir))
     if options.compare_weights or options.data_path is not None:
         use_compilation_cache()
-        from dantinox.measure.weight_comparison import comparison_lines
+        from dantinox.lab.measure.weight_comparison import comparison_lines
 
         print_lines(lambda _: comparison_lines(options.run_dir, options.data_path))
     return 0
@@ -393,10 +393,10 @@ def plan(options: argparse.Namespace) -> int:
 
     if options.topology is not None:
         jax.config.update("jax_platforms", "cpu")  # jax must not look for the target device on this machine
-    from dantinox.measure.plan import make_plan, plan_lines
-    from dantinox.measure.topology import find_topology
+    from dantinox.lab.measure.plan import make_plan, plan_lines
+    from dantinox.lab.measure.topology import find_topology
     from dantinox.report.console import steady_progress
-    from dantinox.training.resume import trained_vocab_size
+    from dantinox.training.starting_point import trained_vocab_size
     from dantinox.training.step import TrainStep
     from dantinox.training.teacher import open_teacher
 
@@ -411,6 +411,6 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    from dantinox.measure.doctor import doctor_lines
+    from dantinox.lab.measure.doctor import doctor_lines
 
     return print_lines(lambda _: doctor_lines())

@@ -64,7 +64,7 @@ def profile(options: argparse.Namespace) -> int:
     check_writable_folder(out, "--out")
     if options.steps == 0:
         raise UserError("--steps must be at least 1, got 0")
-    from dantinox.measure.profile import profile, profile_lines
+    from dantinox.lab.measure.profile import profile, profile_lines
     from dantinox.programs import separate_traces
 
     with separate_traces():
@@ -80,7 +80,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
     from dantinox.report.console import show_progress
     from dantinox.run import RunDirectory, load_run_config
     from dantinox.text import Tokenizer
-    from dantinox.training.resume import trained_vocab_size
+    from dantinox.training.starting_point import trained_vocab_size
     from dantinox.training.step_time import benchmark_step
 
     if subject.is_dir():

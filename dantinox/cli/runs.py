@@ -33,7 +33,7 @@ def add_list_flags(command: Parser) -> None:
 
 
 def list_(options: argparse.Namespace) -> int:
-    from dantinox.measure.run_list import differing_settings, list_runs, run_lines, select_runs
+    from dantinox.lab.measure.run_list import differing_settings, list_runs, run_lines, select_runs
 
     runs = select_runs(list_runs(options.folder), options.where, options.sort)
     keys = differing_settings(runs)
@@ -156,7 +156,7 @@ def merge(options: argparse.Namespace) -> int:
     given = options.source, options.adapter, options.base
     if [path is None for path in given] not in ([False, True, True], [True, False, False]):
         raise UserError("merge-lora needs the run of the adapters, or --adapter and --base")
-    from dantinox.interop.peft import merge_adapter
+    from dantinox.interop.merge_adapters import merge_adapter
     from dantinox.run import open_run
 
     run = merge_adapter(options.run_dir, open_run(options.source or options.base), options.adapter)

@@ -19,8 +19,8 @@ from dantinox.config.flags import Parser, add_config_flags
 from dantinox.files import UserError, install_command, quote, wrap_os_errors
 
 if TYPE_CHECKING:
-    from dantinox.serve.api_keys import ApiKeys
-    from dantinox.serve.model_specs import ModelSpec
+    from dantinox.serve.operations.api_keys import ApiKeys
+    from dantinox.serve.pool.model_specs import ModelSpec
 
 REQUIRED_MODULES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 API_KEY_VARIABLE = "DANTINOX_API_KEY"
@@ -169,24 +169,24 @@ def serve(options: argparse.Namespace) -> int:
     for folder in {folder for spec in specs if (folder := spec.options.cache_dir) is not None}:
         with wrap_os_errors(f"cannot create --cache_dir {folder}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the tokens of prompts
-    from dantinox.serve.model_specs import file_bytes
+    from dantinox.serve.operations.spans import make_provider
+    from dantinox.serve.pool.model_specs import file_bytes
     from dantinox.serve.server import listen
-    from dantinox.serve.spans import make_provider
 
     weights = {spec.name: file_bytes(spec) for spec in specs}
     provider = make_provider() if options.otel else None
     with listen(options.host, options.port) as listener:
         use_compilation_cache()
         from dantinox.serve.app import make_app
-        from dantinox.serve.model_loading import open_model
-        from dantinox.serve.model_pool import ModelPool
+        from dantinox.serve.operations.reload import Reloader
+        from dantinox.serve.operations.request_log import configure_logging
+        from dantinox.serve.operations.spans import close_provider, trace_exporter
         from dantinox.serve.options import Options
-        from dantinox.serve.pool_app import make_pool_app
-        from dantinox.serve.reload import Reloader
-        from dantinox.serve.request_log import configure_logging
+        from dantinox.serve.pool.model_loading import open_model
+        from dantinox.serve.pool.model_pool import ModelPool
+        from dantinox.serve.pool.pool_app import make_pool_app
         from dantinox.serve.server import RunnableEngine
         from dantinox.serve.server import serve as run_server
-        from dantinox.serve.spans import close_provider, trace_exporter
 
         if options.log is not None:
             configure_logging(options.log)
@@ -275,7 +275,7 @@ def _number(low: int, high: int) -> Any:
 
 def _keys(options: argparse.Namespace) -> "ApiKeys":
     """Returns the keys of which clients have to send one; they are empty if clients need none."""
-    from dantinox.serve.api_keys import ApiKeys, read_keys, single_key
+    from dantinox.serve.operations.api_keys import ApiKeys, read_keys, single_key
 
     if options.api_keys is None:
         key = _key(options)
@@ -350,7 +350,7 @@ def _name(options: argparse.Namespace) -> str:
 def _specs(options: argparse.Namespace, name: str, settings: Mapping[str, object]) -> "list[ModelSpec]":
     """Returns the models of the server: the first one of RUN, then those of --model and --models."""
     from dantinox.config.engine_options import EngineOptions
-    from dantinox.serve.model_specs import NUMBERS, ModelSpec, check_model_name, check_names, read_models
+    from dantinox.serve.pool.model_specs import NUMBERS, ModelSpec, check_model_name, check_names, read_models
 
     sizes: dict[str, Any] = {
         "slots": options.slots,

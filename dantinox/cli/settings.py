@@ -9,8 +9,8 @@ from dantinox.cli.common import print_lines
 from dantinox.config.flags import Parser
 from dantinox.config.help_pages import setting_entry
 from dantinox.config.names import OTHER_NAMES
-from dantinox.config.reference import SettingRecord, section_titles, setting_records
 from dantinox.config.setting_groups import GROUPS
+from dantinox.config.setting_records import SettingRecord, section_titles, setting_records
 from dantinox.files import UserError, escape_name
 
 SHELLS = ("bash", "zsh", "fish")

@@ -132,10 +132,10 @@ def sweep(options: argparse.Namespace) -> int:
         for trial in found.trials:
             print(trial.name, ", ".join(f"{key} {quote(value)}" for key, value in trial.chosen.items()))
         return 0
+    from dantinox.lab.studies.sweep import SweepStudy, run_sweep, train_in_subprocess
+    from dantinox.lab.studies.sweep_view import sweep_csv, sweep_files, sweep_lines
     from dantinox.report.console import show_progress
     from dantinox.report.plots import save_files
-    from dantinox.studies.sweep import SweepStudy, run_sweep, train_in_subprocess
-    from dantinox.studies.sweep_view import sweep_csv, sweep_files, sweep_lines
 
     def on_result(study: SweepStudy) -> None:
         atomic_write(found.runs_dir / "sweep.csv", sweep_csv(study))
@@ -165,17 +165,17 @@ def speedrun(options: argparse.Namespace) -> int:
         raise UserError(f"--price must be a number ≥ 0, got {options.price:g}")
     import time
 
+    from dantinox.lab.studies.speedrun import SpeedrunRequest, run_speedrun
+    from dantinox.lab.studies.sweep import train_in_subprocess
     from dantinox.report.console import show_progress
     from dantinox.report.plots import save_files
-    from dantinox.studies.speedrun import SpeedrunRequest, run_speedrun
-    from dantinox.studies.sweep import train_in_subprocess
 
     folder = options.run_dir
     request = SpeedrunRequest(options.depth, options.data, options.sft_data, options.tokens_per_parameter, options.smoke)
     stages = run_speedrun(folder, request, train_in_subprocess(_prepare), show_progress)
     use_compilation_cache()
-    from dantinox.studies.speedrun_evaluation import evaluate_speedrun, evaluate_tasks_of_stages
-    from dantinox.studies.speedrun_view import Speedrun, describe_device, speedrun_files, speedrun_lines
+    from dantinox.lab.studies.speedrun_evaluation import evaluate_speedrun, evaluate_tasks_of_stages
+    from dantinox.lab.studies.speedrun_view import Speedrun, describe_device, speedrun_files, speedrun_lines
 
     started = time.perf_counter()
     tasks, samples = evaluate_speedrun(folder, show_progress)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from dantinox.config.help_pages import LayeredParser
 from dantinox.config.names import ALIASES, OTHER_FLAGS, SHORT_NAMES, flat_name
-from dantinox.config.reference import setting_records
+from dantinox.config.setting_records import setting_records
 from dantinox.files import UserError
 
 ARITY: dict[str, dict[str, Any]] = {"one": {}, "many": {"nargs": "+"}, "switch": {"nargs": "?", "const": "true"}}

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dantinox.config.names import REQUEST_SECTIONS, flat_name
-from dantinox.config.reference import SettingRecord, section_titles
 from dantinox.config.setting_groups import GROUPS
+from dantinox.config.setting_records import SettingRecord, section_titles
 from dantinox.files import UserError, escape_name
 
 COMMAND = "command"  # the section of flags that are in no other section

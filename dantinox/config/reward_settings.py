@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from dantinox.config.base import Conflict, Count, Finite, NonNegative, Positive, Section
-from dantinox.config.reference import type_in_words
+from dantinox.config.setting_records import type_in_words
 from dantinox.files import UserError, escape_name, quote
 
 FUNCTION_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")

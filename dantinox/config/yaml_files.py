@@ -16,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from dantinox.config.model import WEIGHT_FIELDS
 from dantinox.config.names import ALIASES, FORMER_DEFAULTS, FORMER_NAMES, OTHER_NAMES, REQUEST_SECTIONS, SAME_NAMES, flat_name
 from dantinox.config.packaged import CONFIGS
-from dantinox.config.reference import PREREQUISITES, type_in_words
 from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, find_inactive, flatten_config, reset_settings
+from dantinox.config.setting_records import PREREQUISITES, type_in_words
 from dantinox.files import UserError, escape_name, quote, read_text
 
 # A run inherits these sections from training.init_from, or else the second ones from distill.teacher.
@@ -342,7 +342,7 @@ def differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
 
 
 def json_schema() -> str:
-    """Returns the JSON schema of the YAML files, for editors and for `dantinox.config.reference`."""
+    """Returns the JSON schema of the YAML files, for editors and for `dantinox.config.setting_records`."""
     schema = Config.model_json_schema()
     schema["description"] = schema["description"].split("\n")[0]
     for section, kind in SECTIONS.items():

@@ -1,13 +1,5 @@
 """Training and generation on many devices. Only this package names mesh axes."""
 
-from dantinox.distributed.generation import (
-    max_tensor_parallel,
-    shard_model,
-    shard_model_shapes,
-    shard_program_arguments,
-    tensor_mesh,
-    weight_shardings,
-)
 from dantinox.distributed.layout import ONE_DEVICE, Layout, bytes_per_device, make_layout, mesh_sizes
 from dantinox.distributed.processes import (
     NullOutput,
@@ -20,6 +12,14 @@ from dantinox.distributed.processes import (
     is_rank0,
 )
 from dantinox.distributed.rules import AXES, BATCH
+from dantinox.distributed.tensor_parallel import (
+    max_tensor_parallel,
+    shard_model,
+    shard_model_shapes,
+    shard_program_arguments,
+    tensor_mesh,
+    weight_shardings,
+)
 
 __all__ = [
     "AXES",

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Unpack
 
 from dantinox.config import Config, UserError
+from dantinox.generation.decode.prompt_scope import PromptScope
 from dantinox.generation.engine_base import EngineBase, StepOptions
 from dantinox.generation.engine_jobs import Job, Output, RequestFailed
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.model_changes import ModelChanges
-from dantinox.generation.prompt_scope import PromptScope
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.running_batch import PendingChunk
 from dantinox.generation.sample_text import SampleText

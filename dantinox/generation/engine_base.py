@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Generic, TypedDict, TypeVar
 
 from dantinox.config import UserError
-from dantinox.generation.decode import DECODE_CHUNK
+from dantinox.generation.decode.generate_toks import DECODE_CHUNK
 from dantinox.generation.engine_jobs import Job, Output, RequestFailed
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest

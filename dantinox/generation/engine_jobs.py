@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dantinox.generation.prompt_scope import NO_SCOPE
+from dantinox.generation.decode.prompt_scope import NO_SCOPE
 from dantinox.generation.request import GenerationRequest, RequestStats
 from dantinox.generation.sample_text import SampleText, TextPart
 from dantinox.generation.slot_params import RowParams

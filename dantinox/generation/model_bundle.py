@@ -12,16 +12,16 @@ from flax import nnx
 from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
 from dantinox.distributed import shard_model, tensor_mesh
 from dantinox.files import quote
-from dantinox.generation.adapter_slots import AdapterRows, AdapterSlots
-from dantinox.generation.bans import TextBan, compile_regexes, find_banned_strings
-from dantinox.generation.cache_plan import fall_back_to_uniform
-from dantinox.generation.constraints import Constraint, ConstraintCompiler, Matcher
-from dantinox.generation.features import Constants, Features
-from dantinox.generation.guides import RESTART_BEFORE, AfterTrigger, Gap, Guide, Reasoning, ReasoningBudget, WholeText
-from dantinox.generation.quantized_weights import HeadOrder, permute_heads, prepare, weight_bytes
+from dantinox.generation.decode.adapter_slots import AdapterRows, AdapterSlots
+from dantinox.generation.decode.cache_plan import fall_back_to_uniform
+from dantinox.generation.decode.features import Constants, Features
+from dantinox.generation.decode.quantized_weights import HeadOrder, permute_heads, prepare, weight_bytes
+from dantinox.generation.decode.request_features import row_features
+from dantinox.generation.guides.bans import TextBan, compile_regexes, find_banned_strings
+from dantinox.generation.guides.constraints import Constraint, ConstraintCompiler, Matcher
+from dantinox.generation.guides.guide import RESTART_BEFORE, AfterTrigger, Gap, Guide, Reasoning, ReasoningBudget, WholeText
+from dantinox.generation.guides.token_healing import HealedPrefix, PieceIndex
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.request_features import row_features
-from dantinox.generation.token_healing import HealedPrefix, PieceIndex
 from dantinox.generation.token_settings import sampling_params, stop_token_ids
 from dantinox.model import Transformer
 from dantinox.model.packed import packed_kinds, parameter_count, unpack_modules

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dantinox.config import Config
-from dantinox.generation.constraints import Constraint
-from dantinox.generation.guidance import has_guidance
-from dantinox.generation.guides import Reasoning
+from dantinox.generation.decode.guidance import has_guidance
+from dantinox.generation.guides.constraints import Constraint
+from dantinox.generation.guides.guide import Reasoning
 from dantinox.sampling.logit_processor import LogitProcessor
 from dantinox.sampling.params import ScoreFn
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dantinox.generation.bans import MAX_HELD_TOKENS
-from dantinox.generation.cache_plan import Caches
-from dantinox.generation.decode import DECODE_CHUNK, DecodeState, Emitted
+from dantinox.generation.decode.cache_plan import Caches
+from dantinox.generation.decode.generate_toks import DECODE_CHUNK, DecodeState, Emitted
+from dantinox.generation.guides.bans import MAX_HELD_TOKENS
 from dantinox.sampling import StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from dantinox.config import GenerationSection, UserError
-from dantinox.generation.bans import TextBan
-from dantinox.generation.guides import Guide, Reasoning, ReasoningTracker, combine_masks
-from dantinox.generation.stop_strings import StopFinder
-from dantinox.generation.token_healing import HealedPrefix, response_detokenizer
+from dantinox.generation.guides.bans import TextBan
+from dantinox.generation.guides.guide import Guide, Reasoning, ReasoningTracker, combine_masks
+from dantinox.generation.guides.stop_strings import StopFinder
+from dantinox.generation.guides.token_healing import HealedPrefix, response_detokenizer
 from dantinox.generation.token_settings import stop_token_ids
 from dantinox.sampling import StepInfo
 from dantinox.sampling.loops import ends_in_loop

@@ -19,22 +19,22 @@ from flax import nnx
 
 from dantinox.config import Config, UserError
 from dantinox.config.engine_options import EngineOptions
-from dantinox.generation.adapter_slots import AdapterSlots
-from dantinox.generation.cache_plan import Caches, head_order, plan_cache
-from dantinox.generation.decode import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted, init_row
-from dantinox.generation.features import Features
+from dantinox.generation.decode.adapter_slots import AdapterSlots
+from dantinox.generation.decode.cache_plan import Caches, head_order, plan_cache
+from dantinox.generation.decode.features import Features
+from dantinox.generation.decode.generate_toks import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted, init_row
+from dantinox.generation.decode.packing import Layout, PackedParams, pack
+from dantinox.generation.decode.prompt_scope import NO_SCOPE, PromptScope, find_scope, is_current, scope_features
+from dantinox.generation.decode.quantized_weights import SplitModel, split_model
+from dantinox.generation.decode.request_features import row_features
+from dantinox.generation.decode.slot_programs import copy_slot, decode_slots, int32, start_row
 from dantinox.generation.model_bundle import ModelBundle
-from dantinox.generation.packing import Layout, PackedParams, pack
-from dantinox.generation.prefix_cache import PrefixCache, make_prefix_cache, pool_bytes, renew_probe
-from dantinox.generation.prefix_files import fingerprint, read_blocks, write_blocks
-from dantinox.generation.prompt_scope import NO_SCOPE, PromptScope, find_scope, is_current, scope_features
-from dantinox.generation.quantized_weights import SplitModel, split_model
+from dantinox.generation.prefix.prefix_cache import PrefixCache, make_prefix_cache, pool_bytes, renew_probe
+from dantinox.generation.prefix.prefix_files import fingerprint, read_blocks, write_blocks
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.request_features import row_features
 from dantinox.generation.running_batch import Recurrent, RowStatus, restart_slots
 from dantinox.generation.slot_params import MAX_ALTERNATIVES, ProgramKey, RowParams, ServedSettings, next_power_of_two
 from dantinox.generation.slot_prefill import MIN_PADDED_CHUNK, SLOT_PREFILL_CHUNK, PrefillBatch, SlotRow
-from dantinox.generation.slot_programs import copy_slot, decode_slots, int32, start_row
 from dantinox.generation.steppers import plan_stepper
 from dantinox.model import make_cache
 from dantinox.model.cache import RingLayer
@@ -237,7 +237,7 @@ class SlotBatch(PrefillBatch):
         if kind == "prefill":
             return self._lower_prefill(*key).compile()
         params, state = self._states[key[0]]
-        options = dict(get_platform(self._architecture.platform).decoding_options)
+        options: dict[str, str | bool] = dict(get_platform(self._architecture.platform).decoding_options)
         if kind == "decode":
             reports = report if key[1] == ALL_STEPS else None
             state = replace(state, sampler=reduce_state(key[1], state.sampler))

@@ -14,8 +14,8 @@ from dantinox.config import Config, GenerationSection, UserError
 from dantinox.config.generation_settings import section_order
 from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
+from dantinox.generation.decode.request_features import feature_names
 from dantinox.generation.model_bundle import ModelBundle
-from dantinox.generation.request_features import feature_names
 from dantinox.generation.running_batch import NO_ID
 from dantinox.generation.token_settings import stop_token_ids, with_default_seed
 from dantinox.sampling import LogitProcessor, ProgramOptions, SamplingParams

@@ -8,16 +8,16 @@ import jax
 import numpy as np
 
 from dantinox.config import ModelConfig
-from dantinox.generation.adapter_slots import AdapterSlots
-from dantinox.generation.cache_plan import Caches
-from dantinox.generation.decode import Stepper
-from dantinox.generation.features import Constants
-from dantinox.generation.prefix_cache import PrefixCache, PrefixStatus
-from dantinox.generation.prompt_scope import NO_SCOPE, PromptScope, scope_constants, scope_features
-from dantinox.generation.quantized_weights import SplitModel
+from dantinox.generation.decode.adapter_slots import AdapterSlots
+from dantinox.generation.decode.cache_plan import Caches
+from dantinox.generation.decode.features import Constants
+from dantinox.generation.decode.generate_toks import Stepper
+from dantinox.generation.decode.prompt_scope import NO_SCOPE, PromptScope, scope_constants, scope_features
+from dantinox.generation.decode.quantized_weights import SplitModel
+from dantinox.generation.decode.slot_programs import int32, prefill_part, slot_checksums, write_cache_row
+from dantinox.generation.prefix.prefix_cache import PrefixCache, PrefixStatus
 from dantinox.generation.running_batch import Row, RunningBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES
-from dantinox.generation.slot_programs import int32, prefill_part, slot_checksums, write_cache_row
 from dantinox.sampling import StepInfo
 from dantinox.sampling.subsets import ALL_STEPS
 

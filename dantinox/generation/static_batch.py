@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.decode import (
+from dantinox.generation.decode.cache_plan import CachePlan
+from dantinox.generation.decode.features import Constants, Features
+from dantinox.generation.decode.generate_toks import (
     DECODE_CHUNK,
     DecodeState,
     Emitted,
@@ -23,8 +24,7 @@ from dantinox.generation.decode import (
     init_row,
     write_row,
 )
-from dantinox.generation.features import Constants, Features
-from dantinox.generation.quantized_weights import split_model
+from dantinox.generation.decode.quantized_weights import split_model
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Recurrent, Row, RowStatus, RunningBatch, restart_slots
 from dantinox.model import KVCache, Transformer
 from dantinox.platform import get_platform

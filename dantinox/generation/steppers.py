@@ -1,12 +1,12 @@
 """`plan_stepper`: chooses how a batch decodes, from the settings."""
 
 from dantinox.config import Config
-from dantinox.generation.decode import Stepper
-from dantinox.generation.drafts import plan_drafts
-from dantinox.generation.features import Constants
+from dantinox.generation.decode.drafts import plan_drafts
+from dantinox.generation.decode.features import Constants
+from dantinox.generation.decode.generate_toks import Stepper
+from dantinox.generation.decode.quantized_weights import split_model
+from dantinox.generation.decode.uncached import UncachedStepper
 from dantinox.generation.model_bundle import ModelBundle
-from dantinox.generation.quantized_weights import split_model
-from dantinox.generation.uncached import UncachedStepper
 from dantinox.model import Transformer
 
 

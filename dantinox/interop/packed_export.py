@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from dantinox.interop.ggml_types import dequantize
+from dantinox.interop.gguf.ggml_types import dequantize
 from dantinox.model.packed import group_parts
 from dantinox.run.weights import StoredArray
 

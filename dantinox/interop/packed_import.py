@@ -15,9 +15,9 @@ from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
 from dantinox.files import escape_name
-from dantinox.interop.ggml_quantize import has_finite_scales
-from dantinox.interop.gguf_file import PLAIN_DTYPES
-from dantinox.interop.hf_weights import from_hf
+from dantinox.interop.gguf.ggml_quantize import has_finite_scales
+from dantinox.interop.gguf.gguf_file import PLAIN_DTYPES
+from dantinox.interop.hf.hf_weights import from_hf
 from dantinox.interop.source import LazyArrays, Source, StoredBlocks, Tensor
 from dantinox.kernels import FORMATS
 from dantinox.model.packed import Layout, packable_layouts, packed_name

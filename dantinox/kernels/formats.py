@@ -1,7 +1,7 @@
 """Formats of packed weights, and their conversion to float32 in JAX.
 
 The block layouts are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h`). A row of weights consists of whole blocks
-and is stored as uint8. `unpack` gives the same bits as `dantinox.interop.ggml_types.dequantize`.
+and is stored as uint8. `unpack` gives the same bits as `dantinox.interop.gguf.ggml_types.dequantize`.
 """
 
 from collections.abc import Callable

@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.attention import attend, attention, causal_mask, run_probe, run_probe_on_store
+from dantinox.model.attention_kernels import kernel_for
 from dantinox.model.cache_store import BFLOAT16_BITS, INT4_PACKED, AnyStore, LatentStore, SegmentedStore, Store, group_size
 from dantinox.model.compressed_cache import CompressedLayer, Compression
-from dantinox.model.kernels import kernel_for
 from dantinox.model.layers import PLAIN_SOFTMAX
 from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
 from dantinox.model.ring_attention import ring_attention

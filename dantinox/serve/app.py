@@ -16,8 +16,9 @@ from starlette.types import ASGIApp
 from dantinox.config import UserError
 from dantinox.serve import pages
 from dantinox.serve.errors import JSON, RequestError, error_object, http_error, to_request_error
-from dantinox.serve.metrics import Metrics
-from dantinox.serve.middleware import Guard
+from dantinox.serve.operations.metrics import Metrics
+from dantinox.serve.operations.middleware import Guard
+from dantinox.serve.operations.request_record import current_record
 from dantinox.serve.options import Options
 from dantinox.serve.protocols import (
     embeddings,
@@ -31,7 +32,6 @@ from dantinox.serve.protocols import (
     responses,
     tokenize_routes,
 )
-from dantinox.serve.request_record import current_record
 from dantinox.serve.response_stream import EngineProtocol, HasStatus
 from dantinox.serve.service import Service
 

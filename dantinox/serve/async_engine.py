@@ -38,17 +38,17 @@ import numpy as np
 
 from dantinox.config import Config, UserError, overlay, with_generation
 from dantinox.config.engine_options import EngineOptions
-from dantinox.generation.embedder import Embedder, check_length, check_pooling
+from dantinox.generation.api.embedder import Embedder, check_length, check_pooling
+from dantinox.generation.api.loaded_model import LoadedModel
+from dantinox.generation.api.trace import token_records
 from dantinox.generation.engine import Engine
 from dantinox.generation.engine_jobs import Job, Output, RequestFailed
-from dantinox.generation.loaded_model import LoadedModel
+from dantinox.generation.guides.token_healing import response_detokenizer
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.scheduler import QueueFull
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.slot_params import CACHED_SETTINGS, CacheKey, ProgramKey
-from dantinox.generation.token_healing import response_detokenizer
 from dantinox.generation.token_settings import with_default_seed
-from dantinox.generation.trace import token_records
 from dantinox.sampling import LogitProcessor, StepInfo
 from dantinox.serve.embedding_queue import EmbeddingQueue
 from dantinox.serve.errors import Busy, Unavailable

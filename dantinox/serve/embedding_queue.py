@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dantinox.generation.embedder import Embedder
+from dantinox.generation.api.embedder import Embedder
 from dantinox.generation.engine_jobs import RequestFailed
 
 log = logging.getLogger("dantinox.serve")

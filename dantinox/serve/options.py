@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dantinox.serve.api_keys import ApiKeys, single_key
-from dantinox.serve.limits import Limits
-from dantinox.serve.reload import Reloader
-from dantinox.serve.request_record import RequestRecord
+from dantinox.serve.operations.api_keys import ApiKeys, single_key
+from dantinox.serve.operations.limits import Limits
+from dantinox.serve.operations.reload import Reloader
+from dantinox.serve.operations.request_record import RequestRecord
 from dantinox.text import ChatTemplate
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})

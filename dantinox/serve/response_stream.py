@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 
 from dantinox.config import Config
-from dantinox.generation.loaded_model import LoadedModel
-from dantinox.generation.prefix_cache import PrefixStatus
+from dantinox.generation.api.loaded_model import LoadedModel
+from dantinox.generation.prefix.prefix_cache import PrefixStatus
 from dantinox.generation.request import Delta, GenerationRequest, RequestStats, TokenRecord
 
 

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 
 from dantinox.config import UserError
 from dantinox.programs import exit_now
-from dantinox.serve.connection import connection_protocol
-from dantinox.serve.limits import (
+from dantinox.serve.operations.connection import connection_protocol
+from dantinox.serve.operations.limits import (
     ABORT_SECONDS,
     ACCEPTED_AT_ONCE,
     BACKLOG,
@@ -28,7 +28,7 @@ from dantinox.serve.limits import (
     OTHER_FILES,
     Limits,
 )
-from dantinox.serve.reload import Reloader
+from dantinox.serve.operations.reload import Reloader
 from dantinox.serve.response_stream import HasStatus
 
 EXIT_FAILED = 1  # exit code

@@ -18,7 +18,7 @@ from dantinox.config import Config, UserError
 from dantinox.files import quote
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, Busy, RequestError, http_error, to_request_error
-from dantinox.serve.limits import (
+from dantinox.serve.operations.limits import (
     MAX_CHARACTERS,
     MAX_ENTRIES,
     MAX_ENTRIES_OF,
@@ -27,9 +27,9 @@ from dantinox.serve.limits import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
 )
-from dantinox.serve.metrics import Metrics
+from dantinox.serve.operations.metrics import Metrics
+from dantinox.serve.operations.request_record import Generation, RequestRecord, current_record
 from dantinox.serve.options import Options
-from dantinox.serve.request_record import Generation, RequestRecord, current_record
 from dantinox.serve.response_stream import EngineProtocol, ResponseStream
 from dantinox.text.chat_template import ChatPrompt
 from dantinox.text.reply_formats import ReplyFormat, reply_format

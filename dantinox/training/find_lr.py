@@ -16,7 +16,7 @@ from dantinox.distributed import make_layout
 from dantinox.text import ConversationStore, prepare_data
 from dantinox.training.launch import base_template
 from dantinox.training.reference_logprobs import compute_reference_logprobs
-from dantinox.training.resume import frozen_weights, starting_tokenizer, starting_weights
+from dantinox.training.starting_point import frozen_weights, starting_tokenizer, starting_weights
 from dantinox.training.step import TrainStep
 from dantinox.training.teacher import open_teacher
 

@@ -43,9 +43,9 @@ from dantinox.text import (
 )
 from dantinox.training.loop import train
 from dantinox.training.memory import keep_freed_memory
-from dantinox.training.resume import resume_config, starting_tokenizer, total_steps
 from dantinox.training.rewards import build_rewards
 from dantinox.training.signals import stop_request
+from dantinox.training.starting_point import resume_config, starting_tokenizer, total_steps
 from dantinox.training.step import rows_per_step
 from dantinox.training.step_time import limit_steps
 from dantinox.training.teacher import open_teacher

@@ -13,7 +13,7 @@ import numpy as np
 from dantinox.config import Config, KVSection, ModelConfig, with_generation
 from dantinox.config.generation_settings import active_steps
 from dantinox.generation import LoadedModel
-from dantinox.generation.offline_run import BatchRun
+from dantinox.generation.api.offline_run import BatchRun
 from dantinox.sampling import StepInfo
 from dantinox.text import Tokenizer
 from dantinox.training.batch_source import SamplingInterrupted

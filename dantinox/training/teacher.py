@@ -15,7 +15,7 @@ from dantinox.model.parameters import Parameters, abstract_model
 from dantinox.run import RunDirectory, load_run_config, open_base
 from dantinox.text import Tokenizer
 from dantinox.training.distillation import BatchWithTeacher
-from dantinox.training.resume import check_tokenizer, load_frozen_weights
+from dantinox.training.starting_point import check_tokenizer, load_frozen_weights
 
 
 @dataclass(frozen=True)

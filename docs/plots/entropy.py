@@ -17,9 +17,9 @@ import numpy as np
 from PIL import Image
 from sampling import HERE, INK, SHOWN, STYLE, Distribution, bars, measured, plt, write
 
-from dantinox.measure.calibrate_router import RouterCalibration
-from dantinox.measure.calibrate_router_view import PRESETS, draw_calibration
-from dantinox.measure.explain_view import ACCENT, AFTER, BEFORE
+from dantinox.lab.measure.calibrate_router import RouterCalibration
+from dantinox.lab.measure.calibrate_router_view import PRESETS, draw_calibration
+from dantinox.lab.measure.explain_view import ACCENT, AFTER, BEFORE
 
 STORED = HERE / "router.json"
 PICTURES = HERE.parent / "images" / "entropy"

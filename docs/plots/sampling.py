@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 from PIL import Image
 
-from dantinox.measure.explain_view import ACCENT, AFTER, BEFORE, draw_step
+from dantinox.lab.measure.explain_view import ACCENT, AFTER, BEFORE, draw_step
 from dantinox.sampling import process_logits
 
 matplotlib.use("agg")

@@ -17,10 +17,10 @@ from dantinox.cli.settings import find_settings
 from dantinox.config import UserError
 from dantinox.config.help_pages import all_pages, first_page, section_page
 from dantinox.config.names import ALIASES
-from dantinox.config.reference import section_titles, setting_records, type_in_words
 from dantinox.config.request_settings import SamplingSettings
 from dantinox.config.sections import DEFAULTS, FIELDS, NEEDS, SECTIONS
 from dantinox.config.setting_groups import GROUPS
+from dantinox.config.setting_records import section_titles, setting_records, type_in_words
 from dantinox.config.yaml_files import allowed_values
 from tests.error_texts import ERRORS
 

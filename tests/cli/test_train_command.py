@@ -14,7 +14,7 @@ import pytest
 
 from dantinox import cli, training
 from dantinox.config import build_config, load_config
-from dantinox.measure import doctor
+from dantinox.lab.measure import doctor
 from dantinox.model.parameters import abstract_model
 from dantinox.report import Console
 from dantinox.text import build_store
@@ -317,7 +317,7 @@ SUMS = """
 import jax, jax.numpy as jnp
 x_RI = jnp.arange(32_769.0)[:, None] * jnp.array([1.0, 0, 0])
 print(int(jax.jit(jax.vmap(lambda x_I: jnp.sum((jnp.eye(3) @ x_I) ** 2)))(x_RI)[-1]))
-from dantinox.measure.doctor import _compiler_check
+from dantinox.lab.measure.doctor import _compiler_check
 print(_compiler_check())
 """
 

@@ -17,7 +17,7 @@ from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.sections import FIELDS
 from dantinox.config.starting_config import starting_config
 from dantinox.config.yaml_files import load_training
-from dantinox.training.resume import total_steps
+from dantinox.training.starting_point import total_steps
 from tests.error_texts import ERRORS
 
 

@@ -12,7 +12,7 @@ from training.small import random_weights
 
 from dantinox.config import Config, build_config
 from dantinox.distributed import AXES, Layout, make_layout
-from dantinox.measure.program_cost import Work, count_work
+from dantinox.lab.measure.program_cost import Work, count_work
 from dantinox.model.parameters import stack_layers
 from dantinox.programs import memory_usage, tree_bytes
 from dantinox.text import Batch, TokenStore

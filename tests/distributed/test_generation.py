@@ -8,9 +8,9 @@ from training.small import random_weights
 
 from dantinox.config import UserError, build_config
 from dantinox.distributed import max_tensor_parallel, shard_model, tensor_mesh, weight_shardings
-from dantinox.distributed.generation import partition_spec
-from dantinox.generation.cache_plan import plan_cache
-from dantinox.generation.quantized_weights import prepare
+from dantinox.distributed.tensor_parallel import partition_spec
+from dantinox.generation.decode.cache_plan import plan_cache
+from dantinox.generation.decode.quantized_weights import prepare
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.model.parameters import abstract_model
 from dantinox.sampling import SamplingParams

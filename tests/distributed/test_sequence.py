@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dantinox.config import UserError
-from dantinox.measure.program_cost import Work, count_work
+from dantinox.lab.measure.program_cost import Work, count_work
 from dantinox.model import chunked_attention as chunked
 from dantinox.model import ring_attention as ring
 from dantinox.model.layers import Softmax

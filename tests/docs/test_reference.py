@@ -16,7 +16,7 @@ from dantinox.config.flag_values import overrides
 from dantinox.report.metric_files import COLUMNS
 from dantinox.run import RunDirectory
 from dantinox.serve.app import make_app
-from dantinox.serve.metrics import Metrics
+from dantinox.serve.operations.metrics import Metrics
 from tests.serve.fakes import FakeEngine
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

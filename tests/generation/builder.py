@@ -13,10 +13,11 @@ from flax import nnx
 
 from dantinox.config import ModelConfig, TokenizerSection, build_config
 from dantinox.config.engine_options import EngineOptions
-from dantinox.generation import LoadedModel, decode
-from dantinox.generation.decode import _generate_toks
+from dantinox.generation import LoadedModel
+from dantinox.generation.decode import generate_toks as decode
+from dantinox.generation.decode.generate_toks import _generate_toks
+from dantinox.generation.decode.slot_programs import decode_slots
 from dantinox.generation.slot_batch import SlotBatch
-from dantinox.generation.slot_programs import decode_slots
 from dantinox.model import Transformer
 from dantinox.programs import shared_trace
 from dantinox.sampling import chain, process_logits

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.generation.bans import MAX_HELD_TOKENS, RESTARTS_PER_TOKEN, BannedStrings, TextBan, compile_regexes, lower
-from dantinox.generation.constraints import Constraint
 from dantinox.generation.engine import Engine
+from dantinox.generation.guides.bans import MAX_HELD_TOKENS, RESTARTS_PER_TOKEN, BannedStrings, TextBan, compile_regexes, lower
+from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import GenerationRequest
 
 from . import builder

@@ -10,10 +10,10 @@ import pytest
 
 from dantinox.config import Config, LatentConfig, UserError, overlay
 from dantinox.generation import load
-from dantinox.generation.beam_search import BeamRules, BeamRun, Beams, extend
-from dantinox.generation.constraints import Constraint
-from dantinox.generation.decode import prefill_prompts
-from dantinox.generation.generate_ids import _IdsModel
+from dantinox.generation.api.beam_search import BeamRules, BeamRun, Beams, extend
+from dantinox.generation.api.generate_ids import _IdsModel
+from dantinox.generation.decode.generate_toks import prefill_prompts
+from dantinox.generation.guides.constraints import Constraint
 from dantinox.sampling import SamplingParams, process_logits
 
 from . import builder

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
-from dantinox.generation import cache_budgets as budgets
-from dantinox.generation.cache_budgets import (
+from dantinox.generation.decode import cache_budgets as budgets
+from dantinox.generation.decode.cache_budgets import (
     HALVING_PENALTY,
     KNAPSACK_STEPS,
     SIZES_PER_DOUBLING,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dantinox.config import UserError
-from dantinox.generation.chat_session import Chat
+from dantinox.generation.api.chat_session import Chat
 from dantinox.text import ChatTemplate
 from tests.error_texts import ERRORS
 

@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.generation.constraints import CONSTRAINT_KINDS, MAX_SOURCE_BYTES, Constraint, ConstraintCompiler, check_constraint
-from dantinox.generation.loaded_model import LoadedModel
+from dantinox.generation.api.loaded_model import LoadedModel
+from dantinox.generation.guides.constraints import (
+    CONSTRAINT_KINDS,
+    MAX_SOURCE_BYTES,
+    Constraint,
+    ConstraintCompiler,
+    check_constraint,
+)
 from dantinox.text import Tokenizer, train_tokenizer
 from tests.error_texts import ERRORS
 

@@ -12,10 +12,8 @@ from flax import nnx
 
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import LoadedModel, generate
-from dantinox.generation.cache_plan import CachePlan
-from dantinox.generation.constraints import Constraint
-from dantinox.generation.decode import _generate_toks
-from dantinox.generation.drafts import (
+from dantinox.generation.decode.cache_plan import CachePlan
+from dantinox.generation.decode.drafts import (
     FIRST_GAIN,
     MAX_BACKOFF,
     DraftStepper,
@@ -26,8 +24,10 @@ from dantinox.generation.drafts import (
     plan_drafts,
     record,
 )
+from dantinox.generation.decode.generate_toks import _generate_toks
+from dantinox.generation.decode.quantized_weights import prepare, split_model
 from dantinox.generation.engine import Engine
-from dantinox.generation.quantized_weights import prepare, split_model
+from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import make_cache
@@ -368,7 +368,7 @@ def test_requests_of_a_server_have_the_same_tokens_with_and_without_drafts(monke
     """The requests run in three slots and reuse prefixes. Texts without a constraint are those of the reference, too."""
     pytest.importorskip("llguidance")
     # Drafts of so small a model would not pay off, so they are made free.
-    monkeypatch.setattr("dantinox.generation.drafts.verification_cost", lambda *_: -8.0)
+    monkeypatch.setattr("dantinox.generation.decode.drafts.verification_cost", lambda *_: -8.0)
     run, requests = loaded(), make_requests(SERVED, 12)
     ngram = {"draft_tokens": 3, "speculation": "ngram", "ngram_size": 1}
     slots = builder.make_slots(run, 3, CONTEXT, run.settings(ngram))
@@ -391,7 +391,7 @@ def test_requests_of_a_server_have_the_same_tokens_with_and_without_drafts(monke
 def test_requests_of_a_server_with_all_kinds_of_steps(speculation, monkeypatch):
     """The draft model is a copy of the model."""
     pytest.importorskip("llguidance")
-    monkeypatch.setattr("dantinox.generation.drafts.verification_cost", lambda *_: -8.0)
+    monkeypatch.setattr("dantinox.generation.decode.drafts.verification_cost", lambda *_: -8.0)
     run, requests = loaded(load_run=lambda path: loaded()), make_requests(MIXED, 20)
     settings = {"draft_tokens": 3} | speculation
     plain_engine, engine = (

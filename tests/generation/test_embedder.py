@@ -8,7 +8,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from dantinox.config import ExpertsConfig, LatentConfig, UserError, build_config
 from dantinox.generation import LoadedModel
-from dantinox.generation.embedder import Embedder, embedding_ids
+from dantinox.generation.api.embedder import Embedder, embedding_ids
 from dantinox.text import Tokenizer
 from tests.error_texts import ERRORS
 

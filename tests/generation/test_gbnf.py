@@ -5,9 +5,9 @@ import pytest
 pytest.importorskip("llguidance")
 
 from dantinox.config import UserError
-from dantinox.generation import gbnf
-from dantinox.generation.constraints import Constraint, check_constraint
-from dantinox.generation.gbnf import gbnf_to_lark
+from dantinox.generation.guides import gbnf
+from dantinox.generation.guides.constraints import Constraint, check_constraint
+from dantinox.generation.guides.gbnf import gbnf_to_lark
 
 from .texts_of import COMPILER, allows
 

@@ -8,10 +8,10 @@ import pytest
 
 from dantinox.config import Config, UserError, build_config, overlay
 from dantinox.generation import generate, load
-from dantinox.generation.constraints import Constraint
+from dantinox.generation.api.generate_ids import _IdsModel
+from dantinox.generation.decode.guidance import RowPairs
 from dantinox.generation.engine import Engine
-from dantinox.generation.generate_ids import _IdsModel
-from dantinox.generation.guidance import RowPairs
+from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import GenerationRequest
 
 from . import builder

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.generation.constraints import Constraint, ConstraintCompiler
 from dantinox.generation.engine import Engine
-from dantinox.generation.guides import (
+from dantinox.generation.guides.constraints import Constraint, ConstraintCompiler
+from dantinox.generation.guides.guide import (
     KEEP,
     RESTART_AFTER,
     RESTART_BEFORE,

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from dantinox.config import UserError
-from dantinox.generation.constraints import Constraint, check_constraint
+from dantinox.generation.guides.constraints import Constraint, check_constraint
 from dantinox.text.ecma_patterns import to_rust_regex
 
 from .texts_of import COMPILER, allows

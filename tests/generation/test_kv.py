@@ -12,11 +12,12 @@ from flax import nnx
 
 from dantinox.config import Config, UserError
 from dantinox.config.kv_settings import AVERAGE_POLICIES, KVSection
-from dantinox.generation import decode, generate, prepare
-from dantinox.generation.cache_plan import CachePlan, head_order, plan_cache
-from dantinox.generation.decode import _generate_toks
-from dantinox.generation.generate_ids import _IdsModel
-from dantinox.generation.quantized_weights import permute_heads
+from dantinox.generation import generate, prepare
+from dantinox.generation.api.generate_ids import _IdsModel
+from dantinox.generation.decode import generate_toks as decode
+from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_cache
+from dantinox.generation.decode.generate_toks import _generate_toks
+from dantinox.generation.decode.quantized_weights import permute_heads
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import attention, kernels, make_cache
 from dantinox.model.compressed_cache import CompressedLayer

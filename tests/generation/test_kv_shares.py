@@ -8,7 +8,7 @@ import pytest
 
 from dantinox.config import Config, GenerationSection, UserError
 from dantinox.generation import LoadedModel, generate, model_bundle
-from dantinox.generation.cache_plan import plan_cache
+from dantinox.generation.decode.cache_plan import plan_cache
 from dantinox.run import KVCalibration
 from tests.error_texts import ERRORS
 

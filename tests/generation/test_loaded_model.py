@@ -10,7 +10,7 @@ import pytest
 import dantinox
 from dantinox.config import UserError
 from dantinox.generation import LoadedModel
-from dantinox.generation.loaded_model import results_in_order
+from dantinox.generation.api.loaded_model import results_in_order
 from dantinox.generation.static_batch import clamp_to_context
 from dantinox.text import Tokenizer
 from tests.error_texts import ERRORS

@@ -9,8 +9,8 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.config.engine_options import EngineOptions
+from dantinox.generation.api.generate_ids import generate
 from dantinox.generation.engine import Engine
-from dantinox.generation.generate_ids import generate
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.sampling.logit_processor import TokenHistory, apply_logit_processor

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dantinox.config import GenerationSection
+from dantinox.generation.api.generate_ids import generate
 from dantinox.generation.engine import Engine
-from dantinox.generation.generate_ids import generate
 from dantinox.generation.request import GenerationRequest
 from dantinox.sampling.loops import ends_in_loop
 

@@ -10,12 +10,12 @@ from flax import nnx
 
 from dantinox.config import ExpertsConfig, LatentConfig, UserError
 from dantinox.generation import LoadedModel
-from dantinox.generation.adapter_slots import AdapterSlots
+from dantinox.generation.decode.adapter_slots import AdapterSlots
+from dantinox.generation.decode.prompt_scope import find_scope
+from dantinox.generation.decode.quantized_weights import dequantize, permute_heads, prepare
 from dantinox.generation.engine import Engine
-from dantinox.generation.prompt_scope import find_scope
-from dantinox.generation.quantized_weights import dequantize, permute_heads, prepare
 from dantinox.generation.request import GenerationRequest
-from dantinox.interop.ggml_quantize import quantize
+from dantinox.interop.gguf.ggml_quantize import quantize
 from dantinox.kernels import load_kernels
 from dantinox.model.layers import Linear
 from dantinox.model.lora import Projection
@@ -236,7 +236,7 @@ def test_guidance_and_beams_with_an_adapter(run, settings):
 
 
 def test_long_prompts_are_prefilled_in_groups(run, monkeypatch):
-    monkeypatch.setattr("dantinox.generation.decode.PREFILL_BATCH_TOKENS", 32)
+    monkeypatch.setattr("dantinox.generation.decode.generate_toks.PREFILL_BATCH_TOKENS", 32)
     texts = ["once", "upon a", "time"]
     requests = [run.request(text, GREEDY, lora=name) for text, name in zip(texts, NAMES, strict=False)]
     found = [result.tokens for result in run.complete(requests)]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.generation import memory_groups
-from dantinox.generation.memory_groups import DividedRun, divide, fitting_rows
+from dantinox.generation.api import memory_groups
+from dantinox.generation.api.memory_groups import DividedRun, divide, fitting_rows
 from dantinox.generation.static_batch import Times, padded_length
 
 from . import builder

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
+from dantinox.generation.decode.prompt_scope import PromptScope
 from dantinox.generation.engine import Engine
-from dantinox.generation.prompt_scope import PromptScope
 from dantinox.generation.request import GenerationRequest
 from dantinox.model.cache import FullLayer
 

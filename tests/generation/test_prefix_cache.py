@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from dantinox.config import UserError
 from dantinox.config.model import ExpertsConfig, LatentConfig
 from dantinox.generation.engine import Engine
-from dantinox.generation.prefix_cache import PrefixCache, block_bytes
-from dantinox.generation.prefix_files import BLOCKS_FILE, fingerprint, read_blocks
-from dantinox.generation.prefix_tree import PrefixTree
+from dantinox.generation.prefix.prefix_cache import PrefixCache, block_bytes
+from dantinox.generation.prefix.prefix_files import BLOCKS_FILE, fingerprint, read_blocks
+from dantinox.generation.prefix.prefix_tree import PrefixTree
 from dantinox.generation.request import GenerationRequest
 from dantinox.run.manifest import MANIFEST
 

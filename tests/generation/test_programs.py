@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dantinox.generation import generate
-from dantinox.generation.decode import Stepper, _generate_toks
-from dantinox.generation.quantized_weights import split_model
-from dantinox.generation.slot_programs import prefill_part
+from dantinox.generation.decode.generate_toks import Stepper, _generate_toks
+from dantinox.generation.decode.quantized_weights import split_model
+from dantinox.generation.decode.slot_programs import prefill_part
 from dantinox.generation.static_batch import RunTimer, StaticBatch, padded_length
 from dantinox.model import make_cache, scoring
 from dantinox.platform import get_platform

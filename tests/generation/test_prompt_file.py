@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from dantinox.config import Config, UserError
-from dantinox.generation import loaded_model as run
-from dantinox.generation.prompt_file import read_prompts
+from dantinox.generation.api import loaded_model as run
+from dantinox.generation.api.prompt_file import read_prompts
 from dantinox.generation.request import GenerationRequest
 
 

@@ -13,11 +13,11 @@ from flax import nnx
 from dantinox import platform
 from dantinox.config import UserError
 from dantinox.generation import generate, prepare
-from dantinox.generation import quantized_weights as weights_module
-from dantinox.generation.decode import _generate_toks
-from dantinox.generation.quantized_weights import LowPrecisionLinear, dequantize, quantize_int4, weight_bytes
+from dantinox.generation.decode import quantized_weights as weights_module
+from dantinox.generation.decode.generate_toks import _generate_toks
+from dantinox.generation.decode.quantized_weights import LowPrecisionLinear, dequantize, quantize_int4, weight_bytes
+from dantinox.generation.decode.uncached import UncachedStepper
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.generation.uncached import UncachedStepper
 from dantinox.kernels import Kernels, load_kernels, unpack
 from dantinox.model import make_cache
 from dantinox.model.layers import Linear
@@ -346,6 +346,6 @@ def test_native_kernels_multiply_the_same_weights(weights):
 
 def test_matmul_kernel_native_needs_kernels(monkeypatch):
     assert not shapes_of("int8").head.native  # a tiny model gains nothing
-    monkeypatch.setattr("dantinox.generation.quantized_weights.load_kernels", lambda: Kernels(None, "no C++ compiler"))
+    monkeypatch.setattr("dantinox.generation.decode.quantized_weights.load_kernels", lambda: Kernels(None, "no C++ compiler"))
     with pytest.raises(UserError, match=r"generation.matmul_kernel: no C\+\+ compiler"):
         prepare(builder.model(TIED), "int8", matmul_kernel="native")

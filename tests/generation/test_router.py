@@ -13,8 +13,8 @@ from flax import nnx
 from dantinox.config import Config, UserError, overlay
 from dantinox.config.generation_settings import ROUTED_STEPS
 from dantinox.generation import generate
-from dantinox.generation.decode import _generate_toks
-from dantinox.generation.generate_ids import _IdsModel
+from dantinox.generation.api.generate_ids import _IdsModel
+from dantinox.generation.decode.generate_toks import _generate_toks
 from dantinox.generation.static_batch import StaticBatch
 from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams, process_logits

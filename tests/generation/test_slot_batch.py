@@ -8,8 +8,8 @@ import pytest
 
 from dantinox.config import UserError, build_config
 from dantinox.generation import LoadedModel, slot_batch
+from dantinox.generation.decode.prompt_scope import PromptScope
 from dantinox.generation.engine import Engine
-from dantinox.generation.prompt_scope import PromptScope
 from dantinox.generation.request import GenerationRequest
 from dantinox.sampling import process_logits
 from tests.error_texts import ERRORS

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.generation.stop_strings import StopFinder
+from dantinox.generation.guides.stop_strings import StopFinder
 
 LETTERS = "ab\né"
 texts = st.text(LETTERS, max_size=20)

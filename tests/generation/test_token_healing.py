@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dantinox.config import TokenizerSection, UserError
-from dantinox.generation.constraints import Constraint
 from dantinox.generation.engine import Engine
-from dantinox.generation.token_healing import MAX_HEALED_TOKENS, HealedPrefix, PieceIndex
+from dantinox.generation.guides.constraints import Constraint
+from dantinox.generation.guides.token_healing import MAX_HEALED_TOKENS, HealedPrefix, PieceIndex
 from dantinox.text import Tokenizer, train_tokenizer
 from dantinox.text.chat_template import ChatPrompt
 
@@ -118,7 +118,7 @@ def test_a_constraint_begins_behind_the_prompt():
 
 
 def test_chats_and_token_ids_refuse_it():
-    from dantinox.generation.generate_ids import generate
+    from dantinox.generation.api.generate_ids import generate
 
     with pytest.raises(UserError, match="token_healing has no effect on token ids"):
         generate(RUN.model, [[1, 2]], 2, token_healing=True)

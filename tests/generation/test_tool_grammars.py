@@ -7,7 +7,7 @@ import string
 import pytest
 
 from dantinox.config import TokenizerSection, UserError
-from dantinox.generation.constraints import ConstraintCompiler
+from dantinox.generation.guides.constraints import ConstraintCompiler
 from dantinox.text import train_tokenizer
 from dantinox.text.reply_formats import HARMONY, REASONING, TOOL_FORMATS, reply_format
 from dantinox.text.reply_parser import make_parser

@@ -10,7 +10,7 @@ import tokenizers
 
 from dantinox.config import UserError
 from dantinox.generation import LoadedModel
-from dantinox.generation.trace import trace_document
+from dantinox.generation.api.trace import trace_document
 from dantinox.report.entropy_view import show_entropy
 from dantinox.report.page import report_page
 from dantinox.report.trace_file import trace_lines

@@ -1,7 +1,7 @@
 """Checks whether a constraint allows a whole text, and generates texts that it allows."""
 
 from dantinox.config import TokenizerSection
-from dantinox.generation.constraints import ConstraintCompiler
+from dantinox.generation.guides.constraints import ConstraintCompiler
 from dantinox.text import train_tokenizer
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dantinox.interop.ggml_types import TYPES
+from dantinox.interop.gguf.ggml_types import TYPES
 
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value in GGUF, by type
 FAR = 1 << 63

@@ -19,10 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dantinox.config import build_config
-from dantinox.interop.hf_config import hf_config_to_settings
-from dantinox.interop.hf_folder import open_tensors, write_tensors
-from dantinox.interop.hf_multimodal import extract_text_model
-from dantinox.interop.hf_weights import from_hf, to_hf
+from dantinox.interop.hf.hf_config import hf_config_to_settings
+from dantinox.interop.hf.hf_folder import open_tensors, write_tensors
+from dantinox.interop.hf.hf_multimodal import extract_text_model
+from dantinox.interop.hf.hf_weights import from_hf, to_hf
 from dantinox.model.parameters import abstract_model
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from dantinox.interop.hf_quantized import dequantize_checkpoint
+from dantinox.interop.hf.hf_quantized import dequantize_checkpoint
 from dantinox.interop.source import LazyArrays
 from dantinox.run.safetensors_file import Tensor
 

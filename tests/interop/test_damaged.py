@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.interop import checkpoints, gguf_file
+from dantinox.interop import checkpoints
 from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
-from dantinox.interop.gguf import export_gguf
-from dantinox.interop.gguf_file import open_gguf
-from dantinox.interop.hf_config import hf_config_to_settings
-from dantinox.interop.hf_weights import parameter_shapes, to_hf
+from dantinox.interop.gguf import gguf_file
+from dantinox.interop.gguf.gguf_checkpoint import export_gguf
+from dantinox.interop.gguf.gguf_file import open_gguf
+from dantinox.interop.hf.hf_config import hf_config_to_settings
+from dantinox.interop.hf.hf_weights import parameter_shapes, to_hf
 from dantinox.text import train_tokenizer
 
 from .damaged import CUTS, FOLDERS, GGUF, EditableGGUF, damaged_gguf, is_one_sentence, text

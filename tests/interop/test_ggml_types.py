@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from dantinox.interop.ggml_types import CHUNK, TYPES, dequantize
+from dantinox.interop.gguf.ggml_types import CHUNK, TYPES, dequantize
 
 gguf = pytest.importorskip("gguf")
 QUANTIZED = [name for name, kind in TYPES.items() if kind.decode is not None]

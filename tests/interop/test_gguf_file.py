@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError
-from dantinox.interop.gguf_file import open_gguf, read_tensor, write_gguf
+from dantinox.interop.gguf.gguf_file import open_gguf, read_tensor, write_gguf
 from tests.error_texts import ERRORS
 
 gguf = pytest.importorskip("gguf")

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dantinox.config import TokenizerSection, UserError
-from dantinox.interop.gguf_vocabulary import (
+from dantinox.interop.gguf.gguf_vocabulary import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -19,7 +19,7 @@ from dantinox.interop.gguf_vocabulary import (
     read_vocabulary,
     vocabulary_metadata,
 )
-from dantinox.interop.pre_tokenizers import ADDS_BOS, ALIASES, RULES
+from dantinox.interop.gguf.pre_tokenizers import ADDS_BOS, ALIASES, RULES
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import byte_letters
 from dantinox.text.vocabulary import train_tokenizer

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError, build_config
-from dantinox.interop.hf_config import hf_config_to_settings, settings_to_hf_config
-from dantinox.interop.hf_folder import open_tensors
-from dantinox.interop.hf_weights import from_hf, to_hf
+from dantinox.interop.hf.hf_config import hf_config_to_settings, settings_to_hf_config
+from dantinox.interop.hf.hf_folder import open_tensors
+from dantinox.interop.hf.hf_weights import from_hf, to_hf
 from dantinox.interop.source import LazyArrays
 from dantinox.model.parameters import abstract_model
 from tests.error_texts import ERRORS

@@ -3,7 +3,7 @@
 import pytest
 
 from dantinox.config import ExpertsConfig, LatentConfig, RopeScaling, UserError, build_config
-from dantinox.interop.hf_config import hf_config_to_settings, settings_to_hf_config
+from dantinox.interop.hf.hf_config import hf_config_to_settings, settings_to_hf_config
 from tests.error_texts import ERRORS
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 60}

@@ -12,12 +12,12 @@ import pytest
 
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
-from dantinox.interop.gguf import source_from_gguf
-from dantinox.interop.gguf_file import open_gguf, write_gguf
-from dantinox.interop.hf_config import hf_config_to_settings
-from dantinox.interop.hf_folder import open_tensors
-from dantinox.interop.hf_multimodal import MULTIMODAL, extract_text_model
-from dantinox.interop.hf_weights import from_hf
+from dantinox.interop.gguf.gguf_checkpoint import source_from_gguf
+from dantinox.interop.gguf.gguf_file import open_gguf, write_gguf
+from dantinox.interop.hf.hf_config import hf_config_to_settings
+from dantinox.interop.hf.hf_folder import open_tensors
+from dantinox.interop.hf.hf_multimodal import MULTIMODAL, extract_text_model
+from dantinox.interop.hf.hf_weights import from_hf
 from dantinox.interop.source import LazyArrays
 from dantinox.model.parameters import abstract_model
 from dantinox.run import RunDirectory, load_run_config

@@ -13,10 +13,10 @@ import pytest
 
 from dantinox.config import UserError, build_config
 from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
-from dantinox.interop.hf_config import hf_config_to_settings
-from dantinox.interop.hf_folder import open_tensors, write_tensors
-from dantinox.interop.hf_quantized import dequantize_checkpoint
-from dantinox.interop.hf_weights import from_hf, parameter_shapes, to_hf
+from dantinox.interop.hf.hf_config import hf_config_to_settings
+from dantinox.interop.hf.hf_folder import open_tensors, write_tensors
+from dantinox.interop.hf.hf_quantized import dequantize_checkpoint
+from dantinox.interop.hf.hf_weights import from_hf, parameter_shapes, to_hf
 from dantinox.interop.source import LazyArrays
 from dantinox.run.safetensors_file import Tensor
 from tests.error_texts import ERRORS

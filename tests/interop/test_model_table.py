@@ -7,8 +7,8 @@ import pytest
 
 from dantinox.config import UserError, build_config
 from dantinox.distributed.rules import find_rule, name_in_layer
-from dantinox.interop.hf_config import hf_config_to_settings
-from dantinox.interop.hf_families import FAMILIES
+from dantinox.interop.hf.hf_config import hf_config_to_settings
+from dantinox.interop.hf.hf_families import FAMILIES
 from dantinox.interop.model_table import BEGIN, HEADER, insert_table, model_table
 from dantinox.model.parameters import abstract_model
 from tests.error_texts import ERRORS

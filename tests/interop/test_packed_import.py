@@ -15,19 +15,19 @@ import dantinox
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import prepare
-from dantinox.generation.drafts import max_rows
-from dantinox.generation.quantized_weights import permute_heads, weight_bytes
+from dantinox.generation.decode.drafts import max_rows
+from dantinox.generation.decode.quantized_weights import permute_heads, weight_bytes
 from dantinox.interop import packed_import
 from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
-from dantinox.interop.ggml_quantize import quantize
-from dantinox.interop.gguf import _type_of_blocks, source_from_gguf
-from dantinox.interop.gguf_file import open_gguf, read_rows, read_tensor
-from dantinox.interop.gguf_file_types import FILE_TYPES
-from dantinox.interop.hf_config import hf_config_to_settings
-from dantinox.interop.hf_weights import from_hf
+from dantinox.interop.gguf.ggml_quantize import quantize
+from dantinox.interop.gguf.gguf_checkpoint import _type_of_blocks, source_from_gguf
+from dantinox.interop.gguf.gguf_file import open_gguf, read_rows, read_tensor
+from dantinox.interop.gguf.gguf_file_types import FILE_TYPES
+from dantinox.interop.hf.hf_config import hf_config_to_settings
+from dantinox.interop.hf.hf_weights import from_hf
 from dantinox.interop.packed_import import pack_parameters
 from dantinox.kernels import MAX_NATIVE_ROWS, load_kernels
-from dantinox.measure.perplexity import measure_perplexity
+from dantinox.lab.measure.perplexity import measure_perplexity
 from dantinox.model.packed import PackedTable, packed_kinds
 from dantinox.model.parameters import abstract_model, init_parameters, widen_arrays
 from dantinox.run import RunDirectory, create_run, load_run_config, save_config, save_tokenizer, verify_run

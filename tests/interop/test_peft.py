@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dantinox.config import UserError, build_config
-from dantinox.interop.peft import merge_adapter
+from dantinox.interop.merge_adapters import merge_adapter
 from dantinox.model.lora import projections
 from dantinox.model.parameters import abstract_model
 from dantinox.run import create_run

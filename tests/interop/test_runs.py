@@ -19,10 +19,10 @@ from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import prepare
 from dantinox.interop.checkpoints import export_checkpoint, export_hf, import_run
-from dantinox.interop.hf_config import REQUIRED_KEYS, hf_config_to_settings
-from dantinox.interop.hf_families import FAMILIES as TABLES
-from dantinox.interop.hf_folder import ONE_FILE, download_repository, open_folder, open_tensors, write_tensors
-from dantinox.interop.hf_unsupported import IGNORED_KEYS
+from dantinox.interop.hf.hf_config import REQUIRED_KEYS, hf_config_to_settings
+from dantinox.interop.hf.hf_families import FAMILIES as TABLES
+from dantinox.interop.hf.hf_folder import ONE_FILE, download_repository, open_folder, open_tensors, write_tensors
+from dantinox.interop.hf.hf_unsupported import IGNORED_KEYS
 from dantinox.interop.source import LazyArrays, Tensor
 from dantinox.run import RunDirectory, load_run_config, verify_run
 from dantinox.text import Tokenizer, train_tokenizer

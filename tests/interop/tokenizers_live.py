@@ -35,9 +35,18 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dantinox.files import UserError
-from dantinox.interop.gguf_file import open_gguf, write_gguf
-from dantinox.interop.gguf_vocabulary import BYTE, CONTROL, KEY_PREFIX, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, read_vocabulary
-from dantinox.interop.pre_tokenizers import ALIASES, RULES
+from dantinox.interop.gguf.gguf_file import open_gguf, write_gguf
+from dantinox.interop.gguf.gguf_vocabulary import (
+    BYTE,
+    CONTROL,
+    KEY_PREFIX,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    read_vocabulary,
+)
+from dantinox.interop.gguf.pre_tokenizers import ALIASES, RULES
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import byte_letters
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dantinox.interop.ggml_types import TYPES, dequantize
+from dantinox.interop.gguf.ggml_types import TYPES, dequantize
 from dantinox.kernels import FORMATS, load_kernels, matmul, unpack
 
 KINDS = ("float32", "bfloat16", "int8", *FORMATS)

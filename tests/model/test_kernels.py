@@ -11,8 +11,8 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.model import chunked_attention as chunked
+from dantinox.model.attention_kernels import KERNELS, kernel_for
 from dantinox.model.chunked_attention import chunked_attention
-from dantinox.model.kernels import KERNELS, kernel_for
 from dantinox.model.layers import PLAIN_SOFTMAX, Softmax, cast_tensordot
 from tests.error_texts import ERRORS
 

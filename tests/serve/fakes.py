@@ -12,9 +12,9 @@ from tokenizers import Tokenizer as Core
 
 from dantinox.config import TokenizerSection, UserError, build_config, overlay
 from dantinox.generation import LoadedModel
-from dantinox.generation.prefix_cache import PrefixStatus
+from dantinox.generation.guides.stop_strings import StopFinder
+from dantinox.generation.prefix.prefix_cache import PrefixStatus
 from dantinox.generation.request import Delta, RequestStats
-from dantinox.generation.stop_strings import StopFinder
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status
 from dantinox.text import Tokenizer, train_tokenizer

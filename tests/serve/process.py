@@ -7,13 +7,13 @@ import threading
 import time
 from pathlib import Path
 
-from dantinox.serve.api_keys import ApiKeys, read_keys
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
-from dantinox.serve.limits import Limits
+from dantinox.serve.operations.api_keys import ApiKeys, read_keys
+from dantinox.serve.operations.limits import Limits
+from dantinox.serve.operations.reload import Reloader
+from dantinox.serve.operations.request_log import configure_logging
 from dantinox.serve.options import Options
-from dantinox.serve.reload import Reloader
-from dantinox.serve.request_log import configure_logging
 from dantinox.serve.server import listen, serve
 
 from .fakes import FakeEngine

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from dantinox.serve.limits import Limits
+from dantinox.serve.operations.limits import Limits
 from dantinox.serve.server import make_server
 
 

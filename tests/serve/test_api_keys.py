@@ -10,12 +10,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from dantinox.config import UserError
-from dantinox.serve.api_keys import ApiKeys, read_keys, single_key
 from dantinox.serve.app import make_app
+from dantinox.serve.operations.api_keys import ApiKeys, read_keys, single_key
+from dantinox.serve.operations.rate_limits import NANOSECONDS, ApiKey, RateLimited, TokenBucket, format_duration
+from dantinox.serve.operations.reload import Reloader
+from dantinox.serve.operations.request_record import RequestRecord
 from dantinox.serve.options import Options
-from dantinox.serve.rate_limits import NANOSECONDS, ApiKey, RateLimited, TokenBucket, format_duration
-from dantinox.serve.reload import Reloader
-from dantinox.serve.request_record import RequestRecord
 
 from .fakes import FakeEngine
 

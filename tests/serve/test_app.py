@@ -6,10 +6,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from dantinox.generation.prefix_cache import PrefixStatus
+from dantinox.generation.prefix.prefix_cache import PrefixStatus
 from dantinox.generation.request import RequestStats
 from dantinox.serve.app import make_app
-from dantinox.serve.metrics import Metrics
+from dantinox.serve.operations.metrics import Metrics
 
 from .fakes import FakeEngine
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from dantinox.config import UserError
-from dantinox.generation.constraints import Constraint, Matcher
 from dantinox.generation.engine import MAX_FAILURES
 from dantinox.generation.engine_jobs import RequestFailed
+from dantinox.generation.guides.constraints import Constraint, Matcher
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.sample_text import SampleText
 from dantinox.serve.async_engine import _Responder

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from dantinox.serve import connection, server
+from dantinox.serve import server
 from dantinox.serve.app import make_app
+from dantinox.serve.operations import connection
 from dantinox.serve.server import allow_open_files
 
 from .fakes import FakeEngine

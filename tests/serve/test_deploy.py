@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 from dantinox.cli import command_parser
 from dantinox.config import UserError
 from dantinox.config.help_pages import all_pages
-from dantinox.serve.api_keys import read_keys, single_key
 from dantinox.serve.app import make_app
+from dantinox.serve.operations.api_keys import read_keys, single_key
 from dantinox.serve.options import Options
 
 from .fakes import FakeEngine

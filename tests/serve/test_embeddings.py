@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from dantinox.cli import command_parser
 from dantinox.config import UserError
 from dantinox.config.engine_options import BACKGROUND, EngineOptions
-from dantinox.generation.embedder import POOLINGS, Embedder
+from dantinox.generation.api.embedder import POOLINGS, Embedder
 from dantinox.generation.engine_jobs import RequestFailed
 from dantinox.serve.app import make_app
 from dantinox.serve.async_engine import AsyncEngine

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from dantinox.config import UserError
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Busy, RequestError, Unavailable, to_request_error
-from dantinox.serve.limits import MAX_DEPTH, Limits
+from dantinox.serve.operations.limits import MAX_DEPTH, Limits
 from dantinox.serve.options import Options
 from dantinox.serve.protocols.bodies import parse_json
 from tests.error_texts import ERRORS

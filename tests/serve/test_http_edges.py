@@ -9,9 +9,9 @@ from starlette.testclient import TestClient
 
 from dantinox.generation import slot_params as slots
 from dantinox.generation.token_settings import tokens_containing
-from dantinox.serve import connection, limits
 from dantinox.serve.app import make_app
-from dantinox.serve.background import Throttle
+from dantinox.serve.operations import connection, limits
+from dantinox.serve.operations.background import Throttle
 
 from .fakes import BYTES, FakeEngine
 from .sockets import exchange, serving

@@ -6,7 +6,7 @@ import math
 import pytest
 from starlette.testclient import TestClient
 
-from dantinox.generation.constraints import Constraint
+from dantinox.generation.guides.constraints import Constraint
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
 from dantinox.serve.options import Options

@@ -19,16 +19,16 @@ from flax import nnx
 from dantinox.cli import main
 from dantinox.config import UserError
 from dantinox.config.engine_options import EngineOptions
-from dantinox.serve import model_pool
-from dantinox.serve.api_keys import ApiKeys, single_key
-from dantinox.serve.model_loading import OpenModel, open_model
-from dantinox.serve.model_pool import ModelPool
-from dantinox.serve.model_specs import ModelSpec, check_model_name, check_names, read_models
+from dantinox.serve.operations.api_keys import ApiKeys, single_key
+from dantinox.serve.operations.rate_limits import ApiKey
+from dantinox.serve.operations.reload import Reloader
 from dantinox.serve.options import Options
-from dantinox.serve.pool_app import make_pool_app
+from dantinox.serve.pool import model_pool
+from dantinox.serve.pool.model_loading import OpenModel, open_model
+from dantinox.serve.pool.model_pool import ModelPool
+from dantinox.serve.pool.model_specs import ModelSpec, check_model_name, check_names, read_models
+from dantinox.serve.pool.pool_app import make_pool_app
 from dantinox.serve.protocols.keep_alive import keep_seconds
-from dantinox.serve.rate_limits import ApiKey
-from dantinox.serve.reload import Reloader
 from tests.conftest import CIRCLE
 
 from .fakes import FakeEngine, fake_run

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer as Core
 from tokenizers import models, pre_tokenizers, processors
 
-from dantinox.generation.constraints import Constraint
+from dantinox.generation.guides.constraints import Constraint
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
 from dantinox.serve.options import Options

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from dantinox.config import TokenizerSection, UserError, overlay
 from dantinox.config.request_overlay import REQUEST_KEYS
-from dantinox.generation.constraints import Constraint, ConstraintCompiler
+from dantinox.generation.guides.constraints import Constraint, ConstraintCompiler
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Unavailable
 from dantinox.serve.options import Options

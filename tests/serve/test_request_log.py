@@ -12,8 +12,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from dantinox.serve.app import make_app
+from dantinox.serve.operations.request_log import configure_logging
 from dantinox.serve.options import Options
-from dantinox.serve.request_log import configure_logging
 from dantinox.text import ChatTemplate
 
 from .fakes import BYTES, FakeEngine

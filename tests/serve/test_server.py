@@ -16,11 +16,11 @@ import pytest
 
 from dantinox import cli
 from dantinox.config.engine_options import EngineOptions
-from dantinox.serve.api_keys import ApiKeys, read_keys
 from dantinox.serve.app import make_app
-from dantinox.serve.limits import Limits
+from dantinox.serve.operations.api_keys import ApiKeys, read_keys
+from dantinox.serve.operations.limits import Limits
+from dantinox.serve.operations.reload import Reloader
 from dantinox.serve.options import Options
-from dantinox.serve.reload import Reloader
 from dantinox.serve.server import listen, serve
 
 from .fakes import SAYS
@@ -234,7 +234,7 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
         found.append(httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers).json())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("dantinox.serve.model_loading.AsyncEngine", AsyncEngine)
+    monkeypatch.setattr("dantinox.serve.pool.model_loading.AsyncEngine", AsyncEngine)
     monkeypatch.delenv("DANTINOX_API_KEY", raising=False)
     (tmp_path / "key").write_text("0123456789\n")
     (tmp_path / "lite.html").write_text("Lite")

@@ -38,7 +38,7 @@ def traced(exporter):
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-    from dantinox.serve.spans import trace_exporter
+    from dantinox.serve.operations.spans import trace_exporter
 
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -130,8 +130,8 @@ def test_a_cancelled_prompt_has_the_phases_that_it_reached():
     from types import SimpleNamespace
 
     from dantinox.generation.request import RequestStats
-    from dantinox.serve.request_record import Generation
-    from dantinox.serve.spans import _times
+    from dantinox.serve.operations.request_record import Generation
+    from dantinox.serve.operations.spans import _times
 
     def times(**stats):
         found = _times(Generation(SimpleNamespace(), RequestStats(3, **stats), 10**9), 4 * 10**9)

@@ -12,9 +12,9 @@ import dantinox
 from dantinox.config import UserError
 from dantinox.config.engine_options import EngineOptions
 from dantinox.generation.request import GenerationRequest
-from dantinox.serve import weight_reload
 from dantinox.serve.async_engine import AsyncEngine
-from dantinox.serve.weight_reload import weight_reloader
+from dantinox.serve.pool import weight_reload
+from dantinox.serve.pool.weight_reload import weight_reloader
 from tests.conftest import CIRCLE
 from tests.error_texts import ERRORS
 from tests.generation import builder

@@ -25,8 +25,8 @@ from dantinox.text import Batch, Tokenizer, open_store, prepare_data
 from dantinox.training.distillation import BatchWithTeacher, distill_losses, token_divergence
 from dantinox.training.dry_run import dry_run
 from dantinox.training.launch import launch
-from dantinox.training.resume import frozen_weights, starting_weights
 from dantinox.training.sampled_batches import SampledBatches
+from dantinox.training.starting_point import frozen_weights, starting_weights
 from dantinox.training.step import TrainStep
 from dantinox.training.teacher import open_teacher
 from tests.error_texts import ERRORS

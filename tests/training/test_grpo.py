@@ -14,8 +14,8 @@ from flax import nnx
 
 from dantinox.config import UserError, build_config
 from dantinox.generation import load
-from dantinox.measure.info import info_lines
-from dantinox.measure.texts import open_text_store
+from dantinox.lab.measure.info import info_lines
+from dantinox.lab.measure.texts import open_text_store
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory
 from dantinox.text import Prompt

@@ -18,8 +18,8 @@ from dantinox.run import RunDirectory, load_weights, save_tokenizer
 from dantinox.text import TokenStore
 from dantinox.training import training_log
 from dantinox.training.eval_step import make_eval_step
-from dantinox.training.resume import starting_weights
 from dantinox.training.signals import StopRequest, stop_request
+from dantinox.training.starting_point import starting_weights
 from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, Tokens, Workshop, copy_until, small_config, small_store

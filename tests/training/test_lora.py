@@ -31,7 +31,7 @@ from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory, load_run_config, open_run, weights_digest
 from dantinox.run.adapters import load_run_weights
 from dantinox.training import loop
-from dantinox.training.resume import frozen_weights, starting_weights
+from dantinox.training.starting_point import frozen_weights, starting_weights
 from dantinox.training.step import TrainStep
 from dantinox.training.text_samples import build_sampling_model
 from tests.error_texts import ERRORS

@@ -18,7 +18,7 @@ from dantinox.programs import compile_program
 from dantinox.report import read_csv, read_jsonl
 from dantinox.text import TokenStore
 from dantinox.training import loop, resume
-from dantinox.training.resume import check_facts, resume_config, run_facts, total_steps
+from dantinox.training.starting_point import check_facts, resume_config, run_facts, total_steps
 from dantinox.training.step import Programs, TrainStep
 from tests.error_texts import ERRORS
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from dantinox.generation.loaded_model import load_model
+from dantinox.generation.api.loaded_model import load_model
 from dantinox.model.parameters import abstract_model, init_parameters, stack_layers, unstack_layers
 from dantinox.training.step import TrainStep, update_router_biases
 from tests.error_texts import ERRORS

@@ -5,7 +5,7 @@ import pytest
 from dantinox.config import Config, TokenizerSection, UserError, build_config
 from dantinox.generation import load
 from dantinox.text import Tokenizer, train_tokenizer
-from dantinox.training.resume import resume_config
+from dantinox.training.starting_point import resume_config
 from dantinox.training.text_samples import make_sampler
 from tests.error_texts import ERRORS
 

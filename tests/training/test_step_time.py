@@ -9,7 +9,7 @@ from dantinox.config import UserError, build_config
 from dantinox.report import read_csv
 from dantinox.run import load_run_config
 from dantinox.training import dry_run, launch, step_time
-from dantinox.training.resume import resume_config
+from dantinox.training.starting_point import resume_config
 from dantinox.training.step_time import limited_steps, seconds_per_step, set_steps
 from tests.error_texts import ERRORS
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.requests import Request
 
 from dantinox.files import escape_name, quote
-from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError, http_error
-from dantinox.serve.limits import MAX_DEPTH, MAX_DIGITS
+from dantinox.serve.operations.background import run_sized
+from dantinox.serve.operations.limits import MAX_DEPTH, MAX_DIGITS
 
 log = logging.getLogger("dantinox.serve")
 

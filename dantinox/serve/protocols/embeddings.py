@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from dantinox.generation.embedder import embedding_ids
-from dantinox.serve.background import run_in_thread
+from dantinox.generation.api.embedder import embedding_ids
 from dantinox.serve.errors import JSON, RequestError, http_error
-from dantinox.serve.limits import MAX_EMBEDDINGS
+from dantinox.serve.operations.background import run_in_thread
+from dantinox.serve.operations.limits import MAX_EMBEDDINGS
+from dantinox.serve.operations.request_record import current_record
 from dantinox.serve.protocols.bodies import StrictBody, parse_body, warn_unknown
 from dantinox.serve.protocols.token_text import prompt_ids
-from dantinox.serve.request_record import current_record
 from dantinox.serve.service import Service
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from dantinox.config import Config, UserError
 from dantinox.generation import LoadedModel
-from dantinox.serve.background import run_sized
 from dantinox.serve.errors import RequestError, http_error
+from dantinox.serve.operations.background import run_sized
 from dantinox.serve.protocols.token_text import check_ids
 from dantinox.serve.service import Service
 from dantinox.text.fill_in_middle import fim_end_ids, fim_format, fim_ids

@@ -15,11 +15,11 @@ from starlette.routing import Route
 from dantinox import __version__
 from dantinox.config import GenerationSection, UserError, with_generation
 from dantinox.config.sampling_steps import is_digits
-from dantinox.generation.constraints import Constraint, check_constraint
+from dantinox.generation.guides.constraints import Constraint, check_constraint
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.token_settings import tokens_containing
-from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import JSON, RequestError
+from dantinox.serve.operations.background import run_in_thread, run_sized
 from dantinox.serve.protocols.bodies import parse_body
 from dantinox.serve.protocols.kobold_bodies import MAX_ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody, SchemaBody
 from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, Placeholders, fit_to_context, split_stops

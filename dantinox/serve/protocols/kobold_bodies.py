@@ -12,9 +12,9 @@ from dantinox.config import GenerationSection
 from dantinox.config.generation_settings import MAX_BAN_LENGTH
 from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.config.sampling_steps import is_digits
-from dantinox.generation.constraints import Constraint
+from dantinox.generation.guides.constraints import Constraint
 from dantinox.serve.errors import RequestError
-from dantinox.serve.limits import MAX_SAMPLES
+from dantinox.serve.operations.limits import MAX_SAMPLES
 from dantinox.serve.protocols.bodies import StrictBody, parse_json, to_integer
 
 MAX_ALTERNATIVES = 5  # maximum number of alternatives reported with a token

@@ -16,11 +16,11 @@ from starlette.routing import Route
 from dantinox import __version__
 from dantinox.config import Config, UserError, with_generation
 from dantinox.config.sampling_steps import is_digits
-from dantinox.generation.constraints import Constraint
+from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
-from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError, error_object
-from dantinox.serve.limits import MAX_PROMPTS, MAX_SAMPLES
+from dantinox.serve.operations.background import run_sized
+from dantinox.serve.operations.limits import MAX_PROMPTS, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import Alternatives, StrictBody, parse_body, warn_unknown
 from dantinox.serve.protocols.fim_prompts import with_fim_ends
 from dantinox.serve.protocols.llama_options import (

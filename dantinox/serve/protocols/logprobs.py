@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dantinox.generation.guides.token_healing import healed_characters
 from dantinox.generation.request import GenerationRequest, TokenRecord
-from dantinox.generation.token_healing import healed_characters
 from dantinox.serve.protocols.token_text import token_bytes, token_name
 from dantinox.text import Tokenizer
 

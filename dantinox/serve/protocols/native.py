@@ -18,11 +18,11 @@ from dantinox.config.request_overlay import settings_of
 from dantinox.config.router_settings import RouterSection
 from dantinox.config.sampling_steps import STEPS
 from dantinox.config.sections import Config
+from dantinox.generation.api.trace import changed_settings, router_values
 from dantinox.generation.request import Delta, GenerationRequest
-from dantinox.generation.trace import changed_settings, router_values
 from dantinox.report.trace_file import replace_nonfinite
-from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import RequestError
+from dantinox.serve.operations.background import run_in_thread, run_sized
 from dantinox.serve.protocols.bodies import MAX_ALTERNATIVES, Alternatives, Message, parse_body
 from dantinox.serve.protocols.openai_bodies import ConstraintBody, chosen_tool
 from dantinox.serve.protocols.token_text import check_ids, healed

@@ -21,8 +21,8 @@ from dantinox.config import Config, with_generation
 from dantinox.generation import LoadedModel
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.report.tables import human_count
-from dantinox.serve.background import run_in_thread
 from dantinox.serve.errors import JSON, RequestError, http_error
+from dantinox.serve.operations.background import run_in_thread
 from dantinox.serve.protocols.bodies import parse_body, warn_unknown
 from dantinox.serve.protocols.capabilities import capabilities
 from dantinox.serve.protocols.embeddings import embed, encode_vectors, response_with_rows

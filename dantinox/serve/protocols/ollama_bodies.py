@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from dantinox.files import quote
-from dantinox.generation.constraints import Constraint
+from dantinox.generation.guides.constraints import Constraint
 from dantinox.serve.errors import RequestError
-from dantinox.serve.limits import MAX_EMBEDDINGS
+from dantinox.serve.operations.limits import MAX_EMBEDDINGS
 from dantinox.serve.protocols.bodies import Alternatives, Message, StrictBody
 from dantinox.serve.protocols.llama_options import Integer, LlamaOptions
 

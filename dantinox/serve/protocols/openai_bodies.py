@@ -9,9 +9,9 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from dantinox.config import GenerationSection
 from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.files import quote
-from dantinox.generation.constraints import Constraint
+from dantinox.generation.guides.constraints import Constraint
 from dantinox.serve.errors import RequestError
-from dantinox.serve.limits import MAX_CHOICES, MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
+from dantinox.serve.operations.limits import MAX_CHOICES, MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody, warn_unknown
 from dantinox.serve.protocols.kobold_bodies import STEPS_OFF, to_breakers
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort

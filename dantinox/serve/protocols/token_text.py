@@ -7,8 +7,8 @@ from dantinox.config import UserError
 from dantinox.files import quote
 from dantinox.generation import LoadedModel
 from dantinox.generation.request import GenerationRequest
-from dantinox.serve.background import run_in_thread, run_sized
 from dantinox.serve.errors import RequestError
+from dantinox.serve.operations.background import run_in_thread, run_sized
 from dantinox.text import Tokenizer
 
 

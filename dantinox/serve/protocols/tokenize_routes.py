@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from dantinox.serve.background import run_sized
 from dantinox.serve.errors import JSON, RequestError
+from dantinox.serve.operations.background import run_sized
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Message, StrictBody, parse_body
 from dantinox.serve.protocols.token_text import prompt_ids, token_bytes, token_name
 from dantinox.serve.service import Service

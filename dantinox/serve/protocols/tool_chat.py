@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from dantinox.config import Config, with_generation
 from dantinox.files import UserError, quote
-from dantinox.generation.constraints import Constraint
-from dantinox.generation.guides import Reasoning
+from dantinox.generation.guides.constraints import Constraint
+from dantinox.generation.guides.guide import Reasoning
 from dantinox.generation.request import GenerationRequest
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.service import Service

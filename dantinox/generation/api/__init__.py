@@ -1,0 +1,1 @@
+"""What users call: `LoadedModel`, chats, generation from token ids, and the offline runs behind them."""

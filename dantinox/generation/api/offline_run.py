@@ -1,0 +1,258 @@
+"""`BatchRun`: runs a batch of offline requests on an engine and returns one `Result` per sample."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from dantinox.config import KVSection, with_generation
+from dantinox.generation.api.result import GenerationStats, Result, TokenColumns
+from dantinox.generation.api.trace import changed_settings, router_values, token_columns
+from dantinox.generation.decode.cache_plan import head_order, plan_cache
+from dantinox.generation.decode.generate_toks import DECODE_CHUNK
+from dantinox.generation.engine_base import STREAM_CHUNK_SECONDS, EngineBase
+from dantinox.generation.engine_jobs import Job
+from dantinox.generation.model_bundle import ModelBundle
+from dantinox.generation.request import GenerationRequest
+from dantinox.generation.sample_text import TextPart
+from dantinox.generation.static_batch import RunTimer, StaticBatch, clamp_to_context, padded_length, slots_needed
+from dantinox.generation.steppers import plan_stepper
+from dantinox.generation.token_settings import stop_token_ids
+from dantinox.model import CacheReport
+from dantinox.sampling import StepInfo
+
+
+class OfflineEngine(EngineBase[StaticBatch]):
+    """Decodes requests whose prompts a static batch already holds, in order."""
+
+    _chunks = 0
+
+    def start(self, requests: Sequence[GenerationRequest], limits: Sequence[int]) -> list[Job]:
+        """Assigns the requests to the rows; each sample has at most its limit of new tokens."""
+        jobs = []
+        for request, limit in zip(requests, limits, strict=True):
+            job = Job(request, limit)
+            job.slots = job.samples  # the rows that follow others come after the rows of all requests, and need no slots here
+            self._scheduler.add(job)
+            self._jobs[job] = None
+            self._scheduler.admit(lambda _: True)
+            job.texts = self._sample_texts(request, limit)
+            self._start_rows(job)
+            jobs.append(job)
+        return jobs
+
+    def _restart(self, job: Job, slot: int) -> None:
+        ids, text = job.request.ids, job.texts[job.rows[slot]]
+        self.batch.restart(slot, [*ids, *text.all_tokens], len(ids), job.limit - len(text.all_tokens))
+
+    def _measure(self, step_seconds: float) -> None:
+        self._chunks += 1
+        if self._chunks > 2:  # the first two chunks include compilation
+            super()._measure(step_seconds)
+
+
+class BatchRun:
+    """A batch of requests that share a compiled program, on an engine of its own.
+
+    `parts` runs the batch; afterwards `results` holds the results.
+
+    Attributes:
+      numbers: for each result, the index of its request.
+      batch: the rows that are decoded. New `params` assigned to it apply from the next chunk on.
+      times: the times of the run, after its end.
+    """
+
+    def __init__(
+        self,
+        model: ModelBundle,
+        requests: Sequence[GenerationRequest],
+        numbers: Sequence[int],
+        *,
+        stream: bool = False,
+        pad: Callable[[int], int] = padded_length,
+        steps: int | None = None,
+        slots: int | None = None,
+        samples: range | None = None,
+    ):
+        """Creates the batch; the arguments are described in `LoadedModel.start`.
+
+        Args:
+          samples: the samples to generate of each request; None: all of them.
+
+        Raises:
+          UserError: a prompt fills the context, or the settings or the constraint of a request are invalid.
+        """
+        self._requests, first = requests, requests[0]
+        section = first.config.generation
+        samples = range(section.n) if samples is None else samples
+        n, tokenizer = len(samples), model.tokenizer
+        self.numbers = [number for number in numbers for _ in range(n)]
+        self.results: list[Result] = []
+        self._model = model
+        P, context = len(requests), model.model.config.max_context
+        # First the prompts of all requests, then the second prompts of their samples, if they have some, and so on.
+        by_request = [model.prompts(request, context) for request in requests]
+        prompts = [ids for column in zip(*by_request, strict=True) for ids in column]
+        main_rows = P * n
+        rows = [request for request in requests for _ in range(n)] * first.rows_per_sample
+        configs = [row.config for row in rows]
+        kv, calibration = model.kv(first.config)
+        params = model.params(
+            configs,
+            [*samples] * len(prompts),
+            score_fn=first.score_fn,
+            show_candidates=first.show_candidates,
+            logit_processor=first.logit_processor,
+        )
+        lengths_P = np.array([len(ids) for ids in prompts], np.int32)
+        requested_P = np.array([row.config.generation.max_new_tokens for row in rows[::n]])
+        limits_P = clamp_to_context(lengths_P, requested_P, context)
+        limits_P = np.tile(limits_P.reshape(-1, P).min(axis=0), len(prompts) // P)
+        prompt_PT = np.zeros((len(prompts), lengths_P.max()), np.int32)
+        for prompt_T, ids in zip(prompt_PT, prompts, strict=True):
+            prompt_T[: len(ids)] = ids
+        stops = [stop_token_ids(tokenizer, config.generation) for config in configs]
+        order = head_order(model.model.config, kv, calibration)
+        prepared = model.prepared(section, order)
+        slots, constrained = slots or slots_needed(lengths_P, limits_P, pad), first.guided
+        stepper, constants = plan_stepper(first.config, model, prepared, len(rows), slots, constrained=constrained)
+        features, shared = model.batch_features(rows, main_rows, order)
+        self.batch = StaticBatch(
+            prepared,
+            prompt_PT,
+            lengths_P,
+            params,
+            limits_B=np.repeat(limits_P, n),
+            eos_ids=[
+                [*ids, *([] if config.generation.ignore_eos else tokenizer.stop_ids)]
+                for ids, config in zip(stops, configs, strict=True)
+            ],
+            samples=n,
+            stepper=stepper,
+            report=first.logprobs,
+            echo=first.echo,
+            plan=plan_cache(model.model.config, kv, slots, calibration, True),
+            pad=pad,
+            constrained=constrained,
+            features=features,
+            constants={**constants, **shared},
+            main_rows=main_rows,
+        )
+        seconds = STREAM_CHUNK_SECONDS if stream else None
+        self._engine = OfflineEngine(
+            model, self.batch, chunk_seconds=seconds, max_steps=steps or DECODE_CHUNK, dispatch_ahead=steps is None
+        )
+        self._jobs = self._engine.start([_with_samples(request, n) for request in requests], limits_P[:P].tolist())
+        self._samples = [(job, number) for job in self._jobs for number in range(n)]
+
+    def parts(self) -> Iterator[tuple[int, TextPart]]:
+        """Decodes the batch and yields `(row, text)` when text becomes final; sets `results` and `times` at the end."""
+        rows = {key: row for row, key in enumerate(self._samples)}
+        texts: list[list[str]] = [[] for _ in rows]
+        reports: list[list[StepInfo]] = [[] for _ in rows]
+        with RunTimer() as timer:
+            while self._engine.busy or self.batch.has_work:
+                for output in self._engine.step():
+                    if output.error is not None:
+                        raise output.error
+                    if output.ended:
+                        continue
+                    row = rows[output.job, output.sample]
+                    if output.ids:
+                        timer.mark_first()
+                    if output.steps is not None:
+                        reports[row].append(output.steps)
+                    for part in output.parts:
+                        texts[row].append(part.text)
+                        if part.text:
+                            yield row, part
+        self.times = timer.times
+        self.results = self._build_results(["".join(parts) for parts in texts], reports)
+        self.batch.caches = ()  # the next batch may need the memory before this one is collected as garbage
+
+    def summary(self) -> str:
+        """Returns one line about a finished run: tokens, times, speed, seeds, size of the cache."""
+        stats = self.results[0].stats
+        prompt = sum(len(request.ids) for request in self._requests)
+        new = sum(result.stats["new_tokens"] for result in self.results)
+        seeds = sorted({result.seed for result in self.results})
+        drafted, accepted = (
+            sum(result.stats[key] for result in self.results) for key in ("draft_tokens", "accepted_draft_tokens")
+        )
+        drafts = f", {accepted} of {drafted} draft tokens accepted" if drafted else ""
+        return (
+            f"{prompt} prompt + {new} new tokens in {self.times.describe(stats['decode_tok_per_s'])}{drafts}, "
+            f"seed {seeds[0] if len(seeds) == 1 else seeds}{_cache_summary(stats['cache'], self._requests[0].config.kv)}"
+        )
+
+    def _build_results(self, texts: Sequence[str], reports: Sequence[Sequence[StepInfo]]) -> list[Result]:
+        # The number of tokens without the first token of each sample.
+        new = sum(len(job.texts[number].tokens) for job, number in self._samples) - len(texts)
+        decoding = self.times.decoding
+        stats: GenerationStats = {
+            "prompt_tokens": 0,
+            "new_tokens": 0,
+            "draft_tokens": 0,
+            "accepted_draft_tokens": 0,
+            "seconds": self.times.total,
+            "first_token_seconds": self.times.first,
+            "compile_seconds": self.times.compiling,
+            "decode_tok_per_s": new / decoding if decoding > 0 and new > 0 else 0.0,
+            "cache": self.batch.caches[0].report() if self.batch.caches else None,
+        }
+        requests = dict(zip(self._jobs, self._requests, strict=True))
+        results = []
+        for row, (job, number) in enumerate(self._samples):
+            request, sample = job.request, job.texts[number]
+            steps = jax.tree.map(lambda *parts: np.concatenate(parts), *reports[row]) if reports[row] else self.batch.no_steps
+            results.append(
+                Result(
+                    prompt=request.prompt,
+                    text=texts[row],
+                    tokens=sample.tokens,
+                    finish_reason=sample.finish_reason or "length",
+                    seed=request.config.generation.seed or 0,
+                    info={} if steps is None else self._info(job, sample.tokens, steps),
+                    stats={
+                        **stats,
+                        "prompt_tokens": len(request.ids),
+                        "new_tokens": len(sample.tokens),
+                        **self.batch.counts(row),  # type: ignore[typeddict-item]
+                    },
+                    steps=steps,
+                    settings=changed_settings(requests[job].config),
+                    router=router_values(self.batch.params, row),
+                )
+            )
+        return results
+
+    def _info(self, job: Job, tokens: Sequence[int], steps: StepInfo) -> TokenColumns:
+        tokenizer = self._model.tokenizer
+        columns = token_columns(tokenizer, tokens, steps)
+        if self.batch.echo is not None:
+            ids = job.request.ids
+            logprobs = self.batch.echo[self._jobs.index(job), : len(ids)].tolist()
+            columns["prompt_tokens"] = [tokenizer.decode([token]) for token in ids]
+            columns["prompt_logprobs"] = [None, *logprobs[1:]]
+        return columns
+
+
+def _with_samples(request: GenerationRequest, count: int) -> GenerationRequest:
+    """Returns a request for `count` samples."""
+    same = request.config.generation.n == count
+    return request if same else replace(request, config=with_generation(request.config, n=count))
+
+
+def _cache_summary(cache: CacheReport | None, kv: KVSection) -> str:
+    """Returns `, cache 1.20 MB of 5.90 (80% saved, 24 to 64 slots per head)` for a compressed cache, else its size."""
+    if cache is None:
+        return ""
+    size = f", cache {cache['bytes'] / 1e6:.2f} MB"
+    slots = sorted(slots for layer in cache["slots"] for _, slots in layer)
+    if not kv.compresses:
+        return size
+    if cache["bytes"] == cache["full_bytes"]:
+        return f"{size} (uncompressed: nothing can be evicted from at most {slots[-1]} tokens)"
+    per_head = f"{slots[0]} slots per head" if slots[0] == slots[-1] else f"{slots[0]} to {slots[-1]} slots per head"
+    return f"{size} of {cache['full_bytes'] / 1e6:.2f} ({1 - cache['ratio']:.0%} saved, {per_head})"

@@ -1,0 +1,185 @@
+"""`CachePlan` describes the cache of a batch as the `kv` settings define it: slots per head, eviction policy, dtype."""
+
+import warnings
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from dantinox.config import ModelConfig, UserError
+from dantinox.config.kv_settings import AVERAGE_POLICIES, KVSection
+from dantinox.config.model import uneven_keys
+from dantinox.generation.decode.cache_budgets import (
+    SLOT_UNIT,
+    allocate_by_loss,
+    allocate_by_weight,
+    head_weights,
+    min_total,
+    reduce_query_heads,
+)
+from dantinox.generation.decode.quantized_weights import HeadOrder
+from dantinox.model import Compression, KVCache, compute_dtype
+from dantinox.model.cache import uncompressed_slots
+from dantinox.run import KVCalibration
+
+# With `kv.decay: entropy`, the importance of a token is a decaying sum of the attention it received. In a head whose attention
+# has entropy H, the sum covers about the last ENTROPY_LIFETIME · 2ᴴ queries.
+ENTROPY_LIFETIME = 16.0
+
+
+Caches = tuple[KVCache, ...]  # the cache of the model, and those of other models that a stepper uses; empty without a cache
+
+
+class CachePlan(NamedTuple):
+    """The plan of a cache, a static argument of compiled programs.
+
+    Attributes:
+      slots: the slots for a full sequence.
+      extra: the slots of ring buffers in addition to their window; at least the number of draft tokens.
+    """
+
+    slots: int
+    dtype: str
+    compression: Compression | None = None
+    extra: int = 0
+
+
+def plan_cache(
+    config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None = None, round_up: bool = False
+) -> CachePlan:
+    """Returns the plan for sequences of up to `slots` tokens.
+
+    The key heads of the model must already be in the order that `head_order` returns for the same settings.
+
+    Args:
+      calibration: the measurements of the model, if a signal or the decay reads them.
+      round_up: if `kv.budget` is too small, use the smallest possible budget and print a warning.
+
+    Raises:
+      UserError: the budget is below the minimum per head, the `kv.signal` was not measured, or int4 is requested with an odd
+        head size.
+    """
+    if kv.compresses and config.latent is not None:
+        message = "kv.budget does not support latent caches: all heads share one latent, which cannot be evicted per head"
+        raise UserError(message, key="kv.budget")
+    if kv.compresses and (uneven := uneven_keys(config)) is not None:
+        message = f"kv.budget must be null with {uneven}: it needs layers with keys of the same shape"
+        raise UserError(message, key="kv.budget")
+    dtype = jnp.dtype(compute_dtype(config)).name if kv.dtype == "auto" else kv.dtype
+    latent = config.latent
+    sizes = (latent.rotated_size, latent.rank) if latent is not None else (
+        config.head_size, config.global_head_size or config.head_size
+    )  # fmt: skip
+    if dtype == "int4" and any(size % 2 for size in sizes):
+        message = f"kv.dtype int4 packs two numbers into a byte and needs even head sizes, got {max(sizes)}"
+        raise UserError(message, key="kv.dtype")
+    return CachePlan(slots, dtype, _compression(config, kv, slots, calibration, round_up) if kv.compresses else None)
+
+
+def head_order(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None = None) -> HeadOrder | None:
+    """Returns the key heads of each layer by descending share of the cache, the order that a compressed cache requires.
+
+    None without compression.
+    """
+    if not kv.compresses:
+        return None
+    return tuple(tuple(np.argsort(-weights_K, kind="stable").tolist()) for weights_K in _head_shares(config, kv, calibration))
+
+
+def fall_back_to_uniform(kv: KVSection, calibration: KVCalibration | None, remedy: str) -> KVSection:
+    """Returns the settings. If `kv.signal` was not measured, warns and returns a copy with the signal `uniform`.
+
+    Args:
+      remedy: what the user can do. It ends the warning that is given if `calibration` is None.
+    """
+    if not kv.compresses or kv.signal == "uniform":
+        return kv
+    reason = remedy if calibration is None else calibration.missing_signal(kv.signal)
+    if not reason:
+        return kv
+    warnings.warn(f"all heads get the same share of the cache: {reason}", stacklevel=4)
+    return kv.model_copy(update={"signal": "uniform"})
+
+
+@lru_cache(maxsize=4)
+def _head_shares(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None) -> np.ndarray:
+    """Returns the relative share of each key head `[L, K]`; equal without a calibration."""
+    if calibration is None or kv.signal == "uniform":
+        return np.ones((config.num_blocks, config.kv_heads))
+    measured = calibration.signal(kv.signal)
+    if kv.signal == "loss":
+        slots = calibration.loss_slots
+        share = kv.budget or min(1.0, (kv.budget_tokens or 0) / slots[-1])
+        return allocate_by_loss(measured, slots, share, _min_slots_per_head(kv))
+    return head_weights(reduce_query_heads(measured, config.kv_heads, kv.grouping), kv.scale_min, kv.scale_max)
+
+
+def _min_slots_per_head(kv: KVSection) -> int:
+    """Returns the fewest slots of a head."""
+    return -(-(kv.sinks + kv.recent) // SLOT_UNIT) * SLOT_UNIT
+
+
+def _compression(
+    config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None, round_up: bool
+) -> Compression:
+    K, caps_L, floor, tokens = config.kv_heads, uncompressed_slots(config, slots), _min_slots_per_head(kv), kv.budget_tokens
+    full, minimum = K * sum(caps_L), min_total(caps_L, K, floor)
+    total = int((kv.budget or 1) * full) if tokens is None else K * sum(min(tokens, cap) for cap in caps_L)
+    if minimum == full:  # nothing can be evicted at this length
+        total = full
+    if total < minimum and round_up and tokens is None:
+        warnings.warn(
+            f"kv.budget {kv.budget:g} is too small for {slots} tokens: each head needs {floor} slots (kv.sinks + kv.recent, "
+            f"rounded up to {SLOT_UNIT}); using {minimum / full:.3g}",
+            stacklevel=4,
+        )
+        total = minimum
+    if total < minimum:
+        key = f"kv.budget {kv.budget:g}" if tokens is None else f"kv.budget_tokens {tokens}"
+        raise UserError(
+            f"{key} leaves {total // (K * len(caps_L))} slots per head for a sequence of {slots} tokens, but each head needs "
+            f"{floor} (kv.sinks + kv.recent, rounded up to {SLOT_UNIT}): set it to at least "
+            + (f"{np.ceil(1000 * minimum / full) / 1000:g}" if tokens is None else f"{floor}"),
+            key="kv.budget" if tokens is None else "kv.budget_tokens",
+        )
+    # If the budget permits, every full-length buffer is shortened by one unit, so that no buffer is as long as the sequence.
+    shorter_L = [cap - SLOT_UNIT if cap == slots and cap - SLOT_UNIT >= floor else cap for cap in caps_L]
+    caps = shorter_L if K * sum(shorter_L) >= total else caps_L
+    weights_LK = _head_shares(config, kv, calibration)
+    window, pool, decay, fixed = {
+        "snapkv+ema": (kv.window, kv.pool, kv.decay, None),
+        "expected_attention": (None, 1, kv.decay, None),
+        "kvzip": (None, 1, kv.decay, None),
+        "tova": (1, 1, 0.0, None),
+        "h2o": (None, 1, 1.0, None),
+        "streaming": (None, 1, 0.0, "position"),
+        "random": (None, 1, 0.0, "hash"),
+    }[kv.policy]
+    is_expected = kv.policy == "expected_attention"
+    return Compression(
+        groups=allocate_by_weight(-np.sort(-weights_LK, axis=1), caps, total, floor).groups,
+        decays=_decays(config, kv, calibration) if decay == "entropy" else ((decay,) * K,) * len(caps_L),
+        window=window,
+        pool=pool,
+        fixed=fixed,
+        prompt={"expected_attention": "expected", "kvzip": "reconstruction"}.get(kv.policy, "attention"),
+        rotations=tuple(config.rotation(layer) for layer in range(config.num_blocks)) if is_expected else (),
+        rotated=config.rotated_size if is_expected else 0,
+        recency=kv.policy in AVERAGE_POLICIES,
+        sinks=kv.sinks,
+        recent=kv.recent,
+        ratio=(kv.budget or total / full),
+    )
+
+
+def _decays(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None) -> tuple[tuple[float, ...], ...]:
+    """Returns the decay factor of every head from its attention entropy, with the heads in the order of `head_order`."""
+    if calibration is None:
+        raise UserError(
+            "kv.decay entropy needs the heads' entropies: run `dantinox calibrate --run_dir … --what kv`", key="kv.decay"
+        )
+    entropy_LK = reduce_query_heads(calibration.signal("entropy"), config.kv_heads, kv.grouping)
+    decays_LK = 1 - 1 / (ENTROPY_LIFETIME * 2**entropy_LK)
+    order = head_order(config, kv, calibration) or ()
+    return tuple(tuple(decays_K[list(heads)].tolist()) for decays_K, heads in zip(decays_LK, order, strict=True))

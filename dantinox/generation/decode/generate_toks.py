@@ -1,0 +1,438 @@
+"""`_generate_toks`, the compiled program for prefill and decoding. A batch calls it once per chunk of tokens.
+
+Decoding is a `fori_loop` with a KV cache. The whole state of a row (token, position, limit, EOS tokens, random key, sampling
+parameters) is in arrays with a batch axis, so rows of different lengths and settings share one compiled program. What a step
+computes is chosen by a `Stepper`; what only some batches need are features (`generation.features`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dantinox.config import ModelConfig
+from dantinox.generation.decode.cache_plan import CachePlan, Caches
+from dantinox.generation.decode.features import Constants, Feature, Features, attach
+from dantinox.generation.decode.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize
+from dantinox.model import KVCache, Transformer, make_cache
+from dantinox.model.attention import Probe
+from dantinox.model.scoring import token_logprobs
+from dantinox.platform import Platform
+from dantinox.programs import shared_trace
+from dantinox.sampling import SamplerState, SamplingParams, StepInfo, init_state, sample
+from dantinox.sampling.entropy_router import AttentionMetrics, LayerAttention, combine_layers, layer_attention
+from dantinox.sampling.loops import in_loop
+
+DECODE_CHUNK = 32  # tokens
+COMPRESSED_PREFILL_CHUNK = 2048  # longest part of a prompt that a compressed cache processes at a time
+# The most prompt tokens in one forward pass over several prompts. It bounds the memory for activations.
+PREFILL_BATCH_TOKENS = 1 << 14
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["token_B", "position_B", "remaining_B", "done_B", "eos_BE", "sampler", "features"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class DecodeState:
+    """The state of a batch between two tokens.
+
+    Attributes:
+      token_B: the newest token of each row, which the model has not processed yet; `position_B` is its position.
+      remaining_B: the most tokens that each row may still generate.
+      done_B: whether the row is finished; a finished row emits padding and does not write to the cache.
+      eos_BE: the ids that end a row, padded with −1.
+      features: what this batch uses besides.
+    """
+
+    token_B: jax.Array
+    position_B: jax.Array
+    remaining_B: jax.Array
+    done_B: jax.Array
+    eos_BE: jax.Array
+    sampler: SamplerState
+    features: Features = ()
+
+
+class Emitted(NamedTuple):
+    """The tokens of one step `[B]`, or of a chunk `[B, N]`.
+
+    `active` is false for padding, which follows the tokens of a row. `recurrent` is `SamplerState.recurrent` after each token.
+    """
+
+    tokens: jax.Array
+    active: jax.Array
+    info: StepInfo | None
+    recurrent: dict[str, jax.Array]
+
+
+class StepLogits(NamedTuple):
+    """The output of the model for the newest token of each row: logits `[B, V]`, and attention metrics `[B]` if used."""
+
+    logits: jax.Array
+    attention: AttentionMetrics | None
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """How a program decodes: one token of each row per step, with the keys and values of the earlier tokens in a cache.
+
+    Other ways are subclasses. A stepper is a static argument of the programs.
+    """
+
+    @property
+    def width(self) -> int:
+        """The most tokens of a row in one step."""
+        return 1
+
+    def features(self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray) -> Features:
+        """Returns the features that the steps read, for rows with these tokens, of which `length_B` are valid.
+
+        Args:
+          width_B: the most tokens of each row in one step, at most `width`.
+        """
+        return ()
+
+    def models(self, constants: Constants) -> tuple[SplitModel, ...]:
+        """Returns the other models that read the text, in the order of their caches, which follow that of the model."""
+        return ()
+
+    def cache_plans(self, constants: Constants) -> list[tuple[ModelConfig, CachePlan]]:
+        """Returns the architectures of these models, and the plans of their caches."""
+        return []
+
+    def prefill(
+        self,
+        model: Transformer,
+        params: SamplingParams,
+        prompt: tuple[jax.Array, jax.Array],
+        plan: CachePlan,
+        features: Features,
+        constants: Constants,
+        echo: bool,
+    ) -> tuple[StepLogits, jax.Array | None, Caches]:
+        """Returns the results of `prefill_prompts`, and the caches."""
+        step_logits, x_PTD, cache = prefill_prompts(model, params, prompt, plan, features, constants, echo)
+        assert cache is not None
+        return step_logits, x_PTD, (cache,)
+
+    def weights(self, model: Transformer, rows: int) -> Transformer:
+        """Returns the model in the form that multiplies this number of rows."""
+        return model if rows <= MAX_MATVEC_ROWS else dequantize(model)
+
+    def forward(
+        self, model: Transformer, caches: Caches, state: DecodeState, params: SamplingParams
+    ) -> tuple[StepLogits, Caches]:
+        """Returns the logits after the newest token of every row, and the caches updated with this token."""
+        step_logits, cache = forward_step(model, caches[0], state, params)
+        return step_logits, (cache,)
+
+    def decode(
+        self,
+        model: Transformer,
+        caches: Caches,
+        state: DecodeState,
+        params: SamplingParams,
+        steps: jax.Array,
+        constants: Constants,
+        report: int | None,
+        chunk: int,
+    ) -> tuple[Caches, DecodeState, Emitted]:
+        """Decodes `steps` ≤ `chunk` tokens per row, see `_generate_toks`."""
+        model = attach(state.features, self.weights(model, state.token_B.shape[0]), constants)
+
+        def body(i: jax.Array, carry: Any) -> Any:
+            caches, state, buffers = carry
+            step_logits, caches = self.forward(model, caches, state, params)
+            state, emitted = sample_step(step_logits, state, params, report)
+            return caches, state, jax.tree.map(lambda buffer, x_B: buffer.at[:, i].set(x_B), buffers, emitted)
+
+        buffers = emitted_buffers(model, state, params, report, chunk)
+        max_remaining = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))
+        result: tuple[Caches, DecodeState, Emitted] = jax.lax.fori_loop(
+            0, jnp.minimum(steps, max_remaining), body, (caches, state, buffers)
+        )
+        return result
+
+
+# With `graph_updates=True` the model would be an output of the program, and every call would copy all weights.
+# With `graph=False` nnx treats the arguments as plain trees and traverses them once instead of several times.
+STATIC_NAMES = ("stepper", "report", "echo", "chunk", "plan", "samples")
+_jit: Any = partial(
+    nnx.jit,
+    static_argnames=STATIC_NAMES,
+    donate_argnames=("caches",),
+    graph_updates=False,
+    graph=False,
+)
+
+
+@_jit  # type: ignore[untyped-decorator]
+def _generate_toks(
+    model: Transformer | SplitModel,
+    caches: Caches,
+    state: DecodeState,
+    params: SamplingParams,
+    steps: jax.Array,
+    prompt: tuple[jax.Array, jax.Array] | None = None,
+    constants: Constants = {},  # noqa: B006 (never changed)
+    *,
+    stepper: Stepper,
+    report: int | None,
+    echo: bool = False,
+    chunk: int = DECODE_CHUNK,
+    plan: CachePlan | None = None,
+    samples: int = 1,
+) -> tuple[Caches, DecodeState, Emitted, jax.Array | None]:
+    """Generates up to `chunk` tokens per row, or up to `chunk · stepper.width`.
+
+    With `prompt`, it prefills the prompts and generates the first token of each row. Otherwise it runs the next `steps` steps,
+    each of which generates from one to `stepper.width` tokens per row.
+
+    Args:
+      model: a `SplitModel` reduces the host overhead of a call considerably.
+      caches: keys and values of the tokens before `state`; donated. Empty with a prompt (the program creates them).
+      steps: at most `chunk`. It is a traced value, so short chunks use the same program.
+      prompt: (tokens `[P, T]` right-padded, lengths `[P]`). The batch then has `P · samples` rows.
+      constants: the arrays of features and of the stepper that all rows share.
+      report: the number of alternatives to report per token; None: report nothing.
+      echo: report the log-probabilities of the prompt tokens.
+      plan: the plan of the cache to create.
+
+    Returns:
+      Caches, state, the tokens `[B, chunk · width]` (`[B, 1]` after a prompt), and with `echo` the log-probabilities `[P, T]`
+      of the prompt tokens, 0 for the first one.
+    """
+    model = model.merge(model.leaves) if isinstance(model, SplitModel) else model
+    if prompt is None:
+        return *stepper.decode(model, caches, state, params, jnp.minimum(steps, chunk), constants, report, chunk), None
+    assert plan is not None
+    model = dequantize(model)
+    features = jax.tree.map(lambda x_B: x_B[::samples], state.features)
+    step_logits, x_PTD, caches = stepper.prefill(model, params, prompt, plan, features, constants, echo)
+    echo_PT = None if x_PTD is None else prompt_logprobs(model, x_PTD, prompt[0])
+    if samples > 1:
+        caches, step_logits = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (caches, step_logits))
+    state, emitted = sample_step(step_logits, state, params, report)
+    return caches, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
+
+
+@cache
+def generation_program(platform: Platform) -> Any:
+    """Returns `_generate_toks` as a function that is compiled with the options of a platform."""
+    if not platform.decoding_options:
+        return _generate_toks
+    options = dict(platform.decoding_options)  # which `nnx.jit` does not accept
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        return _generate_toks(*args, **kwargs)
+
+    return jax.jit(generate, static_argnames=STATIC_NAMES, donate_argnums=1, compiler_options=options)
+
+
+def emitted_buffers(model: Transformer, state: DecodeState, params: SamplingParams, report: int | None, size: int) -> Emitted:
+    """Returns empty buffers for `size` tokens per row."""
+    # The call has the same form as in a decode step, so that both share a trace.
+    shapes = jax.eval_shape(lambda *inputs: sample_step(*inputs, params, report), abstract_logits(model, params), state)[1]
+    buffers: Emitted = jax.tree.map(lambda x: jnp.zeros((x.shape[0], size, *x.shape[1:]), x.dtype), shapes)
+    return buffers
+
+
+def init_row(
+    params: SamplingParams,
+    tokens_1S: jax.Array,
+    length: jax.Array,
+    generated: jax.Array,
+    limit: jax.Array,
+    end_ids_1E: jax.Array,
+    features: Features,
+    recurrent: Mapping[str, jax.Array],
+    *,
+    vocab_size: int,
+) -> DecodeState:
+    """Returns the decode state of one row from its tokens, whose keys are in the cache except that of the newest token.
+
+    Args:
+      tokens_1S: the prompt and the generated tokens, padded; `length` of them are valid, the last `generated` are generated.
+      limit: the most further tokens.
+      end_ids_1E: the ids that end the row, padded with −1.
+      features: the features of the row, in any state.
+      recurrent: as in `init_state`.
+    """
+    S = tokens_1S.shape[1]
+    valid_1S = (jnp.arange(S) < length)[None]
+    sampler = init_state(
+        params, tokens_1S, valid_1S, vocab_size, S, generated_B=jnp.asarray(generated)[None], recurrent=recurrent
+    )
+    started = tuple(feature.started(tokens_1S, length, generated) for feature in features)
+    return DecodeState(
+        token_B=jax.lax.dynamic_slice_in_dim(tokens_1S[0], length - 1, 1),
+        position_B=jnp.asarray(length - 1)[None],
+        remaining_B=jnp.asarray(limit)[None],
+        done_B=jnp.zeros(1, bool),
+        eos_BE=end_ids_1E,
+        sampler=sampler,
+        features=jax.tree.map(jnp.asarray, started),
+    )
+
+
+def write_row(rows: Any, row: Any, slot: jax.Array) -> Any:
+    """Replaces one row in every array of a batch."""
+    return jax.tree.map(lambda x, x_row: jax.lax.dynamic_update_slice_in_dim(x, x_row, slot, 0), rows, row)
+
+
+def abstract_logits(model: Transformer, params: SamplingParams) -> StepLogits:
+    """Returns the shapes of the result of `forward_step` without tracing the model."""
+    row_B = jax.ShapeDtypeStruct((params.batch,), jnp.float32)
+    logits_BV = jax.ShapeDtypeStruct((params.batch, model.config.vocab_size), jnp.float32)
+    metrics_B: list[Any] = [row_B] * len(AttentionMetrics._fields)
+    return StepLogits(cast(Any, logits_BV), AttentionMetrics(*metrics_B) if params.uses_attention else None)
+
+
+def make_probe(params: SamplingParams) -> Probe | None:
+    """Returns the probe that measures the attention of each layer; None if the router does not use attention."""
+    return jax.vmap(layer_attention) if params.uses_attention else None
+
+
+def attention_metrics(params: SamplingParams, aux: Mapping[str, Sequence[LayerAttention]]) -> AttentionMetrics | None:
+    """Combines the results of the probe in all layers into metrics `[B]`; None without a probe."""
+    return jax.vmap(combine_layers)(aux["probe"]) if params.uses_attention else None
+
+
+def prefill_prompts(
+    model: Transformer,
+    params: SamplingParams,
+    prompt: tuple[jax.Array, jax.Array],
+    plan: CachePlan | None,
+    features: Features = (),
+    constants: Constants = {},  # noqa: B006 (never changed)
+    keep_states: bool = False,
+) -> tuple[StepLogits, jax.Array | None, KVCache | None]:
+    """Returns the logits after each prompt, with `keep_states` the final hidden states `[P, T, D]`, and the new cache.
+
+    Without a plan, there is no cache. A batch with more than `PREFILL_BATCH_TOKENS` tokens is processed in several passes, each
+    over some of the prompts.
+
+    Args:
+      features: those of the prompts.
+    """
+    tokens_PT, lengths_P = prompt
+    P, T = tokens_PT.shape
+    index_T = jnp.arange(T)
+    positions_PT = jnp.where(index_T < lengths_P[:, None], index_T, -1)
+
+    def prefill(prompts: tuple[Any, ...]) -> Any:
+        rows_RT, positions_RT, last_R, features = prompts
+        cache = None if plan is None else make_cache(model.config, rows_RT.shape[0], *plan)
+        x_RTD, cache, attention = _prefill_rows(attach(features, model, constants), params, rows_RT, positions_RT, cache)
+        return x_RTD[jnp.arange(len(last_R)), last_R], x_RTD if keep_states else None, cache, attention
+
+    rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL_BATCH_TOKENS))
+    prompts = tokens_PT, positions_PT, lengths_P - 1, features
+    if rows == P:
+        x_PD, x_PTD, cache, attention = prefill(prompts)
+    else:
+        results = jax.lax.map(prefill, jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), prompts))
+        x_PD, x_PTD, cache, attention = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), results)
+    return StepLogits(model.logits(x_PD), attention), x_PTD, cache
+
+
+def prefill_hidden(
+    model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache | None, probe: Probe | None = None
+) -> tuple[jax.Array, KVCache | None, dict[str, Any]]:
+    """Runs `Transformer.hidden` on a prompt or a part of a prompt, with any cache.
+
+    If the cache needs two passes, the tokens are repeated at the positions that follow them, so that attention reads them as a
+    repetition (Kim et al. 2025). The outputs of the repetition are dropped.
+    """
+    if cache is None or not cache.needs_two_passes or tokens_BT.shape[1] == 1:
+        return model.hidden(tokens_BT, positions_BT, cache=cache, probe=probe)
+    count_B1 = jnp.sum(positions_BT >= 0, axis=1, keepdims=True)
+    positions_BU = jnp.concatenate([positions_BT, jnp.where(positions_BT >= 0, positions_BT + count_B1, -1)], axis=1)
+    x_BTD, cache, aux = model.hidden(jnp.tile(tokens_BT, (1, 2)), positions_BU, cache=cache.for_two_passes(), probe=probe)
+    return x_BTD[:, : tokens_BT.shape[1]], cache, aux
+
+
+def prompt_logprobs(model: Transformer, x_PTD: jax.Array, tokens_PT: jax.Array) -> jax.Array:
+    """Returns ln p `[P, T]` of the tokens of each prompt given the tokens before them; 0 for the first."""
+    return jnp.pad(token_logprobs(model, x_PTD[:, :-1], tokens_PT[:, 1:]), ((0, 0), (1, 0)))
+
+
+def _prefill_rows(
+    model: Transformer, params: SamplingParams, tokens_PT: jax.Array, positions_PT: jax.Array, cache: KVCache | None
+) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
+    """Returns the final hidden states `[P, T, D]`, the cache after the prompts, and the attention metrics of their last tokens.
+
+    With a compressed cache, long prompts are processed in parts of at most `COMPRESSED_PREFILL_CHUNK` tokens, and the cache
+    evicts tokens after each part.
+    """
+    P, T = tokens_PT.shape
+    parts = -(-T // COMPRESSED_PREFILL_CHUNK) if cache is not None and cache.compressed else 1
+    if parts == 1:
+        two_passes = cache is not None and cache.needs_two_passes
+        initial_cache = cache if cache is None or two_passes else cache.for_prefill(model.config, model.parallelism)
+        x_PTD, cache, aux = prefill_hidden(model, tokens_PT, positions_PT, initial_cache, make_probe(params))
+        return x_PTD, cache, attention_metrics(params, aux)
+    size = -(-T // parts)
+    padding = ((0, 0), (0, parts * size - T))
+    padded = jnp.pad(tokens_PT, padding), jnp.pad(positions_PT, padding, constant_values=-1)
+
+    def prefill_part(cache: KVCache | None, part: tuple[jax.Array, ...]) -> Any:
+        x_PtD, cache, aux = prefill_hidden(model, part[0], part[1], cache, make_probe(params))
+        return cache, (x_PtD, attention_metrics(params, aux))
+
+    split = [x.reshape(P, parts, size).transpose(1, 0, 2) for x in padded]
+    cache, (x_NPtD, attention_NP) = jax.lax.scan(prefill_part, cache, tuple(split))
+    last_P = jnp.max(positions_PT, axis=1) // size
+    attention = jax.tree.map(lambda metric_NP: metric_NP[last_P, jnp.arange(P)], attention_NP)
+    return x_NPtD.transpose(1, 0, 2, 3).reshape(P, parts * size, -1)[:, :T], cache, attention
+
+
+def forward_step(model: Transformer, cache: KVCache, state: DecodeState, params: SamplingParams) -> tuple[StepLogits, KVCache]:
+    """Returns the logits after the newest token of every row, and the cache updated with this token."""
+    positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
+    x_B1D, updated, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=make_probe(params))
+    assert updated is not None
+    return StepLogits(model.logits(x_B1D[:, 0]), attention_metrics(params, aux)), updated
+
+
+@shared_trace("report")  # one trace serves prefill and decoding
+def sample_step(
+    step_logits: StepLogits, state: DecodeState, params: SamplingParams, report: int | None
+) -> tuple[DecodeState, Emitted]:
+    """Draws the next token of every active row and updates the state of the rows."""
+    active_B, logits_BV = ~state.done_B, step_logits.logits
+    for feature in state.features:
+        logits_BV = feature.logits(logits_BV)
+    token_B, sampler, drawn = sample(
+        logits_BV, params, state.sampler, attention=step_logits.attention, active_B=active_B, report=report
+    )
+    token_B = _shared(state.features, token_B)
+    position_B = state.position_B + active_B
+    remaining_B = state.remaining_B - active_B
+    ended_B = (token_B[:, None] == state.eos_BE).any(1) | (remaining_B <= 0)
+    if params.loops is not None:
+        assert sampler.loop_runs is not None
+        ended_B |= params.loops.stops & in_loop(sampler.loop_runs, params.loops)
+    state = DecodeState(
+        token_B=jnp.where(active_B, token_B, state.token_B),
+        position_B=position_B,
+        remaining_B=remaining_B,
+        done_B=state.done_B | _shared(state.features, ended_B),
+        eos_BE=state.eos_BE,
+        sampler=sampler,
+        features=tuple(feature.after(token_B, position_B, active_B) for feature in state.features),
+    )
+    return state, Emitted(token_B, active_B, drawn.token, sampler.recurrent)
+
+
+def _shared(features: Sequence[Feature], x_B: jax.Array) -> jax.Array:
+    for feature in features:
+        x_B = feature.shared(x_B)
+    return x_B

@@ -1,0 +1,67 @@
+"""Classifier-free guidance (Sanchez et al. 2023, arXiv 2306.17806): pairs of rows that read different prompts.
+
+The main row reads the prompt, and its guide row reads the negative prompt. The logits of the main row are replaced by
+
+    l = l_guide + g · (l_main − l_guide)
+
+where l_main and l_guide are the log-probabilities of the two rows, and g is `generation.guidance_scale`. The sampling steps and
+the draw follow. Both rows then read the token of the main row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dantinox.config import Config
+from dantinox.generation.decode.features import Feature
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowPairs(Feature):
+    """The pairs of a batch, arrays `[B]`.
+
+    Attributes:
+      guide_B: the row whose log-probabilities guide each row; for a row without a guide, the row itself.
+      main_B: the row whose token each row reads; for every row except a guide row, the row itself.
+      scale_B: g, float32.
+    """
+
+    guide_B: Any
+    main_B: Any
+    scale_B: Any
+
+    def logits(self, logits_BV: jax.Array) -> jax.Array:
+        """Returns the logits after guidance. Rows without a guide keep their logits to the bit."""
+        logprob_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
+        guide_BV = logprob_BV[self.guide_B]
+        guided_BV = guide_BV + self.scale_B[:, None] * (logprob_BV - guide_BV)
+        has_guide_B = self.guide_B != jnp.arange(logits_BV.shape[0])
+        return jnp.where(has_guide_B[:, None], guided_BV, logits_BV)
+
+    def shared(self, x_B: jax.Array) -> jax.Array:
+        return x_B[self.main_B]
+
+    @classmethod
+    def row(cls, guide: int, main: int, scale: float = 1.0) -> "RowPairs":
+        """Returns one row of a batch."""
+        return cls(np.full(1, guide, np.int32), np.full(1, main, np.int32), np.full(1, scale, np.float32))
+
+
+def has_guidance(config: Config) -> bool:
+    """Returns whether requests with these settings have guidance."""
+    return config.generation.guidance_scale != 1
+
+
+def row_pairs(config: Config, rows: Sequence[int]) -> list[RowPairs]:
+    """Returns the pairs of a main row and its guide row, given their places in the batch.
+
+    A main row whose guide row is not given is its own guide.
+    """
+    main, *guides = rows
+    pair = RowPairs.row((guides or [main])[0], main, config.generation.guidance_scale)
+    return [pair, *(RowPairs.row(guide, main) for guide in guides)]

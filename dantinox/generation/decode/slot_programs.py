@@ -1,0 +1,147 @@
+"""The programs of a `SlotBatch`. Each is compiled once, for all slots; the number of a slot is an argument."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dantinox.generation.decode.cache_plan import Caches
+from dantinox.generation.decode.features import Constants, Features, attach
+from dantinox.generation.decode.generate_toks import (
+    DecodeState,
+    Emitted,
+    Stepper,
+    _generate_toks,
+    init_row,
+    prefill_hidden,
+    write_row,
+)
+from dantinox.generation.decode.packing import Layout, PackedParams, unpack
+from dantinox.generation.decode.quantized_weights import SplitModel, dequantize
+from dantinox.model import KVCache, Transformer
+from dantinox.model.scoring import map_positions
+from dantinox.sampling import StepInfo
+from dantinox.sampling.chain import ALL_ALLOWED
+from dantinox.sampling.report import step_info
+from dantinox.sampling.subsets import reduce_params
+
+
+def int32(value: int) -> np.ndarray:
+    return np.asarray(value, np.int32)  # jnp.int32 would run a separate operation, which takes a third of a millisecond
+
+
+@partial(jax.jit, static_argnames=("stepper", "report", "subset"), donate_argnames=("caches",))
+def decode_slots(
+    model: SplitModel,
+    caches: Caches,
+    state: DecodeState,
+    params: PackedParams,
+    steps: jax.Array,
+    constants: Constants,
+    *,
+    stepper: Stepper,
+    report: int | None,
+    subset: int,
+) -> tuple[Caches, DecodeState, Emitted]:
+    """Decodes a chunk of tokens, as `_generate_toks` does.
+
+    Args:
+      state: what the subset of the sampling steps reads.
+    """
+    caches, state, emitted, _ = _generate_toks(
+        model, caches, state, reduce_params(subset, params.unpack()), steps, None, constants, stepper=stepper, report=report
+    )
+    return caches, state, emitted
+
+
+@partial(jax.jit, static_argnames=("stepper", "report"), donate_argnames=("caches",))
+def prefill_part(
+    model: SplitModel,
+    caches: Caches,
+    slot_R: jax.Array,
+    tokens_RT: jax.Array,
+    first_R: jax.Array,
+    count_R: jax.Array,
+    next_RT: jax.Array,
+    features: Features,
+    constants: Constants,
+    *,
+    stepper: Stepper,
+    report: int | None,
+) -> tuple[Caches, StepInfo | None]:
+    """Prefills R chunks: `count_R` tokens of the sequences in the slots `slot_R`, from the positions `first_R` on.
+
+    Consecutive chunks of a sequence may be in one call, in their order. A count of 0 marks an unused row.
+
+    Args:
+      next_RT: the token after each of `tokens_RT`.
+      features: those of the R rows.
+      report: the number of alternatives in the reports; None: no reports.
+
+    Returns:
+      The caches, and reports on the tokens `next_RT` of the first row.
+    """
+    index_T = jnp.arange(tokens_RT.shape[1])
+    positions_RT = jnp.where(index_T < count_R[:, None], first_R[:, None] + index_T, -1)
+
+    def read(model: Transformer, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        x_RTD, updated, _ = prefill_hidden(model, tokens_RT, positions_RT, cache.at_slots(slot_R))
+        assert updated is not None
+        return x_RTD, updated.without_wrappers()
+
+    transformer, *others = (dequantize(one.merge(one.leaves)) for one in (model, *stepper.models(constants)))
+    x_RTD, cache = read(attach(features, transformer, constants), caches[0])
+    caches = cache, *(read(other, cache)[1] for other, cache in zip(others, caches[1:], strict=True))
+    if report is None:
+        return caches, None
+
+    def report_of(x_D: jax.Array, token: jax.Array) -> StepInfo:
+        logits_V = transformer.logits(x_D)
+        return step_info(report, logits_V, logits_V, token, jnp.asarray(False))
+
+    info = map_positions(report_of, transformer.config.vocab_size, x_RTD[:1], next_RT[:1])
+    return caches, jax.tree.map(lambda x_1T: x_1T[0], info)
+
+
+@partial(jax.jit, donate_argnames=("leaf",))
+def copy_slot(leaf: jax.Array, source: jax.Array, to: jax.Array) -> jax.Array:
+    """Copies slot `source` of one array of the cache to slot `to`."""
+    return jax.lax.dynamic_update_slice_in_dim(leaf, jax.lax.dynamic_slice_in_dim(leaf, source, 1), to, 0)
+
+
+@jax.jit
+def slot_checksums(caches: Caches) -> jax.Array:
+    """Returns a checksum of the keys and values of each slot, uint32 `[leaves, B]`."""
+
+    def checksum(leaf: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+        flat_BN = bits.reshape(bits.shape[0], -1)
+        weights_N = 2 * jax.lax.iota(jnp.uint32, flat_BN.shape[1]) * jnp.uint32(2654435761) + 1  # odd
+        return jnp.sum(flat_BN * weights_N, axis=1, dtype=jnp.uint32)
+
+    return jnp.stack([checksum(leaf) for leaf in jax.tree.leaves(caches) if leaf.ndim > 1])
+
+
+@partial(jax.jit, static_argnames=("layout", "vocab_size"))
+def start_row(
+    params: PackedParams, state: DecodeState, words_1N: jax.Array, numbers: jax.Array, *, layout: Layout, vocab_size: int
+) -> tuple[PackedParams, DecodeState]:
+    """Replaces a row: its sampling parameters, and its state, which `init_row` makes.
+
+    Args:
+      params, state: of the batch.
+      words_1N: the packed sampling parameters of the row, its tokens and its end ids, features and recurrent values.
+      numbers: the slot, and `length`, `generated` and `limit` of `init_row`; int32 `[4]`.
+    """
+    slot, length, generated, limit = numbers
+    row, tokens_1S, end_ids_1E, features, recurrent = unpack(words_1N, layout)
+    initial = init_row(row, tokens_1S, length, generated, limit, end_ids_1E, features, recurrent, vocab_size=vocab_size)
+    words = words_1N[:, : params.layout.words]
+    packed = replace(params, words_BN=words, allowed_bits=jnp.full_like(params.allowed_bits[:1], ALL_ALLOWED))
+    replaced: tuple[PackedParams, DecodeState] = write_row((params, state), (packed, initial), slot)
+    return replaced
+
+
+write_cache_row = jax.jit(write_row, donate_argnums=0)  # donates the caches

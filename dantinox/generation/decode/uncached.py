@@ -1,0 +1,55 @@
+"""`UncachedStepper`: decoding without a cache, where each step computes the whole text (`generation.use_cache: false`)."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dantinox.generation.decode.cache_plan import CachePlan, Caches
+from dantinox.generation.decode.features import Constants, Features, Text, find
+from dantinox.generation.decode.generate_toks import (
+    DecodeState,
+    StepLogits,
+    Stepper,
+    attention_metrics,
+    make_probe,
+    prefill_prompts,
+)
+from dantinox.generation.decode.quantized_weights import dequantize
+from dantinox.model import Transformer
+from dantinox.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class UncachedStepper(Stepper):
+    """Decodes one token of each row per step from all tokens before it."""
+
+    def features(self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray) -> Features:
+        return (Text(tokens_BS),)
+
+    def prefill(
+        self,
+        model: Transformer,
+        params: SamplingParams,
+        prompt: tuple[Array, Array],
+        plan: CachePlan,
+        features: Features,
+        constants: Constants,
+        echo: bool,
+    ) -> tuple[StepLogits, Array | None, Caches]:
+        step_logits, x_PTD, _ = prefill_prompts(model, params, prompt, None, features, constants, echo)
+        return step_logits, x_PTD, ()
+
+    def weights(self, model: Transformer, rows: int) -> Transformer:
+        return dequantize(model)
+
+    def forward(
+        self, model: Transformer, caches: Caches, state: DecodeState, params: SamplingParams
+    ) -> tuple[StepLogits, Caches]:
+        tokens_BS = find(state.features, Text).tokens_BS
+        B, S = tokens_BS.shape
+        index_S = jnp.arange(S)
+        positions_BS = jnp.where(index_S <= state.position_B[:, None], index_S, -1)
+        x_BSD, _, aux = model.hidden(tokens_BS, positions_BS, probe=make_probe(params))
+        return StepLogits(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_metrics(params, aux)), caches

@@ -1,0 +1,247 @@
+"""Bans of strings and of regular expressions, with backtracking.
+
+A ban holds for the text, whatever its tokens. When a banned text is complete, generation returns to the token in which it
+begins, excludes this token there, and continues with the same random numbers. The method is that of the phrase bans of
+KoboldCpp and of the AntiSlop sampler (github.com/sam-paech/antislop-sampler).
+"""
+
+import copy
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from dantinox.config import UserError
+from dantinox.files import quote, require_extra
+from dantinox.generation.guides.guide import Verdict, exclude_tokens
+
+if TYPE_CHECKING:
+    from regex import Pattern
+
+MAX_HELD_TOKENS = 128  # a banned text of more tokens is not found
+MAX_HELD_CHARACTERS = 2048  # likewise for characters
+CONTEXT_CHARACTERS = 64  # text before the held text that a regular expression may look back at
+REGEX_SECONDS = 0.1  # limit of one search
+MAX_TRANSITIONS = 1 << 14  # the most transitions of an automaton that are kept
+RESTARTS_PER_TOKEN = 8  # the sample ends after this multiple of its tokens in restarts
+
+
+class BannedStrings:
+    """The strings that must not occur in a text, in lower case.
+
+    The search is an Aho-Corasick automaton (Aho and Corasick 1975). Its state is the longest suffix of the text that is a
+    proper prefix of a banned string. The transitions are computed when a text needs them, so that a long list costs nothing in
+    advance.
+    """
+
+    def __init__(self, strings: Sequence[str]):
+        self._strings = frozenset(map(lower, strings))
+        self._sorted = sorted(self._strings)
+        self._transitions: dict[tuple[str, str], tuple[str, int]] = {}
+
+    def advance(self, partial: str, character: str) -> tuple[str, int]:
+        """Returns the state after a character in lower case, and the length of the longest banned string that ends with it.
+
+        The length is 0 if no string ends there.
+        """
+        found = self._transitions.get((partial, character))
+        if found is None:
+            if len(self._transitions) >= MAX_TRANSITIONS:
+                self._transitions.clear()
+            text = partial + character
+            matched = next((len(text) - at for at in range(len(text)) if text[at:] in self._strings), 0)
+            found = self._transitions[partial, character] = self.longest_prefix(text), matched
+        return found
+
+    def longest_prefix(self, text: str) -> str:
+        """Returns the longest suffix of a text that is a proper prefix of a banned string."""
+        return next((text[at:] for at in range(len(text)) if self._is_proper_prefix(text[at:])), "")
+
+    def _is_proper_prefix(self, part: str) -> bool:
+        after = bisect_right(self._sorted, part)  # the strings that begin with `part` and are longer follow it directly
+        return after < len(self._sorted) and self._sorted[after].startswith(part)
+
+
+@lru_cache(maxsize=8)
+def find_banned_strings(strings: tuple[str, ...]) -> BannedStrings:
+    """Returns the automaton for a list of strings; requests with equal lists share one."""
+    return BannedStrings(strings)
+
+
+def lower(text: str) -> str:
+    """Returns a text in lower case, of the same length: a character with a longer lower case stays.
+
+    The lower case of a character does not depend on its neighbors: the Greek letter sigma has one form.
+    """
+    lowered = text.lower()
+    if len(lowered) != len(text):
+        lowered = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
+    return lowered.replace("\u03c2", "\u03c3")
+
+
+def compile_regexes(sources: Sequence[str]) -> list["Pattern[str]"]:
+    """Compiles banned regular expressions.
+
+    Raises:
+      UserError: an expression is invalid or matches the empty text, or the library `regex` is not installed.
+    """
+    if not sources:
+        return []
+    with require_extra("serve", "banned_regexes need a library that is not installed"):
+        import regex
+    patterns = []
+    for source in sources:
+        key = "generation.banned_regexes"
+        try:
+            pattern = regex.compile(source)
+            matches_nothing = pattern.search("", timeout=REGEX_SECONDS) is not None
+        except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
+            raise UserError(f"{key} has the invalid expression {quote(source)}: {error}", key=key) from None
+        if matches_nothing:
+            raise UserError(f"{key} has the expression {quote(source)}, which matches the empty text", key=key)
+        patterns.append(pattern)
+    return patterns
+
+
+class _Held(NamedTuple):
+    """A held token: its text, and the state before it.
+
+    Attributes:
+      partial: the longest suffix of the held text that is a proper prefix of a banned string.
+      first: the first position, from the beginning of the text, at which a string or a match of an expression might begin.
+    """
+
+    token: int
+    text: str
+    partial: str
+    first: int
+
+
+class TextBan:
+    """Discards the tokens of banned texts. Tokens that may be the beginning of one are held back.
+
+    Attributes:
+      held: how many of the last tokens may still be discarded.
+      done: whether the sample ends because almost every token that may come next completes a banned text.
+    """
+
+    def __init__(self, strings: BannedStrings, regexes: Sequence["Pattern[str]"], vocab_size: int, limit: int):
+        """`limit` is the most tokens of the sample."""
+        self._strings, self._regexes, self._vocab_size = strings, regexes, vocab_size
+        self._context = ""  # text before the held text
+        self._tokens: list[_Held] = []
+        self._window, self._offset = "", 0  # the held text, and its position from the beginning of the text
+        self._partial, self._first = "", 0  # as in `_Held`, after the held text
+        self._position = 0  # of the next token
+        self._excluded: dict[int, set[int]] = {}  # position → tokens that must not come there
+        self._restarts, self._max_restarts = 0, RESTARTS_PER_TOKEN * (limit + 16)
+        self.done = False
+
+    @property
+    def held(self) -> int:
+        return len(self._tokens)
+
+    def copy(self) -> "TextBan":
+        copied = copy.copy(self)
+        copied._tokens = [*self._tokens]
+        copied._excluded = {position: set(tokens) for position, tokens in self._excluded.items()}
+        return copied
+
+    def mask(self) -> np.ndarray | None:
+        excluded = self._excluded.get(self._position)
+        return exclude_tokens(excluded, self._vocab_size) if excluded else None
+
+    def push(self, token: int, text: str) -> Verdict:
+        self._tokens.append(_Held(token, text, self._partial, self._first))
+        self._position += 1
+        window = self._window + text
+        start = self._match_strings(text)
+        if self._regexes and text:
+            start = min((at for at in (start, self._match_regexes(window)) if at is not None), default=None)
+        if start is not None:
+            return self._discard(start)
+        self._first = self._offset + len(window) - len(self._partial)
+        if self._regexes:
+            self._first = min(self._first, self._offset + self._partial_start(window))
+        self._release(window)
+        return None
+
+    def _match_strings(self, text: str) -> int | None:
+        """Advances over new text; returns where the first banned string to end begins in the held text, or None."""
+        partial, advance = self._partial, self._strings.advance
+        for end, character in enumerate(lower(text), len(self._window) + 1):
+            partial, matched = advance(partial, character)
+            if matched:
+                return end - matched
+        self._partial = partial
+        return None
+
+    def _match_regexes(self, window: str) -> int | None:
+        """Returns where the first match begins in the held text, or None."""
+        text, offset = self._context + window, len(self._context)
+        starts = []
+        for pattern in self._regexes:
+            try:
+                found = pattern.search(text, pos=offset, timeout=REGEX_SECONDS)
+            except TimeoutError:
+                raise UserError(f"the banned expression {quote(pattern.pattern)} takes too long to evaluate") from None
+            if found is not None and found.end() > found.start():
+                starts.append(found.start() - offset)
+        return min(starts, default=None)
+
+    def _partial_start(self, window: str) -> int:
+        """Returns the first position of the held text at which a regular expression may still match."""
+        text, offset, first = self._context + window, len(self._context), len(window)
+        for pattern in self._regexes:
+            try:
+                found = pattern.search(text, pos=offset, partial=True, timeout=REGEX_SECONDS)
+            except TimeoutError:
+                raise UserError(f"the banned expression {quote(pattern.pattern)} takes too long to evaluate") from None
+            if found is not None:
+                first = min(first, found.start() - offset)
+        return first
+
+    def _discard(self, start: int) -> int:
+        """Discards the tokens from the one that contains a position of the held text on, and excludes the first of them."""
+        ends = [*itertools.accumulate(len(held.text) for held in self._tokens)]
+        place = next(place for place, end in enumerate(ends) if end > start)
+        while place and not self._tokens[place - 1].text:  # a token without text may be a part of the next character
+            place -= 1
+        count, first = len(self._tokens) - place, self._tokens[place]
+        self._tokens = self._tokens[:place]
+        self._window = "".join(held.text for held in self._tokens)
+        self._partial, self._first = self._fitting(first.partial), first.first
+        self._position -= count
+        self._excluded = {at: tokens for at, tokens in self._excluded.items() if at <= self._position}
+        self._excluded.setdefault(self._position, set()).add(first.token)
+        self._restarts += 1
+        self.done = self._restarts > self._max_restarts
+        return count
+
+    def _fitting(self, partial: str) -> str:
+        """Returns the longest suffix of a state that lies inside the held text and is a state itself."""
+        size = len(self._window)
+        return partial if len(partial) <= size else self._strings.longest_prefix(partial[len(partial) - size :])
+
+    def _release(self, window: str) -> None:
+        """Releases the tokens that no longer can be discarded.
+
+        A token is held if a banned text might begin in it, now or after the tokens behind it were discarded.
+        """
+        start, held = self._offset + len(window), 0
+        first = max(self._first, start - MAX_HELD_CHARACTERS)
+        for token in reversed(self._tokens):
+            if (start <= first and token.text) or held == MAX_HELD_TOKENS:
+                break
+            start -= len(token.text)
+            first, held = min(first, start, token.first), held + 1
+        if start > self._offset:
+            self._context = (self._context + window[: start - self._offset])[-CONTEXT_CHARACTERS:]
+        self._window, self._offset = window[start - self._offset :], start
+        del self._tokens[: len(self._tokens) - held]
+        self._partial = self._fitting(self._partial)
+        self._first = max(start, self._first)
+        self._excluded = {at: tokens for at, tokens in self._excluded.items() if at >= self._position - held}

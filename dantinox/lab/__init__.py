@@ -1,0 +1,1 @@
+"""Tools and studies that only the command line imports."""

@@ -1,0 +1,232 @@
+"""Text, Markdown, CSV and plot of the comparison of compressed caches."""
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dantinox.lab.studies.kv import KVStudy
+from dantinox.lab.studies.kv_bench import NEAR_KEYS
+from dantinox.lab.studies.kv_tasks import SEEDS
+from dantinox.lab.studies.statistics import verdict
+from dantinox.report.plots import new_figure, study_files, style_axes, to_png
+from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrap_lines
+
+# A marker for each method, in Okabe and Ito's colors, which color-blind readers can distinguish.
+MARKS = {
+    "streaming": ("v", "#56b4e9"), "uniform": ("o", "#999999"), "entropy": ("s", "#d55e00"), "coverage": ("^", "#009e73"),
+    "distance": ("P", "#0072b2"),
+    "loss": ("D", "#b59f00"), "random": ("x", "#cc79a7"), "oracle": ("*", "#000000"),
+}  # fmt: skip
+
+
+def _interval_column(path: str, heading: str = "", form: str = ".1f") -> Column:
+    return Column(path.removesuffix(".all"), heading, attrgetter(path), form, interval=True)
+
+
+def _number_column(name: str, heading: str = "") -> Column:
+    return Column(name, heading, attrgetter(name), ",.0f")
+
+
+def _seed_column(name: str, seed: int) -> Column:
+    return Column(f"{name}_seed{seed}", f"seed {seed}", lambda cache: getattr(cache, name).seeds[seed], ".2f", interval=True)
+
+
+MIN_GAIN, MIN_NEEDLE = 0.05, 95  # nats per token, percent; a study below these limits is hardly conclusive
+MEASURES = [
+    DPPL := _interval_column("dppl.all", "ΔPPL %", ".2f"),
+    KL := _interval_column("kl.all", "KL", ".4f"),
+    TOP1 := _interval_column("top1.all", "top-1 %"),
+    GAP := _interval_column("gap_closed", "gap %"),
+    _interval_column("same", "same %"),
+    DIFFERS := _number_column("diverges", "differs at"),
+    NEEDLE := _interval_column("needle_aware", "needle %"),
+    _interval_column("needle_agnostic", "needle, unaware %"),
+    _interval_column("copy_aware", "copy %"),
+    _interval_column("copy_agnostic", "copy, unaware %"),
+    BYTES := _number_column("bytes", "bytes"),
+    SPEED := _number_column("tok_per_s", "tok/s"),
+]
+
+
+def kv_lines(study: KVStudy, width: int = 100) -> Iterator[str]:
+    """Yields the conditions, a table for each ratio, the conclusions and a glossary, in lines of at most `width`."""
+
+    def pair(kind: str) -> Column:
+        both = attrgetter(f"{kind}_aware", f"{kind}_agnostic")
+        return Column("", f"{kind} %", lambda cache: " / ".join(f"{found.value:.0f}" for found in both(cache)))
+
+    width = max(width, 60)
+    tasks = [] if study.tasks is None else [pair("needle"), pair("copy")]
+    columns = [Column("", "method", attrgetter("name")), DPPL._replace(form="+.2f"), KL._replace(spread=False), TOP1]
+    columns += [GAP._replace(form=".0f", spread=False), DIFFERS, *tasks, BYTES, SPEED]
+    yield from wrap_lines([_description(study), *preconditions(study), *_left_out_lines(study)], width, "")
+    for ratio in study.ratios:
+        yield from ["", f"ratio {ratio.ratio:g}"]
+        yield from text_table(columns, [study.full, *ratio.methods], width)
+    yield from wrap_lines(["", *conclusions(study), "", *_notes(study)], width)
+
+
+def kv_csv(study: KVStudy) -> str:
+    """Returns a row per ratio and method. Measures have three columns: the value, the lower end and the upper end."""
+    columns = [
+        _number_column("ratio"),
+        Column("method", "", attrgetter("name")),
+        Column("slots_least", "", lambda cache: cache.slots and cache.slots[0]),
+        Column("slots_most", "", lambda cache: cache.slots and cache.slots[1]),
+        *map(_number_column, ("bytes", "share", "tok_per_s", "loss", "diverges")),
+        *(c for column in (DPPL, KL, TOP1) for c in (column, *(_seed_column(column.name, i) for i in range(SEEDS)))),
+        GAP,
+        *(column for column in MEASURES[4:] if column.interval),
+    ]
+    return csv_table(columns, [cache for ratio in study.ratios for cache in (study.full, *ratio.methods)])
+
+
+def kv_markdown(study: KVStudy) -> str:
+    """Returns the tables with intervals, the change of perplexity by seed, the conclusions and the glossary."""
+    parts = [f"# Compressed caches on {Path(study.run).name}", _description(study)]
+    parts.append(bullets([*preconditions(study), *_left_out_lines(study)]))
+    all_caches = [cache for ratio in study.ratios for cache in ratio.methods]
+    name = Column("", "method", lambda cache: f"`{cache.name}`")
+    measures = [name, *(column for column in MEASURES if any(column.value(cache) is not None for cache in all_caches))]
+    seeds = [_seed_column("dppl", i) for i in range(SEEDS)]
+    for ratio in study.ratios:
+        caches = [study.full, *ratio.methods]
+        parts += [f"## Ratio {ratio.ratio:g}", markdown_table(measures, caches)]
+        parts += ["ΔPPL % by seed:", markdown_table([name, *seeds], caches)]
+    parts += ["## Conclusions", bullets(conclusions(study))] if conclusions(study) else []
+    return "\n\n".join([*parts, "## Terms", bullets(_notes(study))]) + "\n"
+
+
+def kv_files(study: KVStudy) -> dict[str, Callable[[], str | bytes]]:
+    return study_files("kv", study, kv_csv, kv_markdown, draw_kv)
+
+
+def preconditions(study: KVStudy) -> list[str]:
+    """Returns the preconditions of the study: the value of distant tokens, and the needles found with the full cache."""
+    value, low, high = study.long_range_gain
+    gain = (
+        f"Long-range gain: with only the nearest {NEAR_KEYS} keys visible, the loss changes by {value:+.3f} nats per token "
+        f"(95 % interval {low:+.3f} to {high:+.3f})."
+    )
+    if value < MIN_GAIN:
+        gain += f" Below {MIN_GAIN} distant tokens hardly matter, and no cache can lose much."
+    if study.full.needle_aware is None:
+        return [gain]
+    value, low, high = study.full.needle_aware
+    needles = f"Needles found with the full cache: {value:.1f} % (95 % interval {low:.1f} to {high:.1f})."
+    if value < MIN_NEEDLE:
+        needles += f" Below {MIN_NEEDLE} % the tasks measure the model rather than its cache."
+    return [gain, needles]
+
+
+def conclusions(study: KVStudy) -> list[str]:
+    """Returns a sentence per ratio and signal, and the reason for the default signal."""
+    sentences = []
+    for ratio in study.ratios:
+        for signal, found in ratio.against_uniform.items():
+            value, low, high = found.all
+            excluding = sum(verdict(interval) != "same" for interval in found.seeds)
+            beat = {"better": "beat", "worse": "are worse than", "same": "do not beat"}[found.verdict]
+            sentences.append(
+                f"Ratio {ratio.ratio:g}: {signal} budgets {beat} uniform ones ({value:+.4f} nats per token, 95 % interval "
+                f"{low:+.4f} to {high:+.4f}; the interval excludes 0 in {excluding} of {SEEDS} seeds)."
+            )
+    if sentences:
+        default = study.default_signal
+        reason = "it beats uniform"
+        if default == "uniform":
+            reason = "no other signal beats it at some ratio without being worse at another"
+        sentences.append(f"Signal by the rule of three seeds: {default}, because {reason}.")
+    return sentences
+
+
+def draw_kv(study: KVStudy) -> bytes:
+    """Plots perplexity over the ratio, and needles found or, without tasks, equal most likely tokens."""
+    figure = new_figure(11, 4.8)
+    losses, finds = figure.subplots(1, 2)
+    _draw(losses, study, DPPL, "perplexity above the full cache's, %")
+    if study.full.needle_aware is None:
+        _draw(finds, study, TOP1, "same most likely token as with the full cache, %")
+    else:
+        _draw(finds, study, NEEDLE, "needles found with the question in the prompt, %")
+        finds.axhline(study.full.needle_aware.value, color="#bbbbbb", linewidth=1.2, zorder=1)
+        finds.set_ylim(-3, 103)
+    losses.axhline(0, color="#bbbbbb", linewidth=1.2, label="full", zorder=1)
+    # Linear near zero, where losses are small, and logarithmic for methods that are far off.
+    ends = [end for ratio in study.ratios for cache in ratio.methods for end in cache.dppl.all]
+    low, high = min(-1.0, *ends), max(1.0, *ends)
+    ticks = [sign * tick * 10**power for sign in (-1, 1) for power in range(7) for tick in (1, 2, 5)]
+    losses.set_yscale("symlog", linthresh=2)
+    losses.set_ylim(1.2 * low, 1.2 * high)
+    losses.set_yticks([0, *(tick for tick in ticks if low <= tick <= high)])
+    losses.yaxis.set_major_formatter("{x:g}")
+    losses.minorticks_off()
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    return to_png(figure)
+
+
+def _draw(axes: Any, study: KVStudy, column: Column, title: str) -> None:
+    """Draws a line per method."""
+    all_caches = [cache for ratio in study.ratios for cache in ratio.methods]
+    for name in dict.fromkeys(cache.name for cache in all_caches):
+        caches = [cache for cache in all_caches if cache.name == name]
+        y, low, high = np.transpose([column.value(cache) for cache in caches])
+        shape, color = MARKS.get(name, (".", "#000000"))
+        axes.errorbar(
+            [cache.ratio for cache in caches], y, yerr=[y - low, high - y], marker=shape, color=color, markersize=6,
+            linewidth=1.2, elinewidth=0.8, linestyle="--" if name == "oracle" else "-",
+            label="oracle (upper bound)" if name == "oracle" else name,
+        )  # fmt: skip
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xscale("log")
+    ticks = [ratio.ratio for ratio in study.ratios]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    axes.minorticks_off()
+    axes.set_xlabel("share of the slots kept")
+    style_axes(axes)
+
+
+def _description(study: KVStudy) -> str:
+    overlap = " that overlap because the text is short" if study.overlapping else ""
+    tasks = "" if study.tasks is None else f"; {study.tasks} needle tasks and {study.tasks} copy tasks"
+    return (
+        f"{study.run}: {study.sequences} sequences{overlap}, {study.tokens} tokens of validation text each, "
+        f"{study.tokens // 2} of them as a prompt, selected with {SEEDS} seeds; {study.continued} prompts continued"
+        f"{tasks}. {100 * study.repeated:.1f} % of the text's word 4-grams occurred in it before. Cache in {study.dtype}, "
+        f"{study.device}."
+    )
+
+
+def _left_out_lines(study: KVStudy) -> list[str]:
+    tasks = ["needle and copy tasks, because the tokenizer does not encode each of their words as one token"]
+    return [f"Left out: {line}" for line in (*study.left_out, *tasks * (study.tasks is None))]
+
+
+def _notes(study: KVStudy) -> list[str]:
+    """Returns the meaning of the terms in the tables."""
+    task = (
+        "needle: the question asks for one of eight facts among lines of the text. copy: the question repeats a record of "
+        "eight facts, and the answer is its last word. The first number: the question is part of the prompt when the cache "
+        "chooses what to keep. The second number, unaware: the question is read afterwards. Both answers come from the "
+        "compressed cache, not from prefill."
+    )
+    return [
+        "full: the cache keeps everything. streaming: it keeps the first and the last tokens. uniform: it keeps the tokens "
+        "with the most attention, with equal shares for all heads. entropy, coverage, distance, loss: the same with shares by "
+        "this measurement of each head. random: it keeps random tokens. oracle: an upper bound, not a cache: every query sees "
+        "its best keys, in the number of slots that uniform has.",
+        "All caches of a ratio have the same number of slots. bytes: of one row, including positions and importances.",
+        "ΔPPL: change of the perplexity of the text after the prompt, relative to the full cache. KL: divergence from the "
+        "prediction with the full cache, in nats per token. top-1: share of tokens with the same most likely prediction. "
+        "Prompt tokens are not counted.",
+        "gap: how much of the loss difference between streaming and oracle the method recovers; empty if that difference is "
+        "not significant.",
+        f"same, differs at: greedy continuations of {study.free_tokens} tokens compared with those of the full cache: share "
+        "of equal tokens, and the median number of tokens before the first difference.",
+        *([] if study.tasks is None else [task]),
+        "tok/s: decoding of 8 rows, fastest batch, without compilation and prefill.",
+        "Intervals are 95 %, bootstrapped over sequences (paired for differences), not corrected for multiple comparisons.",
+    ]

@@ -1,0 +1,1 @@
+"""What operators of a server need: keys, limits, logs, metrics, traces and reloads."""

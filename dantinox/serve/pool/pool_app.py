@@ -1,0 +1,249 @@
+"""The ASGI application of a server with several models: it passes each request to the application of its model.
+
+A request names its model in the field `model` of its body, or in its URL (`?model=NAME`); without a name it means the first
+model. `/v1/models`, `/api/tags` and `/api/ps` list all models and load none.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dantinox.config import UserError
+from dantinox.files import quote
+from dantinox.serve.app import PROTOCOLS, guarded, make_router, protocol_of, server_routes
+from dantinox.serve.errors import JSON, http_error
+from dantinox.serve.operations.background import run_in_thread, run_sized
+from dantinox.serve.operations.metrics import Metrics
+from dantinox.serve.operations.request_record import current_record
+from dantinox.serve.options import Options
+from dantinox.serve.pool.model_loading import OpenModel
+from dantinox.serve.pool.model_pool import Member, ModelPool
+from dantinox.serve.protocols import ollama
+from dantinox.serve.protocols.bodies import PARSED_BODY, check_media_type, parse_json
+from dantinox.serve.protocols.keep_alive import keep_seconds
+from dantinox.serve.protocols.openai import about_model, model_entry
+from dantinox.serve.service import Service, key_allows, shown_names
+
+LIST_PATHS = ("/v1/models", "/v1/models/{id:path}", "/api/tags", "/api/ps")  # routes of this module instead of a model's
+
+
+def make_pool_app(pool: ModelPool, options: Options) -> ASGIApp:
+    """Returns the ASGI application that serves the models of a pool over all protocols. It loads the first model.
+
+    Raises:
+      UserError: the first model cannot be loaded, or an alias is not a name of a model.
+    """
+    directory = Directory(pool, options)
+    directory.check_aliases()
+    metrics = Metrics(pool, options, pool.statuses)
+    metrics.registry.register(_PoolCollector(pool))
+
+    def attach(member: Member, opened: OpenModel) -> tuple[Service, ASGIApp]:
+        names = [member.name, *(f"{member.name}:{lora}" for lora in opened.engine.loras)]
+        aliases = {alias: name for alias, name in options.aliases.items() if name in names}
+        service = Service(opened.engine, replace(options, template=opened.template, aliases=aliases), metrics)
+        routes = [route for protocol in PROTOCOLS if protocol.needs_model for route in protocol.routes(service)]
+        return service, make_router(routes)
+
+    pool.attach = attach
+    service = Service(pool.preload().engine, replace(options, aliases={}), metrics)
+    dispatch = _Dispatcher(directory)
+    routes = [
+        *server_routes(pool, metrics, options, directory.counts),
+        *directory.routes(),
+        *(route for protocol in PROTOCOLS if not protocol.needs_model for route in protocol.routes(service)),
+        *(
+            Route(route.path, dispatch, methods=sorted(route.methods or ()) or None)
+            for protocol in PROTOCOLS
+            if protocol.needs_model
+            for route in protocol.routes(service)
+            if route.path not in LIST_PATHS
+        ),
+    ]
+    return guarded(make_router(routes), {route.path for route in routes}, options, metrics)
+
+
+class Directory:
+    """The names of the models of a pool, and the routes that list them.
+
+    Attributes:
+      pool: the pool.
+    """
+
+    def __init__(self, pool: ModelPool, options: Options):
+        self.pool, self._aliases = pool, options.aliases
+        self._created, self._started = int(time.time()), ollama.now()
+        # The descriptions of models that are not loaded, from their last load: name → fields.
+        self._about: dict[str, dict[str, JSON]] = {}
+        self._descriptions: dict[str, dict[str, JSON]] = {}
+
+    def check_aliases(self) -> None:
+        """Raises a UserError for an alias that does not stand for a model, or that is the name of one."""
+        names = self._own_names()
+        for alias, name in self._aliases.items():
+            if name not in names:
+                raise UserError(f"the alias {quote(alias)} stands for {quote(name)}, which is not a model of this server")
+            if alias in names:
+                raise UserError(f"the alias {quote(alias)} is already the name of a model of this server")
+
+    def _own_names(self) -> list[str]:
+        return [name for member in self.pool.members.values() for name in member.names]
+
+    def find(self, name: str | None) -> Member:
+        """Returns the model that a name means, alone or with an adapter; None: the first model that the key may use.
+
+        Raises:
+          RequestError: 404, this server has no model of that name, or the key may not use it.
+        """
+        default = next((one for one in self.pool.members.values() if self._allows(one)), self.pool.default)
+        resolved = default.name if name is None else self._aliases.get(name, name)
+        member = next((one for one in self.pool.members.values() if resolved in one.names), None)
+        if member is None:
+            known = [one for one in (*self._own_names(), *self._aliases) if self._is_allowed(one)]
+            raise http_error("model", resolved[:60], shown_names(known), param="model")
+        if not (self._allows(member) if name is None else self._is_allowed(resolved)):
+            key = current_record().key
+            raise http_error("model_of_key", key and key.name, resolved[:60], param="model")
+        return member
+
+    def _allows(self, member: Member) -> bool:
+        """Returns whether the key may use a model, alone or with an adapter."""
+        return any(map(self._is_allowed, member.names))
+
+    def _is_allowed(self, name: str) -> bool:
+        return key_allows(self._aliases.get(name, name), self._aliases)
+
+    def counts(self) -> dict[str, object]:
+        """Returns fields of `/health`: the first model, and the number of models by state."""
+        states = [_shown_state(member) for member in self.pool.members.values()]
+        counted = {state: states.count(state) for state in ("loaded", "loading", "unloaded")}
+        return {"model": self.pool.default.name, "models": counted}
+
+    # --- routes
+
+    def routes(self) -> list[Route]:
+        """Returns the routes that list the models."""
+
+        async def models(request: Request) -> Response:
+            """Lists the models with their adapters and aliases, and whether they are loaded."""
+            names = [name for name in (*self._own_names(), *self._aliases) if self._is_allowed(name)]
+            return JSONResponse({"object": "list", "data": [self._entry(name) for name in names]})
+
+        async def one_model(request: Request) -> Response:
+            """Describes a model, or a model with an adapter; 404 for another name."""
+            name = request.path_params["id"]
+            self.find(name)
+            return JSONResponse(self._entry(name))
+
+        async def tags(request: Request) -> Response:
+            """Lists the models."""
+            found = [await self._describe(member) | {"modified_at": self._started} for member in self._allowed_members()]
+            return JSONResponse({"models": found})
+
+        async def running(request: Request) -> Response:
+            """Lists the loaded models."""
+            found = []
+            for member in [one for one in self._allowed_members() if one.state == "loaded"]:
+                known = await self._describe(member)
+                known |= {"size": member.size, "size_vram": 0 if jax.default_backend() == "cpu" else member.size}
+                known |= {"context_length": member.status().context, "expires_at": _expiry(member)}
+                found.append(known)
+            return JSONResponse({"models": found})
+
+        endpoints = (models, one_model, tags, running)
+        return [Route(path, endpoint) for path, endpoint in zip(LIST_PATHS, endpoints, strict=True)]
+
+    def _allowed_members(self) -> list[Member]:
+        return [member for member in self.pool.members.values() if self._allows(member)]
+
+    def _entry(self, name: str) -> dict[str, JSON]:
+        root, member = self._aliases.get(name, name), self.find(name)
+        if member.service is not None:
+            self._about[member.name] = about_model(member.service)
+        entry = model_entry(name, root, member.name, self._created) | self._about.get(member.name, {})
+        return entry | {"status": {"value": _shown_state(member)}}
+
+    async def _describe(self, member: Member) -> dict[str, JSON]:
+        if (service := member.service) is not None:
+            self._descriptions[member.name] = await run_in_thread(ollama.describe, service)
+        return dict(self._descriptions.get(member.name) or ollama.unknown_model(member.name, member.file_size))
+
+
+def _shown_state(member: Member) -> str:
+    return {"loaded": "loaded", "loading": "loading", "waiting": "loading"}.get(member.state, "unloaded")
+
+
+def _expiry(member: Member) -> str:
+    return ollama.NEVER if member.keep_until is None else ollama.now(member.keep_until - time.monotonic())
+
+
+class _Dispatcher:
+    """Passes a request to the application of its model, which it loads first if necessary."""
+
+    def __init__(self, directory: Directory):
+        self._directory = directory
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, protocol = Request(scope, receive), protocol_of(scope["path"])
+        data, body = await request.body(), dict[str, JSON]()
+        if data and scope["method"] == "POST":
+            check_media_type(request)
+            parsed = await run_sized(len(data), parse_json, data)
+            body, scope = parsed if isinstance(parsed, dict) else {}, {**scope, PARSED_BODY: parsed}
+        given = protocol.model_of(body)
+        name = given if isinstance(given, str) else request.query_params.get("model")  # a model checks other types
+        if protocol.routes is ollama.routes and name is not None:
+            name = ollama.untagged(name, self._names())
+        member, pool = self._directory.find(name), self._directory.pool
+        keep = keep_seconds(body.get("keep_alive")) if protocol.routes is ollama.routes and "keep_alive" in body else None
+        async with pool.use(member.name):
+            if (app := member.app) is None:
+                raise http_error("internal")
+            await app(scope, _with_body(data, receive), send)
+        if keep is not None:
+            pool.keep(member, keep.seconds)
+
+    def _names(self) -> list[str]:
+        return [member.name for member in self._directory.pool.members.values()]
+
+
+def _with_body(data: bytes, receive: Receive) -> Receive:
+    """Returns a function that first returns a whole body, and then what `receive` returns."""
+    messages: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
+
+    async def next_message() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return next_message
+
+
+class _PoolCollector:
+    """The metrics of the loads of a pool."""
+
+    def __init__(self, pool: ModelPool):
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        members = self._pool.members.values()
+        loaded = GaugeMetricFamily("dantinox_model_loaded", "1 if a model is loaded, else 0", labels=("model",))
+        size = GaugeMetricFamily("dantinox_model_bytes", "bytes of the weights and caches of a loaded model", labels=("model",))
+        waiting = GaugeMetricFamily("dantinox_model_waiting", "requests that wait for the load of a model", labels=("model",))
+        for member in members:
+            loaded.add_metric((member.name,), float(member.state == "loaded"))
+            size.add_metric((member.name,), 0 if member.state == "unloaded" else member.size)
+            waiting.add_metric((member.name,), member.waiting)
+        yield from (loaded, size, waiting)
+        loads = CounterMetricFamily("dantinox_model_loads", "loads of models: success, failure", labels=("model", "result"))
+        unloads = CounterMetricFamily("dantinox_model_unloads", "models that were unloaded", labels=("model",))
+        for member in members:
+            for result, count in (("success", member.loads), ("failure", member.failures)):
+                loads.add_metric((member.name, result), count)
+            unloads.add_metric((member.name,), member.unloads)
+        yield from (loads, unloads)
