@@ -19,7 +19,7 @@ from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_ca
 from dantinox.generation.decode.generate_toks import _generate_toks
 from dantinox.generation.decode.quantized_weights import permute_heads
 from dantinox.generation.static_batch import StaticBatch
-from dantinox.model import attention, kernels, make_cache
+from dantinox.model import attention, attention_kernels, make_cache
 from dantinox.model.compressed_cache import CompressedLayer
 from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
@@ -289,7 +289,7 @@ def read_with(monkeypatch, plan, model, dense=False, settings=None, **limits):
     """Returns a session of two long prompts and its first chunk, with other limits on the work per pass."""
     for name, value in limits.items():
         monkeypatch.setattr(decode, name, value)
-    for module in (attention, kernels):
+    for module in (attention, attention_kernels):
         monkeypatch.setattr(module, "QUERY_BLOCK", 1024 if dense else 128)
     _generate_toks.jitted_fn.clear_cache()
     running = session(model, TEXTS, 3, plan, **settings or {})

@@ -17,7 +17,7 @@ from dantinox.platform import get_platform
 from dantinox.programs import compile_program
 from dantinox.report import read_csv, read_jsonl
 from dantinox.text import TokenStore
-from dantinox.training import loop, resume
+from dantinox.training import loop, starting_point
 from dantinox.training.starting_point import check_facts, resume_config, run_facts, total_steps
 from dantinox.training.step import Programs, TrainStep
 from tests.error_texts import ERRORS
@@ -136,7 +136,7 @@ def test_other_versions_and_gpus_are_noted(monkeypatch):
     saved = now | {"versions": now["versions"] | {"jax": "0.1"}}
     version = f"jax was 0.1 when the checkpoint was written and is {jax.__version__} now: results may not be bit-exact"
     assert check_facts(saved, now, deterministic=False) == [version]
-    monkeypatch.setattr(resume, "get_platform", lambda: get_platform("gpu"))
+    monkeypatch.setattr(starting_point, "get_platform", lambda: get_platform("gpu"))
     (note,) = check_facts(now, now, deterministic=False)
     assert "results may not be bit-exact (set training.deterministic: true)" in note
     assert check_facts(now, now, deterministic=True) == []
