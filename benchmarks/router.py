@@ -100,14 +100,14 @@ def length(o: argparse.Namespace) -> int:
 
 
 def session(o: argparse.Namespace, model: Any, batch: int, case: str, report: int | None = None) -> Any:
-    from dantinox.generation.static_batch import StaticBatch
+    from dantinox.generation.static_batch import StaticBatch, StaticOptions
     from dantinox.sampling import SamplingParams
 
     ids = np.random.default_rng(0).integers(1, o.vocab, (batch, o.prompt))
     limits = np.full(batch, length(o) - o.prompt)
     return StaticBatch(
         model, ids, np.full(batch, o.prompt), SamplingParams.build(CASES[case], batch=batch), limits_B=limits,
-        eos_ids=[[]] * batch, report=report,
+        eos_ids=[[]] * batch, options=StaticOptions(report=report),
     )  # fmt: skip
 
 

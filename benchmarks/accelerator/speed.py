@@ -169,16 +169,14 @@ def decode(
 
 def run_static(model: Any, shapes: Shapes, batch: int, settings: dict[str, Any], new: int, plan: Any = None) -> float:
     """Generates `new` tokens after random prompts of the same length, and returns the seconds."""
-    from dantinox.generation.static_batch import StaticBatch
+    from dantinox.generation.static_batch import StaticBatch, StaticOptions
     from dantinox.sampling import SamplingParams
 
     ids = np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, shapes.prompt))
     params = SamplingParams.build(settings, batch=batch)
     begin = time.perf_counter()
-    options = {} if plan is None else {"plan": plan}
-    session = StaticBatch(
-        model, ids, np.full(batch, shapes.prompt), params, limits_B=np.full(batch, new), eos_ids=[[]] * batch, **options
-    )
+    lengths, limits, options = np.full(batch, shapes.prompt), np.full(batch, new), StaticOptions(plan=plan)
+    session = StaticBatch(model, ids, lengths, params, limits_B=limits, eos_ids=[[]] * batch, options=options)
     for _ in session.run(dispatch_ahead=True):
         pass
     return time.perf_counter() - begin

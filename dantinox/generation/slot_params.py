@@ -17,7 +17,7 @@ from dantinox.files import quote
 from dantinox.generation.decode.request_features import feature_names
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.running_batch import NO_ID
-from dantinox.generation.token_settings import stop_token_ids, with_default_seed
+from dantinox.generation.token_settings import end_ids, with_default_seed
 from dantinox.sampling import LogitProcessor, ProgramOptions, SamplingParams
 from dantinox.sampling.params import CHOICE_SETTINGS
 from dantinox.sampling.subsets import ALL_STEPS, smallest_subset
@@ -160,7 +160,7 @@ class ServedSettings:
     def _row_params(self, key: "CacheKey[Config]") -> RowParams:
         config, tokenizer = key.value, self._bundle.tokenizer
         program, section = self.program_key(config), config.generation
-        ends = [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
+        ends = end_ids(tokenizer, section)
         if len(ends) > MAX_END_IDS:
             raise UserError(
                 f"generation.stop_token_ids and the EOS tokens must be at most {MAX_END_IDS} in a server, got {len(ends)}",

@@ -4,7 +4,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -124,10 +124,39 @@ class Times(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
+class StaticOptions:
+    """How a `StaticBatch` decodes, and what it reports.
+
+    Attributes:
+      stepper: what a step computes.
+      plan: the plan of the cache; None: an uncompressed cache in the dtype of the model.
+      pad: function from the length of the longest prompt to the padded length.
+      samples: the rows of each prompt.
+      main_rows: the number of rows M that return tokens. Row r + k · M, for k ≥ 1, follows row r. None: all rows.
+      features: the features of the rows, except those of the stepper.
+      constants: the arrays of the features and the stepper that all rows share.
+      constrained: whether `set_token_mask` and `restart` may be called.
+      report: the number of alternatives to report per token; None: report nothing.
+      echo: whether to report the log-probabilities of the prompt tokens.
+    """
+
+    stepper: Stepper = Stepper()
+    plan: CachePlan | None = None
+    pad: Callable[[int], int] = padded_length
+    samples: int = 1
+    main_rows: int | None = None
+    features: Features = ()
+    constants: Constants = field(default_factory=dict)
+    constrained: bool = False
+    report: int | None = None
+    echo: bool = False
+
+
 class StaticBatch(RunningBatch):
     """A batch of prompts that start together, in a program that contains only the sampling steps that their settings use.
 
-    `generation.engine.Engine` runs the batch. Code that works on token ids needs no engine: it calls `run`, or `start` for the
+    `OfflineEngine` runs the batch. Code that works on token ids needs no engine: it calls `run`, or `start` for the
     first token of every row and `advance` for the next tokens.
 
     Attributes:
@@ -146,84 +175,70 @@ class StaticBatch(RunningBatch):
         *,
         limits_B: np.ndarray,
         eos_ids: Sequence[Sequence[int]],
-        samples: int = 1,
-        stepper: Stepper | None = None,
-        report: int | None = None,
-        echo: bool = False,
-        plan: CachePlan | None = None,
-        pad: Callable[[int], int] = padded_length,
-        constrained: bool = False,
-        features: Features = (),
-        constants: Constants | None = None,
-        main_rows: int | None = None,
+        options: StaticOptions = StaticOptions(),
     ):
-        """Creates `P · samples` rows; the samples of a prompt are consecutive rows.
+        """Creates the rows. The samples of a prompt are consecutive rows.
 
         Args:
           prompt_PT: the prompts, right-padded to any length; `lengths_P` holds their true lengths.
           limits_B: the most new tokens of each row.
           eos_ids: for each row, the ids that end it.
-          stepper: how to decode; None: one token per step, from a cache.
-          report: the number of alternatives to report per token; None: report nothing.
-          plan: the plan of the cache; None: an uncompressed cache in the dtype of the model.
-          pad: function from the length of the longest prompt to the padded length.
-          constrained: whether `set_token_mask` and `restart` may be called.
-          features: the features of the rows, except those of the stepper.
-          constants: the arrays of the features and the stepper that all rows share.
-          main_rows: the number of rows M that return tokens. Row r + k · M, for k ≥ 1, follows row r. None: all rows.
         """
-        P, T = prompt_PT.shape
-        super().__init__(P * samples)
-        padded_PT = np.zeros((P, pad(T)), np.int32)
-        padded_PT[:, :T] = np.where(np.arange(T) < lengths_P[:, None], prompt_PT, 0)
-        lengths_B = np.repeat(lengths_P, samples)
-        plan = plan or CachePlan(slots_needed(lengths_B, limits_B, pad), jnp.dtype(model.dtype).name)
-        stepper = stepper or Stepper()
-        plan = plan._replace(extra=restart_slots(stepper.width) if constrained else stepper.width - 1)
-        self.can_restart = constrained and plan.compression is None
-        tokens_BT = np.repeat(padded_PT, samples, axis=0)
-        valid_BT = np.arange(padded_PT.shape[1]) < lengths_B[:, None]
-        eos_BE = np.full((self.count, max(1, *(len(ids) for ids in eos_ids))), NO_ID, np.int32)
-        for row, ids in zip(eos_BE, eos_ids, strict=True):
-            row[: len(ids)] = ids
-        sequence_BS = np.zeros((self.count, max(plan.slots, padded_PT.shape[1])), np.int32)
-        sequence_BS[:, : padded_PT.shape[1]] = tokens_BT
-        features += stepper.features(sequence_BS, lengths_B, np.full(self.count, stepper.width))
-        self._capacity, self._vocab_size = plan.slots, model.config.vocab_size
+        stepper, samples, constrained = options.stepper, options.samples, options.constrained
+        super().__init__(len(prompt_PT) * samples)
         self.times = Times()
         self.echo: np.ndarray | None = None
         self.no_steps: StepInfo | None = None
         self.before_dispatch: Callable[[], None] = lambda: None
-        self._rows = [Row(PROGRAM_NAME if limit > 0 else None, int(limit), report is not None) for limit in limits_B]
-        main_rows = main_rows or self.count
-        for slot in range(self.count):
-            followers = tuple(range(slot + main_rows, self.count, main_rows))
-            self._rows[slot] = replace(self._rows[slot], followers=followers) if slot < main_rows else Row()
+        self._rows = self._make_rows(limits_B, options)
+
+        padded_PT = _pad_prompts(prompt_PT, lengths_P, options.pad)
+        lengths_B = np.repeat(lengths_P, samples)
+        plan = options.plan
+        if plan is None:
+            plan = CachePlan(slots_needed(lengths_B, limits_B, options.pad), jnp.dtype(model.dtype).name)
+        plan = plan._replace(extra=restart_slots(stepper.width) if constrained else stepper.width - 1)
+        self.can_restart = constrained and plan.compression is None
+        self._capacity, self._vocab_size = plan.slots, model.config.vocab_size
+
+        tokens_BT = np.repeat(padded_PT, samples, axis=0)
+        T = tokens_BT.shape[1]
+        sequence_BS = np.zeros((self.count, max(plan.slots, T)), np.int32)
+        sequence_BS[:, :T] = tokens_BT
+        widths_B = np.full(self.count, stepper.width)
         arrays = {
             "token_B": np.zeros(self.count, np.int32),
             "position_B": np.asarray(lengths_B - 1, np.int32),
             "remaining_B": np.asarray(limits_B, np.int32),
             "done_B": np.asarray(limits_B <= 0),
-            "eos_BE": eos_BE,
-            "features": features,
+            "eos_BE": _pad_end_ids(eos_ids),
+            "features": options.features + stepper.features(sequence_BS, lengths_B, widths_B),
         }
+        valid_BT = np.arange(T) < lengths_B[:, None]
         state = DecodeState(
             **jax.device_put(arrays),  # compiles nothing, unlike `jnp.asarray`
-            sampler=init_state(params, tokens_BT, valid_BT, model.config.vocab_size, plan.slots),
+            sampler=init_state(params, tokens_BT, valid_BT, self._vocab_size, plan.slots),
         )
         if constrained:
-            words = -(-model.config.vocab_size // 32)
+            words = -(-self._vocab_size // 32)
             allowed_BW = jax.device_put(np.full((self.count, words), ALL_ALLOWED, np.uint32))
             params = replace(params, allowed_bits=allowed_BW)
         self._states[PROGRAM_NAME] = params, state
         self._model = split_model(model)
         self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))
         self._program = generation_program(get_platform(model.config.platform))
-        self._options: dict[str, Any] = {
-            "constants": constants or {}, "stepper": stepper, "report": report
-        }  # fmt: skip
-        self._prefill_options: dict[str, Any] = self._options | {"plan": plan, "samples": samples, "echo": echo}
+        self._options: dict[str, Any] = {"constants": options.constants, "stepper": stepper, "report": options.report}
+        self._prefill_options = self._options | {"plan": plan, "samples": samples, "echo": options.echo}
         self._prefilled = False
+
+    def _make_rows(self, limits_B: np.ndarray, options: StaticOptions) -> list[Row]:
+        main_rows = options.main_rows or self.count
+        rows = [Row() for _ in limits_B]
+        for slot, limit in enumerate(limits_B[:main_rows].tolist()):
+            followers = tuple(range(slot + main_rows, self.count, main_rows))
+            program = PROGRAM_NAME if limit > 0 else None
+            rows[slot] = Row(program, limit, options.report is not None, followers=followers)
+        return rows
 
     @property
     def params(self) -> SamplingParams:
@@ -370,6 +385,23 @@ class StaticBatch(RunningBatch):
         first = trace(model, (), state, params, steps, prompt, **self._prefill_options)
         (caches, *_), _ = first.out_info
         return first, trace(model, to_shapes(caches), state, params, steps, **self._options)
+
+
+def _pad_prompts(prompt_PT: np.ndarray, lengths_P: np.ndarray, pad: Callable[[int], int]) -> np.ndarray:
+    """Returns the prompts with zeros after their end, in the padded length."""
+    P, T = prompt_PT.shape
+    padded_PT = np.zeros((P, pad(T)), np.int32)
+    padded_PT[:, :T] = np.where(np.arange(T) < lengths_P[:, None], prompt_PT, 0)
+    return padded_PT
+
+
+def _pad_end_ids(eos_ids: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns the ids that end each row, padded with `NO_ID`; at least one column."""
+    longest = max((len(ids) for ids in eos_ids), default=0)
+    eos_BE = np.full((len(eos_ids), max(1, longest)), NO_ID, np.int32)
+    for row, ids in zip(eos_BE, eos_ids, strict=True):
+        row[: len(ids)] = ids
+    return eos_BE
 
 
 class RunTimer:

@@ -47,6 +47,11 @@ def stop_token_ids(tokenizer: Tokenizer, section: GenerationSection) -> tuple[in
     return _token_ids(tokenizer, section, "stop_token_ids")
 
 
+def end_ids(tokenizer: Tokenizer, section: GenerationSection) -> list[int]:
+    """Returns the ids that end a sequence, with the EOS tokens unless the settings ignore them."""
+    return [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
+
+
 def with_default_seed(config: Config, seed: int) -> Config:
     """Returns the settings, with `seed` filled in if they have none."""
     if config.generation.seed is not None:

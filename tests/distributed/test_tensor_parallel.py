@@ -11,7 +11,7 @@ from dantinox.distributed import max_tensor_parallel, shard_model, tensor_mesh, 
 from dantinox.distributed.tensor_parallel import partition_spec
 from dantinox.generation.decode.cache_plan import plan_cache
 from dantinox.generation.decode.quantized_weights import prepare
-from dantinox.generation.static_batch import StaticBatch
+from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.model.parameters import abstract_model
 from dantinox.sampling import SamplingParams
 from tests.error_texts import ERRORS
@@ -50,7 +50,7 @@ def texts(config, model, length):
         SamplingParams.build(config, stop_ids=[0], vocab_size=V, **rows),
         limits_B=np.array([24, 24]),
         eos_ids=[[0]] * 2,
-        plan=plan_cache(model.config, config.kv, 256),
+        options=StaticOptions(plan=plan_cache(model.config, config.kv, 256)),
     )
     return np.concatenate([chunk.tokens for chunk in session.run()], axis=1)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dantinox.generation import generate
-from dantinox.generation.static_batch import StaticBatch
+from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.sampling import SamplingParams
 
 from . import builder
@@ -57,7 +57,7 @@ def test_every_setting_in_one_batch(kinds):
     tokens, lengths = builder.padded(prompts)
     eos_ids = [row.pop("eos_ids", []) for row in rows]
     params = SamplingParams.build(rows, stop_ids=[END])
-    session = StaticBatch(model, tokens, lengths, params, limits_B=limits, eos_ids=eos_ids, report=4)
+    session = StaticBatch(model, tokens, lengths, params, limits_B=limits, eos_ids=eos_ids, options=StaticOptions(report=4))
     said: list[list[int]] = [[] for _ in rows]
     infos: list = [[] for _ in rows]
     chunk = session.start()

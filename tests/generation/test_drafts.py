@@ -24,12 +24,12 @@ from dantinox.generation.decode.drafts import (
     plan_drafts,
     record,
 )
-from dantinox.generation.decode.generate_toks import _generate_toks
+from dantinox.generation.decode.generate_toks import Stepper, _generate_toks
 from dantinox.generation.decode.quantized_weights import prepare, split_model
 from dantinox.generation.engine import Engine
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.static_batch import StaticBatch
+from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.model import make_cache
 from dantinox.programs import tree_bytes
 from dantinox.sampling import SamplingParams
@@ -148,9 +148,11 @@ def continued(model, prompts, settings, plan, report=None, draft_model=None):
         params,
         limits_B=limits,
         eos_ids=[[11]] * len(prompts),
-        stepper=plan,
-        report=report,
-        constants=None if draft_model is None else {"draft_model": split_model(draft_model)},
+        options=StaticOptions(
+            stepper=plan or Stepper(),
+            report=report,
+            constants={} if draft_model is None else {"draft_model": split_model(draft_model)},
+        ),
     )
     found, reports = [[] for _ in prompts], [[] for _ in prompts]
     for chunk in batch.run(7):
@@ -260,7 +262,7 @@ def test_the_cache_is_not_copied(optimized):
     params = SamplingParams.build({"greedy": True}, batch=rows)
     batch = StaticBatch(
         model, np.ones((rows, 5), np.int32), np.full(rows, 5), params, limits_B=np.full(rows, 9), eos_ids=[[]] * rows,
-        stepper=DraftStepper(3, 2, 1.5),
+        options=StaticOptions(stepper=DraftStepper(3, 2, 1.5)),
     )  # fmt: skip
     cache = jax.eval_shape(lambda: make_cache(model.config, rows, 2048, model.dtype, extra=3))
     program = _generate_toks.lower(model, (cache,), batch.state, params, np.int32(32), **batch._options)

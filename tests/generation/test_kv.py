@@ -18,7 +18,7 @@ from dantinox.generation.decode import generate_toks as decode
 from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode.generate_toks import _generate_toks
 from dantinox.generation.decode.quantized_weights import permute_heads
-from dantinox.generation.static_batch import StaticBatch
+from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.model import attention, attention_kernels, make_cache
 from dantinox.model.compressed_cache import CompressedLayer
 from dantinox.run import KVCalibration
@@ -45,7 +45,13 @@ def session(model, prompts, new, plan=None, report=None, **settings: Any) -> Sta
     tokens, lengths = builder.padded(prompts)
     params = SamplingParams.build({"greedy": True} | settings, batch=rows)
     return StaticBatch(
-        model, tokens, lengths, params, limits_B=np.full(rows, new), eos_ids=[[]] * rows, plan=plan, report=report
+        model,
+        tokens,
+        lengths,
+        params,
+        limits_B=np.full(rows, new),
+        eos_ids=[[]] * rows,
+        options=StaticOptions(plan=plan, report=report),
     )
 
 

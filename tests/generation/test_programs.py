@@ -12,7 +12,7 @@ from dantinox.generation import generate
 from dantinox.generation.decode.generate_toks import Stepper, _generate_toks
 from dantinox.generation.decode.quantized_weights import split_model
 from dantinox.generation.decode.slot_programs import prefill_part
-from dantinox.generation.static_batch import RunTimer, StaticBatch, padded_length
+from dantinox.generation.static_batch import RunTimer, StaticBatch, StaticOptions, padded_length
 from dantinox.model import make_cache, scoring
 from dantinox.platform import get_platform
 from dantinox.programs import tree_bytes
@@ -165,7 +165,7 @@ def prompt_session(model, length, **report):
     params = SamplingParams.build({"greedy": True})
     return StaticBatch(
         model, np.ones((1, length), np.int32), np.array([length]), params,
-        limits_B=np.array([20]), eos_ids=[[]], **report,
+        limits_B=np.array([20]), eos_ids=[[]], options=StaticOptions(**report),
     )  # fmt: skip
 
 

@@ -14,10 +14,10 @@ from dantinox import platform
 from dantinox.config import UserError
 from dantinox.generation import generate, prepare
 from dantinox.generation.decode import quantized_weights as weights_module
-from dantinox.generation.decode.generate_toks import _generate_toks
+from dantinox.generation.decode.generate_toks import Stepper, _generate_toks
 from dantinox.generation.decode.quantized_weights import LowPrecisionLinear, dequantize, quantize_int4, weight_bytes
 from dantinox.generation.decode.uncached import UncachedStepper
-from dantinox.generation.static_batch import StaticBatch
+from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.kernels import Kernels, load_kernels, unpack
 from dantinox.model import make_cache
 from dantinox.model.layers import Linear
@@ -175,7 +175,8 @@ def decoding(model, params, use_cache=True):
     """Returns the decode program of one row, lowered."""
     session = StaticBatch(
         model, np.ones((1, 5), np.int32), np.array([5]), params,
-        limits_B=np.array([20]), eos_ids=[[]], stepper=None if use_cache else UncachedStepper(),
+        limits_B=np.array([20]), eos_ids=[[]],
+        options=StaticOptions(stepper=Stepper() if use_cache else UncachedStepper()),
     )  # fmt: skip
     caches = (jax.eval_shape(lambda: make_cache(model.config, 1, 32, model.dtype)),) if use_cache else ()
     return _generate_toks.lower(model, caches, session.state, params, np.int32(32), **session._options)

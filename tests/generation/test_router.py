@@ -15,7 +15,7 @@ from dantinox.config.generation_settings import ROUTED_STEPS
 from dantinox.generation import generate
 from dantinox.generation.api.generate_ids import _IdsModel
 from dantinox.generation.decode.generate_toks import _generate_toks
-from dantinox.generation.static_batch import StaticBatch
+from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams, process_logits
 from dantinox.sampling.best_of_n import best_of_n, guide_score
@@ -154,7 +154,9 @@ def decoded(model, rows, prompts, steps, ends=(), count=None):
     tokens, lengths = builder.padded(prompts)
     params = SamplingParams.build(rows, vocab_size=model.config.vocab_size, stop_ids=[END])
     limits = np.full(len(rows), STEPS)
-    session = StaticBatch(model, tokens, lengths, params, limits_B=limits, eos_ids=[[*ends]] * len(rows), report=3)
+    session = StaticBatch(
+        model, tokens, lengths, params, limits_B=limits, eos_ids=[[*ends]] * len(rows), options=StaticOptions(report=3)
+    )
     chunks = [session.start(), session.advance(steps - 1)]
     infos = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[:B], *[chunk.info for chunk in chunks])
     counts = np.sum([chunk.counts for chunk in chunks], axis=0)[:B]

@@ -27,7 +27,7 @@ from dantinox.generation.request import GenerationRequest
 from dantinox.generation.running_batch import NO_ID
 from dantinox.generation.sample_text import SampleText, TextPart
 from dantinox.generation.static_batch import RunTimer, clamp_to_context, padded_length, slots_needed
-from dantinox.generation.token_settings import stop_token_ids
+from dantinox.generation.token_settings import end_ids
 from dantinox.model import CacheReport, KVCache
 from dantinox.sampling import SamplerState, SamplingParams, edit_logits, init_state, update
 
@@ -295,7 +295,9 @@ class BeamRun:
         valid_RT = np.arange(tokens_RT.shape[1]) < lengths_R[:, None]
         size = self._model.model.config.vocab_size
         configs = [request.config for request in self._requests]
-        rules = BeamRules.build(configs, self._limits, [self._end_ids(config) for config in configs])
+        rules = BeamRules.build(
+            configs, self._limits, [end_ids(self._model.tokenizer, config.generation) for config in configs]
+        )
         with RunTimer() as timer:
             sampler = init_state(self._params, tokens_RT, valid_RT, size, self._plan.slots)
             inputs = self._prompt, self._params, sampler, rules, *self._features
@@ -317,10 +319,6 @@ class BeamRun:
             f"{prompt // self._n} prompt + {new} new tokens, {self._beams} beams, in "
             f"{self.times.describe(self.results[0].stats['decode_tok_per_s'])}"
         )
-
-    def _end_ids(self, config: Config) -> list[int]:
-        tokenizer, section = self._model.tokenizer, config.generation
-        return [*stop_token_ids(tokenizer, section), *(() if section.ignore_eos else tokenizer.stop_ids)]
 
     def _build_results(
         self, sequences: Sequence[Sequence[list[int]]], score_PK: np.ndarray, cache: CacheReport

@@ -16,9 +16,9 @@ from dantinox.generation.engine_jobs import Job
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.sample_text import TextPart
-from dantinox.generation.static_batch import RunTimer, StaticBatch, clamp_to_context, padded_length, slots_needed
+from dantinox.generation.static_batch import RunTimer, StaticBatch, StaticOptions, clamp_to_context, padded_length, slots_needed
 from dantinox.generation.steppers import plan_stepper
-from dantinox.generation.token_settings import stop_token_ids
+from dantinox.generation.token_settings import end_ids
 from dantinox.model import CacheReport
 from dantinox.sampling import StepInfo
 
@@ -52,6 +52,70 @@ class OfflineEngine(EngineBase[StaticBatch]):
             super()._measure(step_seconds)
 
 
+def make_batch(
+    model: ModelBundle,
+    requests: Sequence[GenerationRequest],
+    samples: range,
+    pad: Callable[[int], int],
+    slots: int | None,
+) -> tuple[StaticBatch, list[int]]:
+    """Returns the rows of requests that share a program, and the most new tokens of each request.
+
+    Args:
+      samples: the numbers of the samples of each request.
+      pad: as in `StaticOptions`.
+      slots: the slots of the cache; None: as many as the longest row needs.
+
+    Raises:
+      UserError: a prompt fills the context, or a setting is invalid.
+    """
+    architecture, first, P, n = model.model.config, requests[0], len(requests), len(samples)
+    # First the prompts of all requests, then the second prompts of their samples, if they have some, and so on.
+    by_request = [model.prompts(request, architecture.max_context) for request in requests]
+    prompts = [ids for column in zip(*by_request, strict=True) for ids in column]
+    lengths_P = np.array([len(ids) for ids in prompts], np.int32)
+    prompt_PT = np.zeros((len(prompts), lengths_P.max()), np.int32)
+    for prompt_T, ids in zip(prompt_PT, prompts, strict=True):
+        prompt_T[: len(ids)] = ids
+
+    main_rows = P * n
+    rows = [request for request in requests for _ in samples] * first.rows_per_sample
+    requested_P = np.array([row.config.generation.max_new_tokens for row in rows[::n]])
+    limits_P = clamp_to_context(lengths_P, requested_P, architecture.max_context)
+    # All prompts of a request have the limit of its longest prompt.
+    limits_P = np.tile(limits_P.reshape(-1, P).min(axis=0), len(prompts) // P)
+
+    params = model.params(
+        [row.config for row in rows],
+        [*samples] * len(prompts),
+        score_fn=first.score_fn,
+        show_candidates=first.show_candidates,
+        logit_processor=first.logit_processor,
+    )
+    kv, calibration = model.kv(first.config)
+    order = head_order(architecture, kv, calibration)
+    prepared = model.prepared(first.config.generation, order)
+    slots = slots or slots_needed(lengths_P, limits_P, pad)
+    stepper, constants = plan_stepper(first.config, model, prepared, len(rows), slots, constrained=first.guided)
+    features, shared = model.batch_features(rows, main_rows, order)
+    options = StaticOptions(
+        stepper=stepper,
+        plan=plan_cache(architecture, kv, slots, calibration, True),
+        pad=pad,
+        samples=n,
+        main_rows=main_rows,
+        features=features,
+        constants={**constants, **shared},
+        constrained=first.guided,
+        report=first.logprobs,
+        echo=first.echo,
+    )
+    eos_ids = [end_ids(model.tokenizer, row.config.generation) for row in rows]
+    limits_B = np.repeat(limits_P, n)
+    batch = StaticBatch(prepared, prompt_PT, lengths_P, params, limits_B=limits_B, eos_ids=eos_ids, options=options)
+    return batch, limits_P[:P].tolist()
+
+
 class BatchRun:
     """A batch of requests that share a compiled program, on an engine of its own.
 
@@ -78,73 +142,23 @@ class BatchRun:
         """Creates the batch; the arguments are described in `LoadedModel.start`.
 
         Args:
-          samples: the samples to generate of each request; None: all of them.
+          samples: the numbers of the samples to generate of each request; None: all of them.
 
         Raises:
           UserError: a prompt fills the context, or the settings or the constraint of a request are invalid.
         """
-        self._requests, first = requests, requests[0]
-        section = first.config.generation
-        samples = range(section.n) if samples is None else samples
-        n, tokenizer = len(samples), model.tokenizer
-        self.numbers = [number for number in numbers for _ in range(n)]
+        n = requests[0].config.generation.n
+        samples = range(n) if samples is None else samples
+        self._model, self._requests = model, requests
+        self.numbers = [number for number in numbers for _ in samples]
         self.results: list[Result] = []
-        self._model = model
-        P, context = len(requests), model.model.config.max_context
-        # First the prompts of all requests, then the second prompts of their samples, if they have some, and so on.
-        by_request = [model.prompts(request, context) for request in requests]
-        prompts = [ids for column in zip(*by_request, strict=True) for ids in column]
-        main_rows = P * n
-        rows = [request for request in requests for _ in range(n)] * first.rows_per_sample
-        configs = [row.config for row in rows]
-        kv, calibration = model.kv(first.config)
-        params = model.params(
-            configs,
-            [*samples] * len(prompts),
-            score_fn=first.score_fn,
-            show_candidates=first.show_candidates,
-            logit_processor=first.logit_processor,
-        )
-        lengths_P = np.array([len(ids) for ids in prompts], np.int32)
-        requested_P = np.array([row.config.generation.max_new_tokens for row in rows[::n]])
-        limits_P = clamp_to_context(lengths_P, requested_P, context)
-        limits_P = np.tile(limits_P.reshape(-1, P).min(axis=0), len(prompts) // P)
-        prompt_PT = np.zeros((len(prompts), lengths_P.max()), np.int32)
-        for prompt_T, ids in zip(prompt_PT, prompts, strict=True):
-            prompt_T[: len(ids)] = ids
-        stops = [stop_token_ids(tokenizer, config.generation) for config in configs]
-        order = head_order(model.model.config, kv, calibration)
-        prepared = model.prepared(section, order)
-        slots, constrained = slots or slots_needed(lengths_P, limits_P, pad), first.guided
-        stepper, constants = plan_stepper(first.config, model, prepared, len(rows), slots, constrained=constrained)
-        features, shared = model.batch_features(rows, main_rows, order)
-        self.batch = StaticBatch(
-            prepared,
-            prompt_PT,
-            lengths_P,
-            params,
-            limits_B=np.repeat(limits_P, n),
-            eos_ids=[
-                [*ids, *([] if config.generation.ignore_eos else tokenizer.stop_ids)]
-                for ids, config in zip(stops, configs, strict=True)
-            ],
-            samples=n,
-            stepper=stepper,
-            report=first.logprobs,
-            echo=first.echo,
-            plan=plan_cache(model.model.config, kv, slots, calibration, True),
-            pad=pad,
-            constrained=constrained,
-            features=features,
-            constants={**constants, **shared},
-            main_rows=main_rows,
-        )
+        self.batch, limits = make_batch(model, requests, samples, pad, slots)
         seconds = STREAM_CHUNK_SECONDS if stream else None
         self._engine = OfflineEngine(
             model, self.batch, chunk_seconds=seconds, max_steps=steps or DECODE_CHUNK, dispatch_ahead=steps is None
         )
-        self._jobs = self._engine.start([_with_samples(request, n) for request in requests], limits_P[:P].tolist())
-        self._samples = [(job, number) for job in self._jobs for number in range(n)]
+        self._jobs = self._engine.start([_with_samples(request, len(samples)) for request in requests], limits)
+        self._samples = [(job, number) for job in self._jobs for number in range(len(samples))]
 
     def parts(self) -> Iterator[tuple[int, TextPart]]:
         """Decodes the batch and yields `(row, text)` when text becomes final; sets `results` and `times` at the end."""

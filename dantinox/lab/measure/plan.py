@@ -27,7 +27,7 @@ from dantinox.generation.decode.cache_plan import CachePlan, plan_cache
 from dantinox.generation.decode.generate_toks import Stepper
 from dantinox.generation.decode.quantized_weights import prepare
 from dantinox.generation.decode.uncached import UncachedStepper
-from dantinox.generation.static_batch import StaticBatch, slots_needed
+from dantinox.generation.static_batch import StaticBatch, StaticOptions, slots_needed
 from dantinox.lab.measure.program_cost import BYTES_SENT, count_work
 from dantinox.lab.measure.topology import Topology
 from dantinox.model import Transformer, compute_dtype
@@ -280,9 +280,7 @@ def generation_programs(
         SamplingParams.build(seeded, batch=rows, stop_ids=[0], sample_index=[*range(g.n)] * batch, vocab_size=model.vocab_size),
         limits_B=np.repeat(limits, g.n),
         eos_ids=[[0]] * rows,
-        samples=g.n,
-        stepper=Stepper() if g.use_cache else UncachedStepper(),
-        plan=cache_plan,
+        options=StaticOptions(stepper=Stepper() if g.use_cache else UncachedStepper(), plan=cache_plan, samples=g.n),
     )
     first, following = rows_batch.trace(place)
     options = dict(get_platform(topology.platform).decoding_options)

@@ -15,7 +15,7 @@ from dantinox.generation import LoadedModel
 from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode.generate_toks import DECODE_CHUNK, prefill_hidden
 from dantinox.generation.decode.quantized_weights import dequantize
-from dantinox.generation.static_batch import StaticBatch
+from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.lab.measure.head_loss import limited_logprobs, mean_kl, rows_per_batch
 from dantinox.lab.measure.texts import equal_batches, map_batches, padded_positions
 from dantinox.lab.studies.continuations import NEUTRAL_SETTINGS
@@ -340,6 +340,7 @@ def near_keys_variant(full: CacheVariant) -> CacheVariant:
 def _generate_batch(cache: CacheVariant, prompts_BT: np.ndarray, params: SamplingParams, tokens: int) -> GreedyContinuations:
     B, T = prompts_BT.shape
     limits_B, eos_ids = np.full(B, tokens), [list[int]()] * B
-    batch = StaticBatch(cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, plan=cache.plan)
+    options = StaticOptions(plan=cache.plan)
+    batch = StaticBatch(cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, options=options)
     ids_BT = np.concatenate([chunk.tokens for chunk in batch.run(DECODE_CHUNK)], axis=1)
     return GreedyContinuations(ids_BT, B * (tokens - 1) / max(batch.times.decoding, 1e-9))
