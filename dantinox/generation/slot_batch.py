@@ -19,10 +19,9 @@ from flax import nnx
 
 from dantinox.config import Config, UserError
 from dantinox.config.engine_options import EngineOptions
-from dantinox.generation.decode.adapter_slots import AdapterSlots
-from dantinox.generation.decode.cache_plan import Caches, head_order, plan_cache
+from dantinox.generation.decode.cache_plan import head_order
 from dantinox.generation.decode.features import Features
-from dantinox.generation.decode.generate_toks import COMPRESSED_PREFILL_CHUNK, DecodeState, Emitted, init_row
+from dantinox.generation.decode.generate_toks import DecodeState, Emitted, init_row
 from dantinox.generation.decode.packing import Layout, PackedParams, pack
 from dantinox.generation.decode.prompt_scope import NO_SCOPE, PromptScope, find_scope, is_current, scope_features
 from dantinox.generation.decode.quantized_weights import SplitModel, split_model
@@ -32,23 +31,18 @@ from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix.prefix_cache import PrefixCache, make_prefix_cache, pool_bytes, renew_probe
 from dantinox.generation.prefix.prefix_files import fingerprint, read_blocks, write_blocks
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.running_batch import Recurrent, RowStatus, restart_slots
-from dantinox.generation.slot_params import MAX_ALTERNATIVES, ProgramKey, RowParams, ServedSettings, next_power_of_two
-from dantinox.generation.slot_prefill import MIN_PADDED_CHUNK, SLOT_PREFILL_CHUNK, PrefillBatch, SlotRow
-from dantinox.generation.steppers import plan_stepper
-from dantinox.model import make_cache
-from dantinox.model.cache import RingLayer
+from dantinox.generation.running_batch import Recurrent, RowStatus
+from dantinox.generation.slot_params import MAX_ALTERNATIVES, ProgramKey, RowParams, ServedSettings
+from dantinox.generation.slot_plan import plan_slots
+from dantinox.generation.slot_prefill import PrefillBatch, SlotRow
 from dantinox.platform import get_platform, release_free_memory
-from dantinox.programs import free_bytes, tree_bytes
+from dantinox.programs import tree_bytes
 from dantinox.sampling import LogitProcessor
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.state import RECURRENT_FIELDS, fields_read
 from dantinox.sampling.subsets import ALL_STEPS, LARGEST_SUBSET, reduce_state, restore
 
 COMPILE_THREADS = 2  # programs compiled in parallel
-DEFAULT_SLOTS = 8
-MAX_PREFILL_ROWS = 16
-MEMORY_SHARE = 4  # the caches of all slots take at most 1 / MEMORY_SHARE of the free memory
 
 
 class SlotBatch(PrefillBatch):
@@ -79,62 +73,15 @@ class SlotBatch(PrefillBatch):
           UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
             memory.
         """
-        config, prefill_rows = config or model.config, options.prefill_rows
-        context = model.model.config.max_context if options.context is None else options.context
-        if not 2 <= context <= model.model.config.max_context:
-            raise UserError(f"context must be in [2, {model.model.config.max_context}], got {context}")
-        if config.generation.tensor_parallel > 1:
-            raise UserError(f"generation.tensor_parallel must be 1 in a server, got {config.generation.tensor_parallel}")
-        if prefill_rows is not None and not 1 <= prefill_rows <= MAX_PREFILL_ROWS:
-            raise UserError(f"prefill_rows must be in [1, {MAX_PREFILL_ROWS}], got {prefill_rows}")
-        if not config.generation.use_cache:
-            raise UserError("generation.use_cache must be true in a server, got false")
-        self._architecture = model.model.config
-        kv, calibration = model.kv(config)
-        plan = plan_cache(self._architecture, kv, context, calibration)
-        order = head_order(self._architecture, kv, calibration)
-        self.adapters = None
-        if model.loras or options.max_loras:
-            sizes = options.max_loras, options.max_lora_rank, options.slots or DEFAULT_SLOTS
-            self.adapters = AdapterSlots(self._architecture, model.loras, order, *sizes)
-        super().__init__(_fitting_slots(self._architecture, plan, context, options.memory, options.slots))
-        self.context, self._bundle, self._config = context, model, config
-        self.logit_processor = logit_processor
-        prepared = model.prepared(config.generation, order)
-        self._model = split_model(prepared)
-        self._stepper, self._stepper_constants = plan_stepper(config, model, prepared, self.count, context)
-        segmented = get_platform(self._architecture.platform).segmented_cache
-        # Tokens in pending chunks, which a restart drops, must not overwrite the window before them.
-        plan = plan._replace(extra=restart_slots(self._stepper.width))
-        compiled = jax.jit(make_cache, static_argnums=range(7))
-        plans = [(self._architecture, plan), *self._stepper.cache_plans(self._stepper_constants)]
-
-        def make(rows: int) -> Caches:
-            return tuple(compiled(architecture, rows, *plan, segmented) for architecture, plan in plans)
-
-        self._make_caches = make
-        self._cache_shapes: Caches = jax.eval_shape(lambda: self._make_caches(self.count))
-        # A slot of a compressed cache must be cleared before a new request. Other caches do not need this.
-        compressed = self._cache_shapes[0].compressed
-        self._empty_row = self._make_caches(1) if compressed else None
-        self.can_restart = not compressed
-        chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
-        self.prefill_chunk = min(chunk, next_power_of_two(context, MIN_PADDED_CHUNK))
-        # The rows of experts share tiles of tokens, and the measurement of `measure_rows` uses no adapter.
-        single = compressed or self._architecture.experts is not None or self.adapters is not None
-        platform = get_platform(self._architecture.platform)
-        most = 1 if single else min(platform.prefill_rows if prefill_rows is None else prefill_rows, self.count)
-        self._lengths = [self.prefill_chunk] if most > 1 and platform.prefill_rows > 1 else _chunk_lengths(self.prefill_chunk)
-        self._prefers_passes, self._row_counts = platform.prefill_rows > 1, (1,) if most == 1 else (1, most)
-        self._has_rings = any(isinstance(layer, RingLayer) for cache in self._cache_shapes for layer in cache.layers)
-        self._prefixes = None  # `compile` creates it
+        self._config = config or model.config
+        super().__init__(*plan_slots(model, options, self._config))
+        self._bundle, self.logit_processor = model, logit_processor
         self._cache_dir, self._prefill_programs = options.cache_dir, list[str]()  # the programs as text, if there is a folder
-        self._prefix_bytes = pool_bytes(self._cache_shapes, context, self.prefill_chunk, options.prefix_cache, options.memory)
-        self._rows = [SlotRow() for _ in range(self.count)]
-        self._programs = {}
+        sizes = self.context, self.prefill_chunk, options.prefix_cache, options.memory
+        self._prefix_bytes = pool_bytes(self.plan.cache_shapes, *sizes)
         self._compiling = Lock()
         self._ready: set[tuple[ProgramKey, bool, int | None]] = set()  # arguments of `ready` that gave true
-        self._settings = ServedSettings(model, config, logit_processor)  # documents the next two methods
+        self._settings = ServedSettings(model, self._config, logit_processor)  # documents the next two methods
         self.program_key, self.row_params = self._settings.program_key, self._settings.row_params
 
     @property
@@ -144,7 +91,7 @@ class SlotBatch(PrefillBatch):
         A weight that the stored and the prepared model share counts once.
         """
         arrays = {id(leaf): leaf for leaf in jax.tree.leaves((nnx.state(self._bundle.model), self._model, self._constants))}
-        return tree_bytes([*arrays.values()]) + tree_bytes(self._cache_shapes) + self._prefix_bytes
+        return tree_bytes([*arrays.values()]) + tree_bytes(self.plan.cache_shapes) + self._prefix_bytes
 
     # --- programs
 
@@ -175,7 +122,7 @@ class SlotBatch(PrefillBatch):
                 self._programs |= zip(missing, pool.map(lambda key: self._compile(config, *key), missing), strict=True)
             if not self.caches:
                 release_free_memory()  # free the memory of the compiler before the caches are allocated
-                self.caches = self._make_caches(self.count)
+                self.caches = self.plan.make_caches(self.count)
                 self._row_counts = self.measure_rows()
                 self._prefixes = self._make_prefix_cache()
 
@@ -185,8 +132,8 @@ class SlotBatch(PrefillBatch):
             return None
         # The measurement of the prefix cache uses no adapter, so it says nothing about the products with their matrices.
         whole_chunks = self.adapters is not None
-        lengths = self._lengths
-        prefixes = make_prefix_cache(self, self._architecture, self._prefix_bytes, self.context, lengths, whole_chunks)
+        lengths = self.plan.lengths
+        prefixes = make_prefix_cache(self, self.plan.architecture, self._prefix_bytes, self.context, lengths, whole_chunks)
         if self._cache_dir is not None:
             self._prefill_programs = [self._lower_prefill(n, False, self._row_counts[0]).as_text() for n in lengths]
             name = fingerprint(self._prefill_programs, self._weights(), prefixes.probe)
@@ -197,7 +144,7 @@ class SlotBatch(PrefillBatch):
 
     def _weights(self) -> list[jax.Array]:
         """Returns all weights of the model, and of the other models of the stepper."""
-        return [leaf for model in (self._model, *self._stepper.models(self._constants)) for leaf in model.leaves]
+        return [leaf for model in (self._model, *self.plan.stepper.models(self._constants)) for leaf in model.leaves]
 
     def prefix_writer(self) -> Callable[[], int]:
         """Copies the blocks of the prefix cache, and returns a function for any thread that writes them to `cache_dir`.
@@ -220,7 +167,7 @@ class SlotBatch(PrefillBatch):
 
     def _keys(self, program: ProgramKey, echo: bool, subset: int | None = None) -> list[tuple[Any, ...]]:
         """Returns the keys of the programs for requests; see `compile`."""
-        prefills = [("prefill", length, reports, 1) for length in self._lengths for reports in {False, echo}]
+        prefills = [("prefill", length, reports, 1) for length in self.plan.lengths for reports in {False, echo}]
         prefills += [("prefill", self.prefill_chunk, False, rows) for rows in self._row_counts if rows > 1]
         subsets = range(ALL_STEPS + 1) if subset is None else [max(subset, LARGEST_SUBSET)]
         if program.strategy != "chain" or self.logit_processor is not None:
@@ -229,20 +176,20 @@ class SlotBatch(PrefillBatch):
         return [*decodes, ("start", program), ("copy",), *prefills]
 
     def _compile(self, config: Config, kind: str, *key: Any) -> Any:
-        zero, V = int32(0), self._architecture.vocab_size
-        caches, report = self._cache_shapes, min(MAX_ALTERNATIVES, V)
+        zero, V = int32(0), self.plan.architecture.vocab_size
+        caches, report = self.plan.cache_shapes, min(MAX_ALTERNATIVES, V)
         if kind == "copy":  # one program per array, so that only one array is copied at a time
             leaves = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(caches)}
             return {shape: copy_slot.lower(leaf, zero, zero).compile() for shape, leaf in leaves.items()}
         if kind == "prefill":
             return self._lower_prefill(*key).compile()
         params, state = self._states[key[0]]
-        options: dict[str, str | bool] = dict(get_platform(self._architecture.platform).decoding_options)
+        options: dict[str, str | bool] = dict(get_platform(self.plan.architecture.platform).decoding_options)
         if kind == "decode":
             reports = report if key[1] == ALL_STEPS else None
             state = replace(state, sampler=reduce_state(key[1], state.sampler))
             arguments = self._model, caches, state, params, zero, self._constants
-            lowered = decode_slots.lower(*arguments, stepper=self._stepper, report=reports, subset=key[1])
+            lowered = decode_slots.lower(*arguments, stepper=self.plan.stepper, report=reports, subset=key[1])
             return lowered.compile(compiler_options=options)
         inputs, numbers = self._row_inputs(0, self.row_params(config), (0,), 0, 0, None, self._features(config))
         layout = Layout.of(inputs)
@@ -252,7 +199,7 @@ class SlotBatch(PrefillBatch):
     def _idle_rows(self, config: Config) -> tuple[PackedParams, DecodeState]:
         """Returns the sampling parameters and the decode state of a batch without requests."""
         inputs, numbers = self._row_inputs(0, self.row_params(config), (0,), 0, 0, None, self._features(config))
-        params, (tokens_1S, *others), V = inputs[0], inputs[1:], self._architecture.vocab_size
+        params, (tokens_1S, *others), V = inputs[0], inputs[1:], self.plan.architecture.vocab_size
         shapes = jax.eval_shape(partial(init_row, vocab_size=V), params, tokens_1S, *numbers[1:], *others)
         state = replace(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), done_B=np.ones(1, bool))
         idle = PackedParams.of(replace(params, enabled=jax.tree.map(np.zeros_like, params.enabled)), V), state
@@ -278,7 +225,7 @@ class SlotBatch(PrefillBatch):
         tokens_1S[0, : len(tokens)] = tokens
         names = set(RECURRENT_FIELDS) & fields_read(row_params.params.plan)
         values = {name: np.asarray([(recurrent or {}).get(name, np.nan)], np.float32) for name in sorted(names)}
-        features += self._stepper.features(tokens_1S, np.asarray([len(tokens)], np.int32), np.asarray([row_params.width]))
+        features += self.plan.stepper.features(tokens_1S, np.asarray([len(tokens)], np.int32), np.asarray([row_params.width]))
         numbers = np.asarray([slot, len(tokens), generated, limit], np.int32)
         return (row_params.params, tokens_1S, row_params.end_ids_1E, features, values), numbers
 
@@ -373,7 +320,7 @@ class SlotBatch(PrefillBatch):
         kv, calibration = self._bundle.kv(self._config)
         if calibration is not None:
             raise UserError(f"kv.signal {kv.signal} was measured on the old weights: restart the server")
-        prepared = split_model(model.prepared(self._config.generation, head_order(self._architecture, kv, None)))
+        prepared = split_model(model.prepared(self._config.generation, head_order(self.plan.architecture, kv, None)))
 
         def layout(split: SplitModel) -> Any:
             return jax.tree.structure(split), [(leaf.shape, leaf.dtype) for leaf in split.leaves]
@@ -387,11 +334,11 @@ class SlotBatch(PrefillBatch):
         self._model, self.caches = weights, ()
         self.reset()
         if self._prefixes is not None and self._cache_dir is not None:
-            renew_probe(self, self._prefixes, self._architecture, self.context, self._lengths[-1])
+            renew_probe(self, self._prefixes, self.plan.architecture, self.context, self.plan.lengths[-1])
 
     def reset(self) -> None:
         """Empties all slots and allocates new caches, for use after a program failed."""
-        self.caches = self._make_caches(self.count)
+        self.caches = self.plan.make_caches(self.count)
         self._rows = [SlotRow() for _ in range(self.count)]
         self._masks, self._stopped = {}, {}
         if self._prefixes is not None:
@@ -404,39 +351,3 @@ class SlotBatch(PrefillBatch):
     def cache_is_valid(self) -> bool:
         pool = None if self._prefixes is None else self._prefixes.pool
         return super().cache_is_valid and not any(leaf.is_deleted() for leaf in jax.tree.leaves(pool))
-
-
-def _chunk_lengths(longest: int) -> list[int]:
-    """Returns the padded lengths of prefill chunks, ascending."""
-    lengths, factor = [MIN_PADDED_CHUNK], 2 if longest <= SLOT_PREFILL_CHUNK else 4
-    while lengths[-1] < longest:
-        lengths.append(min(factor * lengths[-1], longest))
-    return lengths
-
-
-def _fitting_slots(architecture: Any, plan: Any, context: int, memory: int | None, count: int | None) -> int:
-    """Returns `count`, or if it is None the number of slots whose caches fit into a share of the free memory.
-
-    Args:
-      memory: bytes that stand for the free memory if `count` is None.
-
-    Raises:
-      UserError: not even one slot fits, or `count` slots need more than the free memory.
-    """
-    needed = tree_bytes(jax.eval_shape(partial(make_cache, architecture, 1, *plan)))
-    free = free_bytes(memory if count is None else None)
-    if count is not None:
-        if free is not None and count * needed > free:
-            raise UserError(
-                f"the caches of {count} requests of {context} tokens take {count * needed / 1e9:.1f} GB, but only "
-                f"{free / 1e9:.1f} GB of memory are free: set fewer slots or a shorter context"
-            )
-        return count
-    if free is None:
-        return DEFAULT_SLOTS
-    if (fitting := free // MEMORY_SHARE // needed) < 1:
-        raise UserError(
-            f"the cache of one request of {context} tokens takes {needed / 1e9:.1f} GB, over a quarter of the "
-            f"{free / 1e9:.1f} GB of free memory: set a shorter context"
-        )
-    return int(min(DEFAULT_SLOTS, fitting))

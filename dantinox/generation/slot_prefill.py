@@ -1,29 +1,22 @@
 """`PrefillBatch`: the part of `SlotBatch` that assigns prompts to slots and prefills them chunk by chunk."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dantinox.config import ModelConfig
-from dantinox.generation.decode.adapter_slots import AdapterSlots
-from dantinox.generation.decode.cache_plan import Caches
 from dantinox.generation.decode.features import Constants
-from dantinox.generation.decode.generate_toks import Stepper
 from dantinox.generation.decode.prompt_scope import NO_SCOPE, PromptScope, scope_constants, scope_features
 from dantinox.generation.decode.quantized_weights import SplitModel
 from dantinox.generation.decode.slot_programs import int32, prefill_part, slot_checksums, write_cache_row
 from dantinox.generation.prefix.prefix_cache import PrefixCache, PrefixStatus
 from dantinox.generation.running_batch import Row, RunningBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES
+from dantinox.generation.slot_plan import SlotPlan
 from dantinox.sampling import StepInfo
 from dantinox.sampling.subsets import ALL_STEPS
-
-# Tokens per prefill chunk. Longer chunks were not faster on a CPU, and decoding would have to wait longer for one of them.
-SLOT_PREFILL_CHUNK = 64
-MIN_PADDED_CHUNK = 16
 
 
 class Chunk(NamedTuple):
@@ -74,35 +67,32 @@ class SlotRow(Row):
 
 
 class PrefillBatch(RunningBatch):
-    """A running batch that prefills a prompt in the slot that decodes it afterwards. `SlotBatch` sets its attributes.
+    """A running batch that prefills a prompt in the slot that decodes it afterwards.
 
     Attributes:
-      prefill_chunk: the most prompt tokens in a chunk.
-      adapters: the adapters that requests may use; None: the programs support no adapters.
+      plan: the slots and their programs.
+      context, prefill_chunk, adapters: those of the plan.
     """
 
-    prefill_chunk: int
-    context: int
-    adapters: AdapterSlots | None
-    _row_counts: tuple[int, ...]  # the numbers of rows of the programs for whole chunks, ascending
-    _lengths: list[int]  # of the programs for chunks, ascending
-    _prefers_passes: bool
-    _make_caches: Callable[[int], Caches]
-    _has_rings: bool
     _rows: list[SlotRow]  # type: ignore[assignment]
-    _programs: dict[Hashable, Any]
-    _prefixes: PrefixCache | None
-    _model: SplitModel
-    _stepper: Stepper
-    _stepper_constants: Constants
-    _architecture: ModelConfig
-    _cache_shapes: Caches
-    _empty_row: Caches | None
+
+    def __init__(self, plan: SlotPlan, weights: SplitModel):
+        """Creates the slots, which are empty. Their caches and programs do not exist yet."""
+        super().__init__(plan.count)
+        self.plan, self._model = plan, weights
+        self.context, self.prefill_chunk, self.adapters = plan.context, plan.prefill_chunk, plan.adapters
+        self.can_restart = not plan.compressed
+        self._rows = [SlotRow() for _ in range(plan.count)]
+        self._programs: dict[Hashable, Any] = {}
+        self._prefixes: PrefixCache | None = None
+        self._empty_row = plan.make_caches(1) if plan.compressed else None
+        # The numbers of rows of the programs for whole chunks, ascending.
+        self._row_counts: tuple[int, ...] = (1,) if plan.prefill_rows == 1 else (1, plan.prefill_rows)
 
     @property
     def wide_passes(self) -> bool:
         """Whether a pass over several chunks takes about the time of a single chunk, as on an accelerator."""
-        return self._prefers_passes and self._row_counts[-1] > 1
+        return self.plan.prefers_passes and self._row_counts[-1] > 1
 
     def pass_size(self, chunks: int) -> int:
         """Returns how many chunks the next pass may process if `chunks` chunks may be processed before the next decode step."""
@@ -195,7 +185,7 @@ class PrefillBatch(RunningBatch):
                 prefixes.add(prefix)
                 chunks.append(chunk)
         # The prefix cache would store a chunk in a ring buffer after the next chunk has overwritten it.
-        if self.wide_passes and not self._has_rings:
+        if self.wide_passes and not self.plan.has_rings:
             for chunk in chunks:  # includes the chunks that this loop appends
                 following = self._chunk_at(chunk.slot, chunk.end)
                 if following.size > 0 and len(chunks) < self._row_counts[-1]:
@@ -206,7 +196,7 @@ class PrefillBatch(RunningBatch):
         """Returns the chunk of a prompt that begins at a position."""
         row = self._rows[slot]
         size = min((row.cacheable if start < row.cacheable else row.length) - start, self.prefill_chunk)
-        lengths = self._same_bits if start < row.cacheable else self._lengths
+        lengths = self._same_bits if start < row.cacheable else self.plan.lengths
         length = next(length for length in lengths if length >= size)
         return Chunk(slot, row.ids[start : start + size + 1], start, size, length, row.prompt_reports is not None)
 
@@ -235,7 +225,7 @@ class PrefillBatch(RunningBatch):
 
     def _chunk_length(self, count: int) -> int:
         """Returns the length of the program for a chunk of `count` tokens."""
-        return next(length for length in self._lengths if length >= count)
+        return next(length for length in self.plan.lengths if length >= count)
 
     def prefill_tokens(self, slot: int, ids: Sequence[int], start: int, count: int, length: int) -> None:
         """Prefills `count` tokens of a slot from position `start` on, with the program for chunks of this length."""
@@ -277,14 +267,14 @@ class PrefillBatch(RunningBatch):
         random = np.random.default_rng(0)
         starts = sorted({0, max(0, self.context - length)})
         chunks = [
-            Chunk(slot, random.integers(0, self._architecture.vocab_size, length).tolist(), start, size, length)
+            Chunk(slot, random.integers(0, self.plan.architecture.vocab_size, length).tolist(), start, size, length)
             for start in starts
             for slot, size in enumerate(min(length, self.context) - random.permutation(most))
         ]
 
         def checksums(chunks: list[Chunk], per_pass: int, rows: int) -> list[list[int]]:
             self.caches = ()
-            self.caches = self._make_caches(self.count)
+            self.caches = self.plan.make_caches(self.count)
             for first in range(0, len(chunks), per_pass):
                 self._run_chunks(chunks[first : first + per_pass], rows)
             return np.asarray(slot_checksums(self.caches)).tolist()  # type: ignore[no-any-return]
@@ -293,21 +283,21 @@ class PrefillBatch(RunningBatch):
         if checksums(chunks, 1, 1) == together:
             return (1, most)
         by_slot = sorted(chunks, key=lambda chunk: -chunk.slot)
-        if self._prefers_passes and checksums(chunks, 1, most) == together == checksums(by_slot, most, most):
+        if self.plan.prefers_passes and checksums(chunks, 1, most) == together == checksums(by_slot, most, most):
             return (most,)
         return (1,)
 
     def _lower_prefill(self, length: int, reports: bool, rows: int) -> Any:
         zero_R, tokens_RT = np.zeros(rows, np.int32), np.zeros((rows, length), np.int32)
         chunks = zero_R, tokens_RT, zero_R, zero_R, tokens_RT
-        args = self._model, self._cache_shapes, *chunks, scope_features(self.adapters, [NO_SCOPE] * rows), self._constants
-        report = min(MAX_ALTERNATIVES, self._architecture.vocab_size) if reports else None
-        return prefill_part.lower(*args, stepper=self._stepper, report=report)
+        args = self._model, self.plan.cache_shapes, *chunks, scope_features(self.adapters, [NO_SCOPE] * rows), self._constants
+        report = min(MAX_ALTERNATIVES, self.plan.architecture.vocab_size) if reports else None
+        return prefill_part.lower(*args, stepper=self.plan.stepper, report=report)
 
     @property
     def _constants(self) -> Constants:
         """The arrays of the features and the stepper that all rows share."""
-        return {**self._stepper_constants, **scope_constants(self.adapters)}
+        return {**self.plan.stepper_constants, **scope_constants(self.adapters)}
 
     def prompt_steps(self, slot: int) -> StepInfo | None:
         """Returns the reports of the prompt tokens after the first one, `[len(ids) − 1, …]`; None for a prompt of one token."""

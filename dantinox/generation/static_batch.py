@@ -141,7 +141,7 @@ class StaticOptions:
       echo: whether to report the log-probabilities of the prompt tokens.
     """
 
-    stepper: Stepper = Stepper()
+    stepper: Stepper = field(default_factory=Stepper)
     plan: CachePlan | None = None
     pad: Callable[[int], int] = padded_length
     samples: int = 1

@@ -322,7 +322,7 @@ _compiled: dict[Any, dict[Any, Any]] = {}  # (architecture, sizes, settings) →
 def compile_few_steps(slots: SlotBatch, echo: bool = False) -> SlotBatch:
     """Compiles a batch with few sampling steps. Batches of equal shapes in a process share the programs."""
     config = slots._config
-    key = slots._architecture, slots.count, slots.context, slots._stepper, repr((config.generation, config.kv))
+    key = slots.plan.architecture, slots.count, slots.context, slots.plan.stepper, repr((config.generation, config.kv))
     slots._programs |= _compiled.get(key, {})
     if all(one in slots._programs for one in slots._keys(slots.program_key(config), echo)):
         slots.compile(config, echo)

@@ -1,6 +1,7 @@
 """Several prompts are prefilled in one pass. Their keys and log-probabilities have the same bits as those of prompts alone."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,10 +32,12 @@ def mode(request, served, monkeypatch):
     if slots._row_counts != (1, 4):
         assert slots._row_counts == (1,)
         pytest.skip("on this machine, programs with several rows compute other bits")
-    monkeypatch.setattr(slots, "_prefers_passes", request.param != "narrow")
-    if request.param != "narrow":
-        monkeypatch.setattr(slots, "_lengths", [64])
+    if request.param == "narrow":
+        plan = replace(slots.plan, prefers_passes=False)
+    else:
+        plan = replace(slots.plan, prefers_passes=True, lengths=(64,))
         monkeypatch.setattr(slots._prefixes, "same_bits", ())
+    monkeypatch.setattr(slots, "plan", plan)
     monkeypatch.setattr(slots, "_row_counts", (4,) if request.param == "wide, one program" else (1, 4))
     slots.reset()
     return request.param

@@ -143,7 +143,7 @@ def test_a_small_pool_replaces_blocks_and_salts_are_separate(served):
     run, slots = served
     size = slots.prefix_status.size
     capacity = 6 if size == 16 else 2
-    small = builder.make_slots(run, 4, CONTEXT, prefix_cache=capacity * block_bytes(slots._cache_shapes, size))
+    small = builder.make_slots(run, 4, CONTEXT, prefix_cache=capacity * block_bytes(slots.plan.cache_shapes, size))
     small._programs |= slots._programs
     small.compile(run.config)
     prompts, reused = conversations(2, count=18), 0

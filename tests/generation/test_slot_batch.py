@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dantinox.config import UserError, build_config
-from dantinox.generation import LoadedModel, slot_batch
+from dantinox.generation import LoadedModel, slot_batch, slot_plan
 from dantinox.generation.decode.prompt_scope import PromptScope
 from dantinox.generation.engine import Engine
 from dantinox.generation.request import GenerationRequest
@@ -375,7 +375,7 @@ def test_a_request_cannot_change_the_watermark_of_the_server():
 def test_slots_that_do_not_fit_into_memory_are_one_sentence(monkeypatch):
     """A slot of 32 positions takes 32 · 2 · 2 · 8 numbers of 4 bytes."""
     model, slot = builder.circle(), 4 * 32 * 2 * 2 * 8
-    monkeypatch.setattr(slot_batch, "free_bytes", lambda memory: 5 * slot)
+    monkeypatch.setattr(slot_plan, "free_bytes", lambda memory: 5 * slot)
     assert builder.make_slots(model, 5, 32).count == 5
     with pytest.raises(UserError, match=r"^the caches of 6 requests of 32 tokens take 0\.0 GB, but only 0\.0 GB of memory"):
         builder.make_slots(model, 6, 32)
