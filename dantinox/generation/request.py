@@ -12,7 +12,7 @@ from dantinox.generation.guides.guide import Reasoning
 from dantinox.sampling.logit_processor import LogitProcessor
 from dantinox.sampling.params import ScoreFn
 
-TokenRecord = dict[str, Any]  # JSON record of a token: `id`, `text` and its reports (see `generation.trace`)
+TokenRecord = dict[str, Any]  # JSON record of a token: `id`, and perhaps `text` and reports (see `generation.api.trace`)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Delta(NamedTuple):
     Attributes:
       sample: the index of the sample, from 0.
       text: new text of the response; "" if the new tokens do not complete any text yet.
-      tokens: one record per new token: `id` and `text`, and the reports if log-probabilities were requested.
+      tokens: one record per new token: its `id`, and its `text` and the reports if log-probabilities were requested.
       finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last delta of the sample, else None.
       stop_string: in the last delta, the stop string that ended the sample, or None.
     """

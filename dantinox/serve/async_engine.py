@@ -66,16 +66,18 @@ class _Responder:
     def __init__(self, model: LoadedModel, stream: ResponseStream):
         self.stream, self._tokenizer = stream, model.tokenizer
         request = stream.request
+        # Of the tokens alone, which only reports need; `SampleText` decodes the text.
         self._detokenizers = [
             response_detokenizer(model.tokenizer, request.ids, request.healed or ()) for _ in range(request.config.generation.n)
         ]
 
     def push_output(self, output: Output) -> None:
         """Adds the new tokens of one sample to the stream."""
-        detokenizer, request, ids = self._detokenizers[output.sample], self.stream.request, output.ids
-        texts = [detokenizer.push([token]) for token in ids]
-        records: list[TokenRecord] = [{"id": token, "text": text} for token, text in zip(ids, texts, strict=True)]
+        request, ids = self.stream.request, output.ids
+        records: list[TokenRecord] = [{"id": token} for token in ids]
         if output.steps is not None and ids:
+            detokenizer = self._detokenizers[output.sample]
+            texts = [detokenizer.push([token]) for token in ids]
             records = token_records(ids, texts, output.steps, self._tokenizer, request.logprobs)
         if request.echo and not self.stream.prompt:
             self.stream.prompt = self._prompt_records(output.job.prompt_steps)
@@ -289,6 +291,10 @@ class AsyncEngine:
     def _cancel(self, job: Job) -> None:
         self._engine.cancel(job)
         self._wake.set()
+
+    @property
+    def context(self) -> int:
+        return self._batch.context
 
     def status(self) -> Status:
         """Returns the current state and counters of the engine."""

@@ -139,6 +139,7 @@ class EngineProtocol(Protocol):
       run: the loaded model.
       name: the model's name for clients.
       loras: the names of the adapters that requests may select.
+      context: the most tokens of a prompt plus its continuation.
     """
 
     run: LoadedModel
@@ -146,6 +147,9 @@ class EngineProtocol(Protocol):
 
     @property
     def loras(self) -> Collection[str]: ...
+
+    @property
+    def context(self) -> int: ...
 
     async def load_lora(self, name: str, path: Path) -> None:
         """Loads an adapter; requests may select it afterwards.

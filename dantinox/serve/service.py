@@ -100,7 +100,7 @@ class Service:
 
     def __init__(self, engine: EngineProtocol, options: Options, metrics: Metrics):
         self.engine, self.options, self._metrics = engine, options, metrics
-        self.model = engine.run
+        self.model, self.context = engine.run, engine.context
         self.tokenizer = engine.run.tokenizer
         # One thread, because the process that renders templates handles one conversation at a time.
         self._template_thread = ThreadPoolExecutor(1, "chat template")
@@ -109,10 +109,6 @@ class Service:
                 raise UserError(f"the alias {quote(alias)} stands for {quote(name)}, which is not a model of this server")
             if alias in self._own_names():
                 raise UserError(f"the alias {quote(alias)} is already the name of a model of this server")
-
-    @property
-    def context(self) -> int:
-        return self.engine.status().context
 
     def _own_names(self) -> list[str]:
         """Returns the names of the model, alone and with each adapter."""
@@ -280,7 +276,8 @@ class Service:
           RateLimited, RequestError: the API key has too few tokens left, see `KeyUsage.reserve_tokens`.
         """
         record = current_record()
-        self.resolve_model(record.model)  # not all protocols name a model
+        if record.model is None:  # not all protocols name a model
+            self.resolve_model(None)
         with record.tokens(sum(self._max_tokens(request) for request in reply.requests)):
             async with contextlib.aclosing(self._generate(reply, record)) as deltas:
                 async for item in deltas:

@@ -102,9 +102,12 @@ class FakeEngine:
         counts_ND = np.array([[1 + sum(token % dim == d for token in row) for d in range(dim)] for row in ids], np.float32)
         return counts_ND / np.linalg.norm(counts_ND, axis=1, keepdims=True)
 
+    @property
+    def context(self):
+        return self.run.model.config.max_context
+
     def status(self):
-        context = self.run.model.config.max_context
-        return Status(self.state, "testing", 8, len(self.tasks), 0, 16, context, self.counters, self.prefixes)
+        return Status(self.state, "testing", 8, len(self.tasks), 0, 16, self.context, self.counters, self.prefixes)
 
     async def save_prefixes(self):
         if self.prefixes.capacity == 0:

@@ -354,7 +354,6 @@ class BeamRun:
                         tokens=sample.tokens,
                         finish_reason=sample.finish_reason or "length",
                         seed=section.seed or 0,
-                        info={},
                         stats={**stats, "prompt_tokens": len(request.ids), "new_tokens": len(sample.tokens)},
                         settings=changed_settings(request.config),
                         score=score,

@@ -227,7 +227,6 @@ class BatchRun:
                     tokens=sample.tokens,
                     finish_reason=sample.finish_reason or "length",
                     seed=request.config.generation.seed or 0,
-                    info={} if steps is None else self._info(job, sample.tokens, steps),
                     stats={
                         **stats,
                         "prompt_tokens": len(request.ids),
@@ -237,19 +236,27 @@ class BatchRun:
                     steps=steps,
                     settings=changed_settings(requests[job].config),
                     router=router_values(self.batch.params, row),
+                    make_info=self._info_maker(job, sample.tokens, steps),
                 )
             )
         return results
 
-    def _info(self, job: Job, tokens: Sequence[int], steps: StepInfo) -> TokenColumns:
-        tokenizer = self._model.tokenizer
-        columns = token_columns(tokenizer, tokens, steps)
-        if self.batch.echo is not None:
-            ids = job.request.ids
-            logprobs = self.batch.echo[self._jobs.index(job), : len(ids)].tolist()
-            columns["prompt_tokens"] = [tokenizer.decode([token]) for token in ids]
-            columns["prompt_logprobs"] = [None, *logprobs[1:]]
-        return columns
+    def _info_maker(self, job: Job, tokens: Sequence[int], steps: StepInfo | None) -> Callable[[], TokenColumns]:
+        """Returns a function that makes `Result.info`; it holds no reference to the batch."""
+        if steps is None:
+            return TokenColumns
+        tokenizer, ids = self._model.tokenizer, job.request.ids
+        echo = self.batch.echo
+        logprobs = None if echo is None else echo[self._jobs.index(job), : len(ids)].tolist()
+
+        def make_info() -> TokenColumns:
+            columns = token_columns(tokenizer, tokens, steps)
+            if logprobs is not None:
+                columns["prompt_tokens"] = [tokenizer.decode([token]) for token in ids]
+                columns["prompt_logprobs"] = [None, *logprobs[1:]]
+            return columns
+
+        return make_info
 
 
 def _with_samples(request: GenerationRequest, count: int) -> GenerationRequest:

@@ -1,6 +1,8 @@
 """`Result`: the text of one sample of offline generation, its tokens, finish reason, log-probabilities and statistics."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypedDict
 
 from dantinox.html_repr import html_text
@@ -83,12 +85,12 @@ class Result:
       tokens: the ids of the continuation, including the EOS token.
       finish_reason: `eos`, `stop`, `loop` (`loop_stop` ended it) or `length`.
       seed: seed of the sampler; the same seed reproduces the text.
-      info: with `logprobs`: one list per quantity with one entry per token, see `TokenColumns`; otherwise empty.
       stats: token counts, and seconds and tokens per second of the batch, see `GenerationStats`.
       steps: with `logprobs`: the same reports as a `StepInfo` of arrays `[steps, …]`.
       settings: the settings that differ from the defaults, by name.
       router: the settings of the entropy router; None if the router is off.
       score: with beam search: the sum of the log-probabilities in nats, divided by length^length_penalty; otherwise None.
+      make_info: returns `info`.
 
     Example:
       >>> result = dantinox.load("runs/quickstart").generate("def ", max_new_tokens=4, greedy=True, logprobs=2)
@@ -103,12 +105,17 @@ class Result:
     tokens: list[int]
     finish_reason: str
     seed: int
-    info: TokenColumns = field(repr=False)
     stats: GenerationStats = field(repr=False)
     steps: StepInfo | None = field(default=None, repr=False, compare=False)
     settings: dict[str, object] = field(default_factory=dict)
     router: dict[str, float | None] | None = None
     score: float | None = None
+    make_info: Callable[[], TokenColumns] = field(default=TokenColumns, repr=False, compare=False)
+
+    @cached_property
+    def info(self) -> TokenColumns:
+        """With `logprobs`: one list per quantity with one entry per token, see `TokenColumns`; otherwise empty."""
+        return self.make_info()
 
     def _repr_html_(self) -> str:
         speed = f"{self.stats['new_tokens']} tokens, {self.stats['decode_tok_per_s']:.1f} tok/s"
