@@ -16,14 +16,14 @@ _shares_traces = True
 
 
 def shared_trace(*static_argnames: str) -> Callable[[Callable], Callable]:
-    """Returns a decorator that traces a function once for equal arguments and inlines the trace at every call.
+    """Returns a decorator that traces and lowers a function once for equal arguments; XLA inlines it at every call.
 
-    The compiled program is the same as without the decorator. Its operations have the source line of the call instead of the
-    line in the function: see `separate_traces`.
+    The compiled program is the same as without the decorator. Its operations have the source line of the first call instead of
+    those of the others: see `separate_traces`.
     """
 
     def decorate(function: Callable) -> Callable:
-        shared = jax.jit(function, static_argnames=static_argnames, inline=True)
+        shared = jax.jit(function, static_argnames=static_argnames)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

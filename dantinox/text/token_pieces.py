@@ -1,7 +1,9 @@
 """Tables of the bytes that each token id stands for."""
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, overload
 
 from tokenizers import Tokenizer as Core
 
@@ -17,8 +19,35 @@ class TokenPieces(NamedTuple):
       inner: the bytes of a token anywhere else.
     """
 
-    first: list[bytes]
-    inner: list[bytes]
+    first: Sequence[bytes]
+    inner: Sequence[bytes]
+
+
+class TokenTable(Sequence[bytes]):
+    """Bytes by token id, which are computed when they are first read: a short text uses few tokens of a large vocabulary."""
+
+    def __init__(self, size: int, bytes_of: Callable[[int], bytes]):
+        self._bytes_of = bytes_of
+        self._known: list[bytes | None] = [None] * size
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        found = self._known[index]
+        if found is None:
+            index %= len(self._known)
+            found = self._known[index] = self._bytes_of(index)
+        return found
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[i] for i in range(len(self)))
 
 
 def byte_letters() -> list[str]:
@@ -43,20 +72,30 @@ def build_token_pieces(core: Core, decoder: dict[str, Any] | None, specials: fro
     kinds = _independent_step_types(decoder)
     if kinds is None:
         return None
+
     # The library decodes an added token to its normalized form. `id_to_token` returns this form, but `get_vocab` does not.
-    tokens = [None if index in specials else core.id_to_token(index) for index in range(core_vocab_size(core))]
+    def token_of(index: int) -> str:
+        return "" if index in specials else core.id_to_token(index) or ""
+
+    size = core_vocab_size(core)
     if kinds == ["ByteLevel"]:
         values = {letter: byte for byte, letter in enumerate(byte_letters())}
         # Added tokens are plain text: ö means the character, not the byte 0xF6.
         added = core.get_added_tokens_decoder()
-        table = [
-            b"" if not token else token.encode() if index in added else _letters_to_bytes(token, values)
-            for index, token in enumerate(tokens)
-        ]
+
+        def bytes_of(index: int) -> bytes:
+            token = token_of(index)
+            return token.encode() if index in added else _letters_to_bytes(token, values)
+
+        table = TokenTable(size, bytes_of)
         return TokenPieces(table, table)
     byte_fallback = "ByteFallback" in kinds
-    first = [_decoded_bytes(core, [], token, byte_fallback) if token else b"" for token in tokens]
-    inner = [_decoded_bytes(core, ["a"], token, byte_fallback) if token else b"" for token in tokens]
+
+    def bytes_after(before: list[str], index: int) -> bytes:
+        token = token_of(index)
+        return _decoded_bytes(core, before, token, byte_fallback) if token else b""
+
+    first, inner = (TokenTable(size, partial(bytes_after, before)) for before in ([], ["a"]))
     return TokenPieces(first, inner)
 
 

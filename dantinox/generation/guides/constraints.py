@@ -121,7 +121,7 @@ class ConstraintCompiler:
             )
         self._stop_ids, self._size = tokenizer.stop_ids, tokenizer.vocab_size
         self._vocab_size = vocab_size or tokenizer.vocab_size
-        adapter = _VocabularyAdapter(tokenizer, tokenizer.token_pieces.inner)
+        adapter = _VocabularyAdapter(tokenizer, [*tokenizer.token_pieces.inner])
         self._encode = adapter
         self._tokenizer = self._library.LLTokenizer(adapter, n_vocab=self._size + 1)
 
