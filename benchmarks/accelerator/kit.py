@@ -45,6 +45,7 @@ def make_kit(folder: Path, smoke: bool) -> int:
     platforms = [option for platform in PLATFORMS for option in ("--platform", platform)]
     only = ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp", *platforms]
     subprocess.run([*pip, "download", "-q", *only, "-d", str(wheels), *CARRIED], check=True)
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # modules of an earlier version would get into the wheel
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", str(wheels), str(ROOT)], check=True)
     shutil.copytree(FOLDER, folder / "accelerator", ignore=shutil.ignore_patterns("__pycache__", "kit.py", "references.npz"))
     shutil.copy2(FOLDER / "image.py", folder / "image.py")
