@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from dantinox.cli.common import backend_problem, choose_run, plain_warnings
+from dantinox.cli.garbage import pause_garbage_collection
 from dantinox.cli.interrupts import INTERRUPTED, exit_interrupted, watch_interrupts
 from dantinox.config.flags import Parser
 from dantinox.config.help_pages import first_page
@@ -28,6 +29,7 @@ def entry(command: str | None = None) -> None:
             # Text and JSON are UTF-8 in every locale; a file name that is not valid UTF-8 is shown escaped.
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     watch_interrupts()
+    pause_garbage_collection()
     code = main(([command] if command else []) + sys.argv[1:])
     if code == INTERRUPTED:
         exit_interrupted()
