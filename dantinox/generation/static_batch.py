@@ -29,7 +29,7 @@ from dantinox.generation.running_batch import NO_ID, PendingChunk, Recurrent, Ro
 from dantinox.model import KVCache, Transformer
 from dantinox.platform import get_platform
 from dantinox.sampling import SamplingParams, StepInfo, init_state
-from dantinox.sampling.chain import ALL_ALLOWED
+from dantinox.sampling.chain import all_allowed
 
 PROGRAM_NAME = "static"  # the key of the only program
 
@@ -220,9 +220,7 @@ class StaticBatch(RunningBatch):
             sampler=init_state(params, tokens_BT, valid_BT, self._vocab_size, plan.slots),
         )
         if constrained:
-            words = -(-self._vocab_size // 32)
-            allowed_BW = jax.device_put(np.full((self.count, words), ALL_ALLOWED, np.uint32))
-            params = replace(params, allowed_bits=allowed_BW)
+            params = replace(params, allowed_bits=jax.device_put(all_allowed(self.count, self._vocab_size)))
         self._states[PROGRAM_NAME] = params, state
         self._model = split_model(model)
         self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 import dantinox.sampling.history as history
@@ -175,6 +176,11 @@ def trace(
     if routes is not None and params.score_fn is None:
         rows.append(("candidates", _best_of_n_logits(rows[-1][1], rows[0][1], params, routes)))
     return rows, routes
+
+
+def all_allowed(rows: int, vocab_size: int) -> np.ndarray:
+    """Returns the masks `[B, ⌈V/32⌉]` of rows that may produce every token."""
+    return np.full((rows, -(-vocab_size // 32)), ALL_ALLOWED, np.uint32)
 
 
 def unpack_bits(bits_W: Array, vocab_size: int) -> Array:

@@ -12,6 +12,7 @@ from dantinox.config import Config, GenerationSection, KVSection, UserError, ove
 from dantinox.config.request_settings import SamplingSettings
 from dantinox.files import quote
 from dantinox.generation.api.loaded_model import LoadedModel
+from dantinox.generation.api.result import Result
 from dantinox.generation.decode.cache_plan import fall_back_to_uniform
 from dantinox.generation.decode.quantized_weights import HeadOrder, permute_heads
 from dantinox.model import Transformer
@@ -139,25 +140,28 @@ def generate(
     results = ids_model.complete([ids_model.request(ids, config, **report) for ids in prompts])
     seconds = time.perf_counter() - start
     max_new = min(config.generation.max_new_tokens, model.config.max_context - min(map(len, prompts)))
-    out = np.full((len(results), T + max_new), pad_id, np.int32)
-    lengths = []
-    for row, (result, ids) in enumerate(
-        zip(results, [ids for ids in prompts for _ in range(config.generation.n)], strict=True)
-    ):
-        lengths.append(len(ids) + len(result.tokens))
-        out[row, : lengths[-1]] = [*ids, *result.tokens]
-    reasons = ["eos" if result.finish_reason == "stop" else result.finish_reason for result in results]
-    info = _stack_steps([result.steps for result in results])
-    scores = np.array([result.score for result in results]) if config.generation.num_beams > 1 else None
-    statistics = {
-        "lengths": np.array(lengths),
-        "reasons": reasons,
+    rows = [[*ids, *result.tokens] for ids, result in zip(_repeated(prompts, config.generation.n), results, strict=True)]
+    out = np.full((len(rows), T + max_new), pad_id, np.int32)
+    for out_T, ids in zip(out, rows, strict=True):
+        out_T[: len(ids)] = ids
+    if not return_info:
+        return out
+    return out, {"lengths": np.array([len(ids) for ids in rows]), "seconds": seconds, **_statistics(results)}
+
+
+def _repeated(prompts: Sequence[tuple[int, ...]], n: int) -> list[tuple[int, ...]]:
+    return [ids for ids in prompts for _ in range(n)]
+
+
+def _statistics(results: Sequence[Result]) -> dict[str, object]:
+    """Returns the entries of the statistics of `generate` that its results hold."""
+    has_scores = results[0].score is not None
+    return {
+        "reasons": ["eos" if result.finish_reason == "stop" else result.finish_reason for result in results],
         "seed": results[0].seed,
-        "seconds": seconds,
-        "info": info,
-        "scores": scores,
+        "info": _stack_steps([result.steps for result in results]),
+        "scores": np.array([result.score for result in results]) if has_scores else None,
     }
-    return (out, statistics) if return_info else out
 
 
 class _NoTokenizer:

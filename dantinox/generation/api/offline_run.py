@@ -73,10 +73,7 @@ def make_batch(
     # First the prompts of all requests, then the second prompts of their samples, if they have some, and so on.
     by_request = [model.prompts(request, architecture.max_context) for request in requests]
     prompts = [ids for column in zip(*by_request, strict=True) for ids in column]
-    lengths_P = np.array([len(ids) for ids in prompts], np.int32)
-    prompt_PT = np.zeros((len(prompts), lengths_P.max()), np.int32)
-    for prompt_T, ids in zip(prompt_PT, prompts, strict=True):
-        prompt_T[: len(ids)] = ids
+    prompt_PT, lengths_P = _padded(prompts)
 
     main_rows = P * n
     rows = [request for request in requests for _ in samples] * first.rows_per_sample
@@ -114,6 +111,15 @@ def make_batch(
     limits_B = np.repeat(limits_P, n)
     batch = StaticBatch(prepared, prompt_PT, lengths_P, params, limits_B=limits_B, eos_ids=eos_ids, options=options)
     return batch, limits_P[:P].tolist()
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the prompts, padded with zeros to the longest one, and their lengths."""
+    lengths_P = np.array([len(ids) for ids in prompts], np.int32)
+    prompt_PT = np.zeros((len(prompts), lengths_P.max()), np.int32)
+    for prompt_T, ids in zip(prompt_PT, prompts, strict=True):
+        prompt_T[: len(ids)] = ids
+    return prompt_PT, lengths_P
 
 
 class BatchRun:

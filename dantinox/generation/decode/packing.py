@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from dantinox.sampling import SamplingParams
-from dantinox.sampling.chain import ALL_ALLOWED
+from dantinox.sampling.chain import all_allowed
 
 
 class Layout(NamedTuple):
@@ -78,8 +78,7 @@ class PackedParams:
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> "PackedParams":
         """Packs parameters without masks; all tokens are allowed."""
-        bits = np.full((params.batch, -(-vocab_size // 32)), ALL_ALLOWED, np.uint32)
-        return cls(pack(params), bits, Layout.of(params))
+        return cls(pack(params), all_allowed(params.batch, vocab_size), Layout.of(params))
 
     def unpack(self) -> SamplingParams:
         """Returns the parameters; inside a program."""

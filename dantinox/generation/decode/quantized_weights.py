@@ -257,13 +257,7 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
       >>> dantinox.generate(quantized, [[97, 98]], max_new_tokens=4).shape
       (1, 6)
     """
-    for key, value, allowed in (
-        ("weights", weights, WEIGHT_DTYPES),
-        ("matmul_dtype", matmul_dtype, MATMUL_DTYPES),
-        ("matmul_kernel", matmul_kernel, MATMUL_KERNELS),
-    ):
-        if value not in allowed:
-            raise UserError(f"generation.{key} must be one of {', '.join(allowed)}, got {value!r}")
+    _check_choices(weights, matmul_dtype, matmul_kernel)
     packed_bytes = weight_bytes(model) if weights in ("int8", "int4") and is_packed(model) else None
     model = nnx.clone(model)
     if weights != "auto":
@@ -271,8 +265,7 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
     elif is_packed(model):
         native = _uses_native(model, "int4", matmul_kernel)
         use_native_kernels(model, native, native and matmul_dtype == "bfloat16" and load_kernels().multiplies_bfloat16)
-    packed_table = isinstance(model.embed, PackedTable)
-    if model.head is None and not packed_table:
+    if model.head is None and not isinstance(model.embed, PackedTable):
         V, D = model.embed.shape
         model.head = nnx.eval_shape(lambda: make_output_layer(D, V, dtype=model.dtype, rngs=nnx.Rngs(0)))
         model.head.kernel = nnx.Param(model.embed[...].T)
@@ -280,11 +273,8 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
         # On a GPU, XLA would compute a single row times `[I, O]` as elementwise sums and transpose the weights on every call.
         low_precision = "compute" if get_platform(model.config.platform).name == "cpu" else "bfloat16"
         weights = "float32" if model.dtype == jnp.float32 else low_precision
-    # A model with learned positions adds them to the float32 embedding, so its embedding is not cast.
-    if weights != "float32" and model.config.position in ("rope", "none") and not packed_table:
-        model.embed = nnx.Param(model.embed[...].astype(model.dtype))
-    if weights != "float32" and model.per_layer is not None and not isinstance(model.per_layer.embed, PackedTable):
-        model.per_layer.embed = nnx.Param(model.per_layer.embed[...].astype(model.dtype))
+    if weights != "float32":
+        _cast_embeddings(model)
     min_rows = _min_bfloat16_rows(model.config.platform, weights, matmul_dtype)
     native = _uses_native(model, weights, matmul_kernel)
     head = model.head
@@ -308,6 +298,25 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
             stacklevel=3,
         )
     return prepared
+
+
+def _check_choices(weights: str, matmul_dtype: str, matmul_kernel: str) -> None:
+    for key, value, allowed in (
+        ("weights", weights, WEIGHT_DTYPES),
+        ("matmul_dtype", matmul_dtype, MATMUL_DTYPES),
+        ("matmul_kernel", matmul_kernel, MATMUL_KERNELS),
+    ):
+        if value not in allowed:
+            raise UserError(f"generation.{key} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _cast_embeddings(model: Transformer) -> None:
+    """Converts the embeddings to the compute dtype, unless they are packed."""
+    # A model with learned positions adds them to the float32 embedding, so its embedding is not cast.
+    if model.config.position in ("rope", "none") and not isinstance(model.embed, PackedTable):
+        model.embed = nnx.Param(model.embed[...].astype(model.dtype))
+    if model.per_layer is not None and not isinstance(model.per_layer.embed, PackedTable):
+        model.per_layer.embed = nnx.Param(model.per_layer.embed[...].astype(model.dtype))
 
 
 def _uses_native(model: Transformer, weights: str, matmul_kernel: str) -> bool:
