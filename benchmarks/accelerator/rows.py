@@ -112,7 +112,7 @@ ROWS = {
         ),
         Row(
             "deterministic", "20 + 20 steps beside 40 with `training.deterministic`, and the time of a step without it",
-            "exactness:deterministic", 60,
+            "exactness:deterministic", 90,
             (Bar("equal_bits", 1, 1, 1), Bar("slowdown", 1.1, 1.5, 3)),
         ),
         Row("profile", "kernels and gaps of a decoding chunk", "speed:decode_profile", 40, (Bar("gaps", 0.05, 0.15, 0.5),)),

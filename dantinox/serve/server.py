@@ -92,7 +92,11 @@ def serve(
     """
     allow_open_files(MAX_CONNECTIONS + MAX_REFUSED + OTHER_FILES)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # hides "socket.send() raised exception" of lost connections
-    return asyncio.run(_serve(app, engine, listener, limits, ready, reloader))
+
+    async def run() -> int:
+        return await ServerRun(make_server(app, limits), engine, reloader).run(listener, ready)
+
+    return asyncio.run(run())
 
 
 def allow_open_files(count: int) -> None:
@@ -146,75 +150,80 @@ def _has_terminal() -> bool:
     return True
 
 
-async def _serve(
-    app: ASGIApp,
-    engine: RunnableEngine,
-    listener: socket.socket,
-    limits: Limits,
-    ready: Callable[[], None],
-    reloader: Reloader | None,
-) -> int:
-    loop, code, signals = asyncio.get_running_loop(), 0, 0
-    timers = list[threading.Timer]()
-    server = make_server(app, limits)
+class ServerRun:
+    """A server that runs until a signal or a failure ends it. The methods are called on its event loop.
 
-    def stop() -> None:
-        server.should_exit = True
+    Attributes:
+      code: the exit code.
+    """
 
-    def force_exit_after(seconds: float) -> None:
-        """Ends the process after `seconds` even if a thread still runs, because a compilation cannot be interrupted."""
-        timers.append(timer := threading.Timer(seconds, exit_now, (EXIT_FAILED,)))
-        timer.daemon = True
-        timer.start()
+    def __init__(self, server: uvicorn.Server, engine: RunnableEngine, reloader: Reloader | None):
+        self._server, self._engine, self._reloader = server, engine, reloader
+        self._loop = asyncio.get_running_loop()
+        self._had_terminal = _has_terminal()
+        self.code = 0
+        self._signals = 0
+        self._timers: list[threading.Timer] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
-    async def drain() -> None:
-        await engine.drain(DRAIN_SECONDS)
-        stop()
+    async def run(self, listener: socket.socket, ready: Callable[[], None]) -> int:
+        """Serves, and returns the exit code; `ready` is called when the server accepts requests for the first time."""
+        self._engine.on_failure = lambda: self._loop.call_soon_threadsafe(self._fail)  # type: ignore[assignment]
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal)
+        if self._reloader is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup, self._reloader)
+        self._engine.start()
+        self._tasks.append(self._loop.create_task(self._wait_until_ready(ready)))
+        try:
+            await self._server.serve(sockets=[listener])
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.to_thread(self._engine.close)
+            for timer in self._timers:
+                timer.cancel()
+        return self.code
 
-    def fail() -> None:
-        nonlocal code
-        code = EXIT_FAILED
-        loop.call_later(FAULT_SECONDS, stop)
-        force_exit_after(FAULT_SECONDS + ABORT_SECONDS)
-
-    def on_signal() -> None:
-        nonlocal code, signals
-        signals += 1
-        if signals == 1:
-            force_exit_after(DRAIN_SECONDS + ABORT_SECONDS)
-            tasks.append(loop.create_task(drain()))
-        elif signals == 2:
-            code = EXIT_FAILED
-            server.force_exit = True
-            stop()
-            force_exit_after(ABORT_SECONDS - 0.5)
-
-    def on_hangup(reloader: Reloader) -> None:
-        if had_terminal and not _has_terminal():
-            on_signal()
-        else:
-            tasks.append(loop.create_task(reloader.run_after_signal()))
-
-    async def wait_until_ready() -> None:
-        while engine.status().state == "loading":
+    async def _wait_until_ready(self, ready: Callable[[], None]) -> None:
+        while self._engine.status().state == "loading":
             await asyncio.sleep(0.05)
-        if engine.status().state == "ready":
+        if self._engine.status().state == "ready":
             ready()
 
-    engine.on_failure = lambda: loop.call_soon_threadsafe(fail)  # type: ignore[assignment]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    had_terminal = _has_terminal()
-    if reloader is not None:
-        loop.add_signal_handler(signal.SIGHUP, on_hangup, reloader)
-    engine.start()
-    tasks = [loop.create_task(wait_until_ready())]
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.to_thread(engine.close)
-        for timer in timers:
-            timer.cancel()
-    return code
+    def _on_signal(self) -> None:
+        """Ends the server after the running responses; the second time, immediately."""
+        self._signals += 1
+        if self._signals == 1:
+            self._force_exit_after(DRAIN_SECONDS + ABORT_SECONDS)
+            self._tasks.append(self._loop.create_task(self._drain()))
+        elif self._signals == 2:
+            self.code = EXIT_FAILED
+            self._server.force_exit = True
+            self._stop()
+            self._force_exit_after(ABORT_SECONDS - 0.5)
+
+    def _on_hangup(self, reloader: Reloader) -> None:
+        if self._had_terminal and not _has_terminal():
+            self._on_signal()
+        else:
+            self._tasks.append(self._loop.create_task(reloader.run_after_signal()))
+
+    def _fail(self) -> None:
+        self.code = EXIT_FAILED
+        self._loop.call_later(FAULT_SECONDS, self._stop)
+        self._force_exit_after(FAULT_SECONDS + ABORT_SECONDS)
+
+    async def _drain(self) -> None:
+        await self._engine.drain(DRAIN_SECONDS)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._server.should_exit = True
+
+    def _force_exit_after(self, seconds: float) -> None:
+        """Ends the process after `seconds` even if a thread still runs, because a compilation cannot be interrupted."""
+        timer = threading.Timer(seconds, exit_now, (EXIT_FAILED,))
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()

@@ -77,11 +77,8 @@ def make_batch(
 
     main_rows = P * n
     rows = [request for request in requests for _ in samples] * first.rows_per_sample
-    requested_P = np.array([row.config.generation.max_new_tokens for row in rows[::n]])
-    limits_P = clamp_to_context(lengths_P, requested_P, architecture.max_context)
-    # All prompts of a request have the limit of its longest prompt.
-    limits_P = np.tile(limits_P.reshape(-1, P).min(axis=0), len(prompts) // P)
-
+    # Errors in the settings come before the warning about the context.
+    kv, calibration = model.kv(first.config)
     params = model.params(
         [row.config for row in rows],
         [*samples] * len(prompts),
@@ -89,7 +86,11 @@ def make_batch(
         show_candidates=first.show_candidates,
         logit_processor=first.logit_processor,
     )
-    kv, calibration = model.kv(first.config)
+    requested_P = np.array([row.config.generation.max_new_tokens for row in rows[::n]])
+    limits_P = clamp_to_context(lengths_P, requested_P, architecture.max_context)
+    # All prompts of a request have the limit of its longest prompt.
+    limits_P = np.tile(limits_P.reshape(-1, P).min(axis=0), len(prompts) // P)
+
     order = head_order(architecture, kv, calibration)
     prepared = model.prepared(first.config.generation, order)
     slots = slots or slots_needed(lengths_P, limits_P, pad)
