@@ -425,6 +425,7 @@ class _Engine:
     """Stands for an engine: it has the default settings."""
 
     name = "model"
+    context = 1024
     run = _Anything()
 
     def settings(self, given: Mapping[str, object]) -> Config:
@@ -433,7 +434,7 @@ class _Engine:
     def status(self) -> Any:
         from dantinox.serve.response_stream import Status
 
-        return Status(state="ready", doing="", slots=8, busy=0, queued=0, queue=64, context=1024, counters={})
+        return Status(state="ready", doing="", slots=8, busy=0, queued=0, queue=64, context=self.context, counters={})
 
 
 def http() -> str:

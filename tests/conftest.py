@@ -15,30 +15,31 @@ import pytest
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
 
-# Most of the time goes into compiling small programs that run a few times: half of it without optimization. Said in the
-# environment before jax is loaded, so it holds for the programs that tests start too. `make real` sets OPTIMIZE_PROGRAMS.
-CHEAP = {"xla_backend_optimization_level": "0", "xla_cpu_parallel_codegen_split_count": "1"}
+# The tests spend most of their time compiling small programs that run a few times, which takes half as long without
+# optimization. The options are set in the environment before jax is loaded, so they also apply to the processes that tests
+# start. `make real` sets OPTIMIZE_PROGRAMS.
+FAST_TO_COMPILE = {"xla_backend_optimization_level": "0", "xla_cpu_parallel_codegen_split_count": "1"}
 OPTIMIZED = {}
-if sys.version_info < (3, 12):  # the jax of newer Pythons knows one way to emit fusions
-    CHEAP["xla_cpu_use_fusion_emitters"], OPTIMIZED["xla_cpu_use_fusion_emitters"] = "false", True
+if sys.version_info < (3, 12):  # the jaxlib of newer Python versions has only one fusion emitter
+    FAST_TO_COMPILE["xla_cpu_use_fusion_emitters"], OPTIMIZED["xla_cpu_use_fusion_emitters"] = "false", True
 # All processes of a run share the compiled programs, and so does the next run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "programs"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-COMMON = {} if "OPTIMIZE_PROGRAMS" in os.environ else CHEAP
-os.environ["XLA_FLAGS"] = " ".join([*(f"--{name}={value}" for name, value in COMMON.items()), os.environ.get("XLA_FLAGS", "")])
+FLAGS = {} if "OPTIMIZE_PROGRAMS" in os.environ else FAST_TO_COMPILE
+os.environ["XLA_FLAGS"] = " ".join([*(f"--{name}={value}" for name, value in FLAGS.items()), os.environ.get("XLA_FLAGS", "")])
 
-gc.set_threshold(100_000, 50, 50)  # tracing makes objects by the million: an eighth of the time went into looking through them
+# Tracing creates millions of objects. With the default thresholds, garbage collection takes an eighth of the time.
+gc.set_threshold(100_000, 50, 50)
 
-CIRCLE = "aè€😀b\nc"  # thirteen bytes, no two alike: one to four bytes per character
-
+CIRCLE = "aè€😀b\nc"  # thirteen different bytes, in characters of one to four bytes
 
 PROCESS = Path("/proc/self")
-MOST_MAPS, MOST_PAGES = 40_000, (1 << 30) // os.sysconf("SC_PAGE_SIZE")
+MAX_MAPS, MAX_PAGES = 40_000, (1 << 30) // os.sysconf("SC_PAGE_SIZE")
 
 
 def pytest_collection_finish(session):
-    """Excludes modules and tests from garbage collection: each collection would look through them again."""
+    """Excludes modules and tests from garbage collection, which would examine them each time."""
     gc.collect()
     gc.freeze()
 
@@ -50,7 +51,7 @@ def release_programs():
     if "jax" not in sys.modules or not PROCESS.exists():
         return
     pages = int((PROCESS / "statm").read_text().split()[1])
-    if pages > MOST_PAGES or (PROCESS / "maps").read_bytes().count(b"\n") > MOST_MAPS:
+    if pages > MAX_PAGES or (PROCESS / "maps").read_bytes().count(b"\n") > MAX_MAPS:
         sys.modules["jax"].clear_caches()
         gc.collect()
         if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
@@ -59,16 +60,16 @@ def release_programs():
 
 @pytest.fixture(scope="session")
 def optimized():
-    """Compiles what `.lower()` gave into a program with the memory and the text that it has outside of the tests.
+    """Compiles a lowered program to one with the memory use and the HLO text that it has outside of the tests.
 
-    These come before the machine code, which alone is left unoptimised.
+    Only its machine code is not optimized.
     """
     return lambda lowered: lowered.compile(compiler_options=OPTIMIZED)
 
 
 @pytest.fixture
 def interruptible():
-    """Lets child processes be interrupted: a signal ignored here, as in a background job of a shell, is ignored by them too."""
+    """Lets child processes be interrupted. They inherit an ignored SIGINT, which a background job of a shell has."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -76,7 +77,7 @@ def interruptible():
 
 @pytest.fixture(scope="session")
 def run_dir(tmp_path_factory):
-    """A run whose greedy text goes round and round the bytes of `CIRCLE`; any other byte leads into it."""
+    """A run whose greedy text repeats the bytes of `CIRCLE`, whatever byte comes first."""
     return make_run(tmp_path_factory.mktemp("runs") / "circle")
 
 
