@@ -90,7 +90,6 @@ class Result:
       settings: the settings that differ from the defaults, by name.
       router: the settings of the entropy router; None if the router is off.
       score: with beam search: the sum of the log-probabilities in nats, divided by length^length_penalty; otherwise None.
-      make_info: returns `info`.
 
     Example:
       >>> result = dantinox.load("runs/quickstart").generate("def ", max_new_tokens=4, greedy=True, logprobs=2)
@@ -110,7 +109,7 @@ class Result:
     settings: dict[str, object] = field(default_factory=dict)
     router: dict[str, float | None] | None = None
     score: float | None = None
-    make_info: Callable[[], TokenColumns] = field(default=TokenColumns, repr=False, compare=False)
+    make_info: Callable[[], TokenColumns] = field(default=TokenColumns, repr=False, compare=False)  # called by `info`
 
     @cached_property
     def info(self) -> TokenColumns:
