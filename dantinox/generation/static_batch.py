@@ -202,10 +202,8 @@ class StaticBatch(RunningBatch):
         self._capacity, self._vocab_size = plan.slots, model.config.vocab_size
 
         tokens_BT = np.repeat(padded_PT, samples, axis=0)
-        T = tokens_BT.shape[1]
-        sequence_BS = np.zeros((self.count, max(plan.slots, T)), np.int32)
-        sequence_BS[:, :T] = tokens_BT
-        widths_B = np.full(self.count, stepper.width)
+        T, widths_B = tokens_BT.shape[1], np.full(self.count, stepper.width)
+        sequence_BS = np.pad(tokens_BT, ((0, 0), (0, max(0, plan.slots - T))))
         arrays = {
             "token_B": np.zeros(self.count, np.int32),
             "position_B": np.asarray(lengths_B - 1, np.int32),
