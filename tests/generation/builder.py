@@ -1,7 +1,7 @@
 """Small models with random weights, and a slow reference generator that reads the whole sequence again for every token."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -14,6 +14,7 @@ from flax import nnx
 from dantinox.config import ModelConfig, TokenizerSection, build_config
 from dantinox.config.engine_options import EngineOptions
 from dantinox.generation import LoadedModel
+from dantinox.generation.decode import drafts
 from dantinox.generation.decode import generate_toks as decode
 from dantinox.generation.decode.generate_toks import _generate_toks
 from dantinox.generation.decode.slot_programs import decode_slots
@@ -298,7 +299,10 @@ def few_steps() -> Iterator[None]:
         return apply(name, x_BN, *rest) if name in FEW_STEPS else x_BN
 
     sample_step = shared_trace("report")(partial(decode.sample_step.__wrapped__))  # a new function, whose traces are its own
-    with mock.patch.object(chain, "_apply_step", apply_few), mock.patch.object(decode, "sample_step", sample_step):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(chain, "_apply_step", apply_few))
+        for module in (decode, drafts):  # both call it
+            patches.enter_context(mock.patch.object(module, "sample_step", sample_step))
         yield
     for function in (decode_slots, _generate_toks.jitted_fn):
         function.clear_cache()  # later programs have all steps
