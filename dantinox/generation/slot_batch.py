@@ -199,7 +199,7 @@ class SlotBatch(PrefillBatch):
     def _idle_rows(self, config: Config) -> tuple[PackedParams, DecodeState]:
         """Returns the sampling parameters and the decode state of a batch without requests."""
         inputs, numbers = self._row_inputs(0, self.row_params(config), (0,), 0, 0, None, self._features(config))
-        params, (tokens_1S, *others), V = inputs[0], inputs[1:], self.plan.architecture.vocab_size
+        (params, tokens_1S, *others), V = inputs, self.plan.architecture.vocab_size
         shapes = jax.eval_shape(partial(init_row, vocab_size=V), params, tokens_1S, *numbers[1:], *others)
         state = replace(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), done_B=np.ones(1, bool))
         idle = PackedParams.of(replace(params, enabled=jax.tree.map(np.zeros_like, params.enabled)), V), state

@@ -13,7 +13,7 @@ from dantinox.config.sampling_steps import STEPS
 from dantinox.sampling.params import CHOICE_SETTINGS, NUMBER_BOUNDS, SamplingParams, enabled_steps, is_greedy
 from dantinox.sampling.state import SamplerState, fields_read
 
-# Read once, because parameters are reduced before each chunk of tokens.
+# Read once, because the program of every request is chosen with them.
 DEFAULT_CHOICES = tuple((key, GenerationSection.model_fields[key].default) for key in CHOICE_SETTINGS)
 
 

@@ -67,9 +67,8 @@ class _Responder:
         self.stream, self._tokenizer = stream, model.tokenizer
         request = stream.request
         # Of the tokens alone, which only reports need; `SampleText` decodes the text.
-        self._detokenizers = [
-            response_detokenizer(model.tokenizer, request.ids, request.healed or ()) for _ in range(request.config.generation.n)
-        ]
+        reported = request.config.generation.n if request.logprobs is not None else 0
+        self._detokenizers = [response_detokenizer(model.tokenizer, request.ids, request.healed or ()) for _ in range(reported)]
 
     def push_output(self, output: Output) -> None:
         """Adds the new tokens of one sample to the stream."""
