@@ -73,6 +73,7 @@ def run_rows(
         result = run_row(row, results.folder, min(left, row.limit), smoke)
         results.add(result)
         print(f"  {result['verdict']}: {summary(result)}", file=sys.stderr, flush=True)
+        print(*(f"    {line}\n" for line in result.get("output", ())), sep="", end="", file=sys.stderr, flush=True)
 
 
 def run_row(row: Row, folder: Path, limit: float, smoke: bool) -> dict[str, Any]:

@@ -54,13 +54,14 @@ def test_rows_are_complete(modules):
     assert sum(row.seconds for row in first) <= 310 and {row.name for row in first} >= {"device", "exactness", "train_1b"}
 
 
-def test_every_fault_costs_only_its_row(modules, tmp_path, monkeypatch):
+def test_every_fault_costs_only_its_row(modules, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(modules.rows.Row, "limit", 3.0)
     table = table_of(modules.rows, "fails", "hangs", "fills_memory", "lacks_torch", "is_killed", "works")
     results = modules.check.Results(tmp_path)
     began = time.monotonic()
     modules.check.run_rows(list(table), results, smoke=True, minutes=1, table=table)
     assert time.monotonic() - began < 45
+    assert "ValueError: the shapes differ\n    in the second line\n" in capsys.readouterr().err
     assert {name: result["verdict"] for name, result in results.rows.items()} == {
         "fails": "failed", "hangs": "time limit", "fills_memory": "out of memory", "lacks_torch": "not run",
         "is_killed": "killed", "works": "measured",
