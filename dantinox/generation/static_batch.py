@@ -18,10 +18,13 @@ from dantinox.generation.decode.generate_toks import (
     DECODE_CHUNK,
     DecodeState,
     Emitted,
+    Prefilled,
     Stepper,
     _generate_toks,
+    _prefill_toks,
     generation_program,
     init_row,
+    sample_first,
     write_row,
 )
 from dantinox.generation.decode.quantized_weights import split_model
@@ -224,7 +227,14 @@ class StaticBatch(RunningBatch):
         self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))
         self._program = generation_program(get_platform(model.config.platform))
         self._options: dict[str, Any] = {"constants": options.constants, "stepper": stepper, "report": options.report}
-        self._prefill_options = self._options | {"plan": plan, "samples": samples, "echo": options.echo}
+        self._prefill_options: dict[str, Any] = {
+            "constants": options.constants,
+            "stepper": stepper,
+            "plan": plan,
+            "samples": samples,
+            "attention": params.uses_attention,
+            "echo": options.echo,
+        }
         self._prefilled = False
 
     def _make_rows(self, limits_B: np.ndarray, options: StaticOptions) -> list[Row]:
@@ -303,16 +313,17 @@ class StaticBatch(RunningBatch):
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
-        prompt = None if self._prefilled else self._prompt
-        options = self._options if self._prefilled else self._prefill_options
-        self.caches, state, emitted, echo = self._program(
-            self._model, self.caches, state, params, np.int32(steps), prompt, **options
-        )
-        self._states[program] = params, state
-        if not self._prefilled:
-            self.echo = None if echo is None else np.asarray(echo)
+        if self._prefilled:
+            self.caches, state, emitted = self._program(
+                self._model, self.caches, state, params, np.int32(steps), **self._options
+            )
+        else:
+            prefilled: Prefilled = _prefill_toks(self._model, self._prompt, state.features, **self._prefill_options)
+            state, emitted = sample_first(prefilled.logits, state, params, report=self._options["report"])
+            self.caches, self._prefilled = prefilled.caches, True
+            self.echo = None if prefilled.echo is None else np.asarray(prefilled.echo)
             self.no_steps = jax.tree.map(lambda x: np.zeros((0, *x.shape[2:]), x.dtype), emitted.info)
-            self._prefilled = True
+        self._states[program] = params, state
         return emitted, RowStatus.of(state)
 
     # --- without an engine
@@ -370,17 +381,16 @@ class StaticBatch(RunningBatch):
         return DecodedChunk(fetched.tokens_BN[:, :N], counts_B, self.done, info)
 
     def trace(self, to_shapes: ToShapes) -> tuple[jax.stages.Traced, jax.stages.Traced]:
-        """Traces the programs of `start` and `advance` without lowering them; the model may hold shapes instead of arrays.
+        """Traces the programs of prefill and decoding without lowering them; the model may hold shapes instead of arrays.
 
         Args:
           to_shapes: maps arrays and shapes to shapes for the target device.
         """
-        trace = _generate_toks.jitted_fn.trace
-        model, state, params, prompt = to_shapes((self._model, self.state, self.params, self._prompt))
-        steps = to_shapes(jnp.int32(0))
-        first = trace(model, (), state, params, steps, prompt, **self._prefill_options)
-        (caches, *_), _ = first.out_info
-        return first, trace(model, to_shapes(caches), state, params, steps, **self._options)
+        model, prompt, state, params = to_shapes((self._model, self._prompt, self.state, self.params))
+        prefill = _prefill_toks.jitted_fn.trace(model, prompt, state.features, **self._prefill_options)
+        prefilled, _ = prefill.out_info
+        caches, steps = to_shapes((prefilled.caches, jnp.int32(0)))
+        return prefill, _generate_toks.jitted_fn.trace(model, caches, state, params, steps, **self._options)
 
 
 def _pad_prompts(prompt_PT: np.ndarray, lengths_P: np.ndarray, pad: Callable[[int], int]) -> np.ndarray:

@@ -14,7 +14,7 @@ from dantinox.generation.api.beam_search import BeamRules, BeamRun, Beams, exten
 from dantinox.generation.api.generate_ids import _IdsModel
 from dantinox.generation.decode.generate_toks import prefill_prompts
 from dantinox.generation.guides.constraints import Constraint
-from dantinox.sampling import SamplingParams, process_logits
+from dantinox.sampling import process_logits
 
 from . import builder
 
@@ -190,9 +190,8 @@ def test_a_lossy_cache_follows_its_beam(name):
 
 def decoded_logprob(model, prompt, tokens, plan):
     """Returns the log-probability of tokens that are decoded one by one after a prompt."""
-    params = SamplingParams.build([{"greedy": True}])
     prompt_1T = jnp.asarray([prompt]), jnp.asarray([len(prompt)])
-    step_logits, _, kv_cache = jax.jit(lambda: prefill_prompts(model, params, prompt_1T, plan))()
+    step_logits, _, kv_cache = jax.jit(lambda: prefill_prompts(model, prompt_1T, plan))()
 
     @jax.jit
     def step(kv_cache, token, position):

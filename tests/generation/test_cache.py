@@ -126,7 +126,7 @@ def test_the_cache_has_the_length_of_the_request():
     params = SamplingParams.build({"greedy": True})
     session = StaticBatch(model, np.ones((1, 10), np.int32), np.array([10]), params, limits_B=np.array([20]), eos_ids=[[]])
     first, _ = session.trace(partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)))
-    (cache, *_), _ = first.out_info
+    cache = first.out_info[0].caches
     assert {leaf.shape for leaf in jax.tree.leaves(cache) if leaf.ndim == 4} == {(1, 2, 8, 32), (1, 2, 32, 8), (1, 2, 8, 8)}
     assert tree_bytes([leaf for leaf in jax.tree.leaves(cache) if leaf.ndim == 4]) == 2 * 2 * (32 + 8) * 8 * 4
 

@@ -16,7 +16,7 @@ from dantinox.generation import generate, prepare
 from dantinox.generation.api.generate_ids import _IdsModel
 from dantinox.generation.decode import generate_toks as decode
 from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_cache
-from dantinox.generation.decode.generate_toks import _generate_toks
+from dantinox.generation.decode.generate_toks import _generate_toks, _prefill_toks
 from dantinox.generation.decode.quantized_weights import permute_heads
 from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.model import attention, attention_kernels, make_cache
@@ -297,7 +297,7 @@ def read_with(monkeypatch, plan, model, dense=False, settings=None, **limits):
         monkeypatch.setattr(decode, name, value)
     for module in (attention, attention_kernels):
         monkeypatch.setattr(module, "QUERY_BLOCK", 1024 if dense else 128)
-    _generate_toks.jitted_fn.clear_cache()
+    _prefill_toks.jitted_fn.clear_cache()
     running = session(model, TEXTS, 3, plan, **settings or {})
     return running, running.start()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dantinox.generation import generate
-from dantinox.generation.decode.generate_toks import Stepper, _generate_toks
+from dantinox.generation.decode.generate_toks import Stepper, _generate_toks, _prefill_toks, sample_first
 from dantinox.generation.decode.quantized_weights import split_model
 from dantinox.generation.decode.slot_programs import prefill_part
 from dantinox.generation.static_batch import RunTimer, StaticBatch, StaticOptions, padded_length
@@ -126,15 +126,19 @@ def test_dispatch_ahead_changes_no_token(dispatch_ahead):
         assert text == wanted[: len(text)].tolist()
 
 
-def test_another_step_compiles_both_programs():
-    """Prefill and decoding are two programs. A step that is added to the plan recompiles these two and nothing else."""
-    model, prompt, cache_size = builder.model(builder.ONE_LAYER), [[1, 2, 3]], _generate_toks.jitted_fn._cache_size
+def test_another_step_compiles_sampling_and_decoding_only():
+    """A step that is added to the plan is not part of the prefill, and its value is part of no program."""
+    model, prompt = builder.model(builder.ONE_LAYER), [[1, 2, 3]]
+
+    def compiled():
+        return [program._cache_size() for program in (_prefill_toks.jitted_fn, sample_first, _generate_toks.jitted_fn)]
+
     generate(model, prompt, 40, greedy=True)
-    before = cache_size()
+    prefill, first, decode = compiled()
     generate(model, prompt, 40, greedy=True, repetition_penalty=1.2)
-    assert cache_size() == before + 2
+    assert compiled() == [prefill, first + 1, decode + 1]
     generate(model, prompt, 40, greedy=True, repetition_penalty=1.4)
-    assert cache_size() == before + 2
+    assert compiled() == [prefill, first + 1, decode + 1]
 
 
 def decode_program(model, settings, rows=2, slots=2048):
@@ -171,9 +175,7 @@ def prompt_session(model, length, **report):
 
 def prefill_program(model, length, **report):
     session = prompt_session(model, length, **report)
-    return _generate_toks.lower(
-        model, (), session.state, session.params, np.int32(0), session._prompt, **session._prefill_options
-    )
+    return _prefill_toks.lower(model, session._prompt, session.state.features, **session._prefill_options)
 
 
 def shapes_of(text, element):
@@ -201,13 +203,13 @@ def test_logits_of_prompt_tokens_are_computed_in_parts(wide, monkeypatch, optimi
     V, found = wide.config.vocab_size, {}
     for limit in (V * 512, V * 100):
         monkeypatch.setitem(scoring.map_positions.__kwdefaults__, "max_logits", limit)
-        _generate_toks.jitted_fn.clear_cache()
+        _prefill_toks.jitted_fn.clear_cache()
         assert positions_with_logits(optimized(prefill_program(wide, 500, report=0, echo=True))) == min(limit // V, 511)
         session = prompt_session(wide, 500, report=0, echo=True)
         session.start()
         found[limit] = session.echo
     np.testing.assert_allclose(*found.values(), rtol=0, atol=1e-5)
-    _generate_toks.jitted_fn.clear_cache()
+    _prefill_toks.jitted_fn.clear_cache()
 
 
 def test_prefill_processes_the_padded_prompt_only(wide):

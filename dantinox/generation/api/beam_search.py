@@ -188,7 +188,7 @@ def _start(
       features: those of the prompts.
     """
     transformer = dequantize(model.merge(model.leaves))
-    step_logits, _, cache = prefill_prompts(transformer, params, prompt, plan, features, constants)
+    step_logits, _, cache = prefill_prompts(transformer, prompt, plan, features, constants)
     cache, logits_RV = jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), (cache, step_logits.logits))
     empty = Beams.empty(prompt[0].shape[0], beams, plan.slots)
     return _advance(cache, sampler, empty, logits_RV, params, rules)

@@ -251,17 +251,17 @@ class DraftStepper(Stepper):
     def prefill(
         self,
         model: Transformer,
-        params: SamplingParams,
         prompt: tuple[jax.Array, jax.Array],
         plan: CachePlan,
         features: Features,
         constants: Constants,
+        *,
+        attention: bool,
         echo: bool,
     ) -> tuple[StepLogits, jax.Array | None, Caches]:
-        step_logits, x_PTD, caches = super().prefill(model, params, prompt, plan, features, constants, echo)
+        step_logits, x_PTD, caches = super().prefill(model, prompt, plan, features, constants, attention=attention, echo=echo)
         for split in self.models(constants):
-            draft_model, no_probe = dequantize(split.merge(split.leaves)), replace(params, uses_attention=False)
-            _, _, draft_cache = prefill_prompts(draft_model, no_probe, prompt, self.cache)
+            _, _, draft_cache = prefill_prompts(dequantize(split.merge(split.leaves)), prompt, self.cache)
             assert draft_cache is not None
             caches = (*caches, draft_cache)
         return step_logits, x_PTD, caches
@@ -431,7 +431,9 @@ def forward_drafts(
     model: Transformer, cache: KVCache, tokens_BW: jax.Array, positions_BW: jax.Array, params: SamplingParams
 ) -> tuple[StepLogits, KVCache]:
     """Returns the logits after each of several tokens, `[W · B, V]`, and the cache updated with all of them."""
-    x_BWD, updated, aux = model.hidden(tokens_BW, positions_BW, cache=cache.for_verification(), probe=make_probe(params))
+    x_BWD, updated, aux = model.hidden(
+        tokens_BW, positions_BW, cache=cache.for_verification(), probe=make_probe(params.uses_attention)
+    )
     assert updated is not None
     attention = None
     if params.uses_attention:

@@ -1,4 +1,7 @@
-"""`_generate_toks`, the compiled program for prefill and decoding. A batch calls it once per chunk of tokens.
+"""`_prefill_toks` and `_generate_toks`, the compiled programs for prefill and decoding.
+
+A batch prefills its prompts once, draws the first token of every row with `sample_first`, and then calls `_generate_toks` once
+per chunk of tokens. The prefill does not contain the sampler, so all samplers share its program.
 
 Decoding is a `fori_loop` with a KV cache. The whole state of a row (token, position, limit, EOS tokens, random key, sampling
 parameters) is in arrays with a batch axis, so rows of different lengths and settings share one compiled program. What a step
@@ -110,15 +113,18 @@ class Stepper:
     def prefill(
         self,
         model: Transformer,
-        params: SamplingParams,
         prompt: tuple[jax.Array, jax.Array],
         plan: CachePlan,
         features: Features,
         constants: Constants,
+        *,
+        attention: bool,
         echo: bool,
     ) -> tuple[StepLogits, jax.Array | None, Caches]:
         """Returns the results of `prefill_prompts`, and the caches."""
-        step_logits, x_PTD, cache = prefill_prompts(model, params, prompt, plan, features, constants, echo)
+        step_logits, x_PTD, cache = prefill_prompts(
+            model, prompt, plan, features, constants, attention=attention, keep_states=echo
+        )
         assert cache is not None
         return step_logits, x_PTD, (cache,)
 
@@ -161,66 +167,90 @@ class Stepper:
         return result
 
 
+class Prefilled(NamedTuple):
+    """The result of `_prefill_toks`: caches and logits of the B rows, and with `echo` ln p `[P, T]` of the prompt tokens."""
+
+    caches: Caches
+    logits: StepLogits
+    echo: jax.Array | None
+
+
 # With `graph_updates=True` the model would be an output of the program, and every call would copy all weights.
 # With `graph=False` nnx treats the arguments as plain trees and traverses them once instead of several times.
-STATIC_NAMES = ("stepper", "report", "echo", "chunk", "plan", "samples")
-_jit: Any = partial(
-    nnx.jit,
-    static_argnames=STATIC_NAMES,
-    donate_argnames=("caches",),
-    graph_updates=False,
-    graph=False,
-)
+_jit: Any = partial(nnx.jit, graph_updates=False, graph=False)
+DECODE_NAMES = ("stepper", "report", "chunk")
 
 
-@_jit  # type: ignore[untyped-decorator]
+@partial(_jit, static_argnames=("stepper", "plan", "samples", "attention", "echo"))
+def _prefill_toks(
+    model: Transformer | SplitModel,
+    prompt: tuple[jax.Array, jax.Array],
+    features: Features,
+    constants: Constants,
+    *,
+    stepper: Stepper,
+    plan: CachePlan,
+    samples: int = 1,
+    attention: bool = False,
+    echo: bool = False,
+) -> Prefilled:
+    """Reads the prompts of a batch of `P · samples` rows into new caches.
+
+    Args:
+      model: a `SplitModel` reduces the host overhead of a call considerably.
+      prompt: (tokens `[P, T]` right-padded, lengths `[P]`).
+      features: those of the rows.
+      constants: the arrays of features and of the stepper that all rows share.
+      plan: the plan of the cache.
+      samples: the rows of each prompt, which are consecutive.
+      attention: whether to measure the attention of the newest tokens, for the router.
+      echo: report the log-probabilities of the prompt tokens, 0 for the first one.
+    """
+    model = dequantize(model.merge(model.leaves) if isinstance(model, SplitModel) else model)
+    features = jax.tree.map(lambda x_B: x_B[::samples], features)
+    step_logits, x_PTD, caches = stepper.prefill(model, prompt, plan, features, constants, attention=attention, echo=echo)
+    echo_PT = None if x_PTD is None else prompt_logprobs(model, x_PTD, prompt[0])
+    if samples > 1:
+        caches, step_logits = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (caches, step_logits))
+    return Prefilled(caches, step_logits, echo_PT)
+
+
+@partial(jax.jit, static_argnames=("report",))
+def sample_first(
+    step_logits: StepLogits, state: DecodeState, params: SamplingParams, *, report: int | None
+) -> tuple[DecodeState, Emitted]:
+    """Draws the first token of every row after a prefill, as a chunk `[B, 1]`."""
+    state, emitted = sample_step(step_logits, state, params, report)
+    return state, jax.tree.map(lambda x_B: x_B[:, None], emitted)
+
+
+@partial(_jit, static_argnames=DECODE_NAMES, donate_argnames=("caches",))
 def _generate_toks(
     model: Transformer | SplitModel,
     caches: Caches,
     state: DecodeState,
     params: SamplingParams,
     steps: jax.Array,
-    prompt: tuple[jax.Array, jax.Array] | None = None,
     constants: Constants = {},  # noqa: B006 (never changed)
     *,
     stepper: Stepper,
     report: int | None,
-    echo: bool = False,
     chunk: int = DECODE_CHUNK,
-    plan: CachePlan | None = None,
-    samples: int = 1,
-) -> tuple[Caches, DecodeState, Emitted, jax.Array | None]:
-    """Generates up to `chunk` tokens per row, or up to `chunk · stepper.width`.
-
-    With `prompt`, it prefills the prompts and generates the first token of each row. Otherwise it runs the next `steps` steps,
-    each of which generates from one to `stepper.width` tokens per row.
+) -> tuple[Caches, DecodeState, Emitted]:
+    """Runs the next `steps` steps, each of which generates from one to `stepper.width` tokens per row.
 
     Args:
-      model: a `SplitModel` reduces the host overhead of a call considerably.
-      caches: keys and values of the tokens before `state`; donated. Empty with a prompt (the program creates them).
+      model: as in `_prefill_toks`.
+      caches: keys and values of the tokens before `state`; donated.
       steps: at most `chunk`. It is a traced value, so short chunks use the same program.
-      prompt: (tokens `[P, T]` right-padded, lengths `[P]`). The batch then has `P · samples` rows.
       constants: the arrays of features and of the stepper that all rows share.
       report: the number of alternatives to report per token; None: report nothing.
-      echo: report the log-probabilities of the prompt tokens.
-      plan: the plan of the cache to create.
 
     Returns:
-      Caches, state, the tokens `[B, chunk · width]` (`[B, 1]` after a prompt), and with `echo` the log-probabilities `[P, T]`
-      of the prompt tokens, 0 for the first one.
+      Caches, state, and the tokens `[B, chunk · width]`.
     """
     model = model.merge(model.leaves) if isinstance(model, SplitModel) else model
-    if prompt is None:
-        return *stepper.decode(model, caches, state, params, jnp.minimum(steps, chunk), constants, report, chunk), None
-    assert plan is not None
-    model = dequantize(model)
-    features = jax.tree.map(lambda x_B: x_B[::samples], state.features)
-    step_logits, x_PTD, caches = stepper.prefill(model, params, prompt, plan, features, constants, echo)
-    echo_PT = None if x_PTD is None else prompt_logprobs(model, x_PTD, prompt[0])
-    if samples > 1:
-        caches, step_logits = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (caches, step_logits))
-    state, emitted = sample_step(step_logits, state, params, report)
-    return caches, state, jax.tree.map(lambda x_B: x_B[:, None], emitted), echo_PT
+    return stepper.decode(model, caches, state, params, jnp.minimum(steps, chunk), constants, report, chunk)
 
 
 @cache
@@ -233,7 +263,7 @@ def generation_program(platform: Platform) -> Any:
     def generate(*args: Any, **kwargs: Any) -> Any:
         return _generate_toks(*args, **kwargs)
 
-    return jax.jit(generate, static_argnames=STATIC_NAMES, donate_argnums=1, compiler_options=options)
+    return jax.jit(generate, static_argnames=DECODE_NAMES, donate_argnums=1, compiler_options=options)
 
 
 def emitted_buffers(model: Transformer, state: DecodeState, params: SamplingParams, report: int | None, size: int) -> Emitted:
@@ -295,23 +325,24 @@ def abstract_logits(model: Transformer, params: SamplingParams) -> StepLogits:
     return StepLogits(cast(Any, logits_BV), AttentionMetrics(*metrics_B) if params.uses_attention else None)
 
 
-def make_probe(params: SamplingParams) -> Probe | None:
+def make_probe(attention: bool) -> Probe | None:
     """Returns the probe that measures the attention of each layer; None if the router does not use attention."""
-    return jax.vmap(layer_attention) if params.uses_attention else None
+    return jax.vmap(layer_attention) if attention else None
 
 
-def attention_metrics(params: SamplingParams, aux: Mapping[str, Sequence[LayerAttention]]) -> AttentionMetrics | None:
+def attention_metrics(attention: bool, aux: Mapping[str, Sequence[LayerAttention]]) -> AttentionMetrics | None:
     """Combines the results of the probe in all layers into metrics `[B]`; None without a probe."""
-    return jax.vmap(combine_layers)(aux["probe"]) if params.uses_attention else None
+    return jax.vmap(combine_layers)(aux["probe"]) if attention else None
 
 
 def prefill_prompts(
     model: Transformer,
-    params: SamplingParams,
     prompt: tuple[jax.Array, jax.Array],
     plan: CachePlan | None,
     features: Features = (),
     constants: Constants = {},  # noqa: B006 (never changed)
+    *,
+    attention: bool = False,
     keep_states: bool = False,
 ) -> tuple[StepLogits, jax.Array | None, KVCache | None]:
     """Returns the logits after each prompt, with `keep_states` the final hidden states `[P, T, D]`, and the new cache.
@@ -321,6 +352,7 @@ def prefill_prompts(
 
     Args:
       features: those of the prompts.
+      attention: whether to measure the attention of the last tokens.
     """
     tokens_PT, lengths_P = prompt
     P, T = tokens_PT.shape
@@ -330,17 +362,17 @@ def prefill_prompts(
     def prefill(prompts: tuple[Any, ...]) -> Any:
         rows_RT, positions_RT, last_R, features = prompts
         cache = None if plan is None else make_cache(model.config, rows_RT.shape[0], *plan)
-        x_RTD, cache, attention = _prefill_rows(attach(features, model, constants), params, rows_RT, positions_RT, cache)
-        return x_RTD[jnp.arange(len(last_R)), last_R], x_RTD if keep_states else None, cache, attention
+        x_RTD, cache, metrics = _prefill_rows(attach(features, model, constants), rows_RT, positions_RT, cache, attention)
+        return x_RTD[jnp.arange(len(last_R)), last_R], x_RTD if keep_states else None, cache, metrics
 
     rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL_BATCH_TOKENS))
     prompts = tokens_PT, positions_PT, lengths_P - 1, features
     if rows == P:
-        x_PD, x_PTD, cache, attention = prefill(prompts)
+        x_PD, x_PTD, cache, metrics = prefill(prompts)
     else:
         results = jax.lax.map(prefill, jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), prompts))
-        x_PD, x_PTD, cache, attention = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), results)
-    return StepLogits(model.logits(x_PD), attention), x_PTD, cache
+        x_PD, x_PTD, cache, metrics = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), results)
+    return StepLogits(model.logits(x_PD), metrics), x_PTD, cache
 
 
 def prefill_hidden(
@@ -365,7 +397,7 @@ def prompt_logprobs(model: Transformer, x_PTD: jax.Array, tokens_PT: jax.Array) 
 
 
 def _prefill_rows(
-    model: Transformer, params: SamplingParams, tokens_PT: jax.Array, positions_PT: jax.Array, cache: KVCache | None
+    model: Transformer, tokens_PT: jax.Array, positions_PT: jax.Array, cache: KVCache | None, attention: bool
 ) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
     """Returns the final hidden states `[P, T, D]`, the cache after the prompts, and the attention metrics of their last tokens.
 
@@ -377,29 +409,31 @@ def _prefill_rows(
     if parts == 1:
         two_passes = cache is not None and cache.needs_two_passes
         initial_cache = cache if cache is None or two_passes else cache.for_prefill(model.config, model.parallelism)
-        x_PTD, cache, aux = prefill_hidden(model, tokens_PT, positions_PT, initial_cache, make_probe(params))
-        return x_PTD, cache, attention_metrics(params, aux)
+        x_PTD, cache, aux = prefill_hidden(model, tokens_PT, positions_PT, initial_cache, make_probe(attention))
+        return x_PTD, cache, attention_metrics(attention, aux)
     size = -(-T // parts)
     padding = ((0, 0), (0, parts * size - T))
     padded = jnp.pad(tokens_PT, padding), jnp.pad(positions_PT, padding, constant_values=-1)
 
     def prefill_part(cache: KVCache | None, part: tuple[jax.Array, ...]) -> Any:
-        x_PtD, cache, aux = prefill_hidden(model, part[0], part[1], cache, make_probe(params))
-        return cache, (x_PtD, attention_metrics(params, aux))
+        x_PtD, cache, aux = prefill_hidden(model, part[0], part[1], cache, make_probe(attention))
+        return cache, (x_PtD, attention_metrics(attention, aux))
 
     split = [x.reshape(P, parts, size).transpose(1, 0, 2) for x in padded]
-    cache, (x_NPtD, attention_NP) = jax.lax.scan(prefill_part, cache, tuple(split))
+    cache, (x_NPtD, metrics_NP) = jax.lax.scan(prefill_part, cache, tuple(split))
     last_P = jnp.max(positions_PT, axis=1) // size
-    attention = jax.tree.map(lambda metric_NP: metric_NP[last_P, jnp.arange(P)], attention_NP)
-    return x_NPtD.transpose(1, 0, 2, 3).reshape(P, parts * size, -1)[:, :T], cache, attention
+    metrics = jax.tree.map(lambda metric_NP: metric_NP[last_P, jnp.arange(P)], metrics_NP)
+    return x_NPtD.transpose(1, 0, 2, 3).reshape(P, parts * size, -1)[:, :T], cache, metrics
 
 
 def forward_step(model: Transformer, cache: KVCache, state: DecodeState, params: SamplingParams) -> tuple[StepLogits, KVCache]:
     """Returns the logits after the newest token of every row, and the cache updated with this token."""
     positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
-    x_B1D, updated, aux = model.hidden(state.token_B[:, None], positions_B1, cache=cache, probe=make_probe(params))
+    x_B1D, updated, aux = model.hidden(
+        state.token_B[:, None], positions_B1, cache=cache, probe=make_probe(params.uses_attention)
+    )
     assert updated is not None
-    return StepLogits(model.logits(x_B1D[:, 0]), attention_metrics(params, aux)), updated
+    return StepLogits(model.logits(x_B1D[:, 0]), attention_metrics(params.uses_attention, aux)), updated
 
 
 @shared_trace("report")  # one trace serves prefill and decoding

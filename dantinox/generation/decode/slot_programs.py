@@ -50,10 +50,11 @@ def decode_slots(
     Args:
       state: what the subset of the sampling steps reads.
     """
-    caches, state, emitted, _ = _generate_toks(
-        model, caches, state, reduce_params(subset, params.unpack()), steps, None, constants, stepper=stepper, report=report
+    reduced = reduce_params(subset, params.unpack())
+    decoded: tuple[Caches, DecodeState, Emitted] = _generate_toks(
+        model, caches, state, reduced, steps, constants, stepper=stepper, report=report
     )
-    return caches, state, emitted
+    return decoded
 
 
 @partial(jax.jit, static_argnames=("stepper", "report"), donate_argnames=("caches",))

@@ -31,14 +31,15 @@ class UncachedStepper(Stepper):
     def prefill(
         self,
         model: Transformer,
-        params: SamplingParams,
         prompt: tuple[Array, Array],
         plan: CachePlan,
         features: Features,
         constants: Constants,
+        *,
+        attention: bool,
         echo: bool,
     ) -> tuple[StepLogits, Array | None, Caches]:
-        step_logits, x_PTD, _ = prefill_prompts(model, params, prompt, None, features, constants, echo)
+        step_logits, x_PTD, _ = prefill_prompts(model, prompt, None, features, constants, attention=attention, keep_states=echo)
         return step_logits, x_PTD, ()
 
     def weights(self, model: Transformer, rows: int) -> Transformer:
@@ -51,5 +52,7 @@ class UncachedStepper(Stepper):
         B, S = tokens_BS.shape
         index_S = jnp.arange(S)
         positions_BS = jnp.where(index_S <= state.position_B[:, None], index_S, -1)
-        x_BSD, _, aux = model.hidden(tokens_BS, positions_BS, probe=make_probe(params))
-        return StepLogits(model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_metrics(params, aux)), caches
+        x_BSD, _, aux = model.hidden(tokens_BS, positions_BS, probe=make_probe(params.uses_attention))
+        return StepLogits(
+            model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_metrics(params.uses_attention, aux)
+        ), caches

@@ -141,8 +141,10 @@ def _trace_steps(
     Returns:
       The first sample's logits after each step, `[S, V]`, and its route; the token of each sample; whether each was forced.
     """
-    x_1TD, _, aux = dequantize(model).hidden(tokens_1T, padded_positions(tokens_1T, length[None]), probe=make_probe(params))
-    outputs = dequantize(model).logits(x_1TD[:, length - 1]), attention_metrics(params, aux)
+    x_1TD, _, aux = dequantize(model).hidden(
+        tokens_1T, padded_positions(tokens_1T, length[None]), probe=make_probe(params.uses_attention)
+    )
+    outputs = dequantize(model).logits(x_1TD[:, length - 1]), attention_metrics(params.uses_attention, aux)
     logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), outputs)
     token_B, _, drawn = sample(logits_BV, params, state, attention=attention, report=0)
     routed = None if drawn.token is None else drawn.token.routed

@@ -287,7 +287,7 @@ def generation_programs(
     read = bytes_per_device(
         place([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKUP_TABLES])
     )
-    cache, head = bytes_per_device(place(first.out_info[0][0])), 2 * model.dim * model.vocab_size
+    cache, head = bytes_per_device(place(first.out_info[0].caches)), 2 * model.dim * model.vocab_size
     token = 2 * matrix_parameters(model) - head
 
     def forward(rows: int, length: int) -> int:
