@@ -164,6 +164,9 @@ def test_log_probabilities(client):
         ({"stop": ["x", "", "y"]}, {"stop": ("x", "y")}),
         ({"mirostat": 2, "mirostat_tau": 4.0}, {"mirostat": 2, "mirostat_tau": 4.0}),
         ({"dry_multiplier": 0.8}, {"dry_multiplier": 0.8}),
+        ({"logit_bias": {"97": 2.5}, "banned_strings": ["ab"], "banned_tokens": [98]},
+         {"logit_bias": {"97": 2.5}, "banned_strings": ("ab",), "banned_tokens": (98,)}),
+        ({"sampler_order": ["top_k", "temperature"]}, {"sampler_order": ("top_k", "temperature")}),
         ({"num_gpu": 99, "num_thread": 4, "use_mmap": True}, {}),
     ],
 )  # fmt: skip
@@ -251,7 +254,7 @@ def test_fill_in_the_middle():
         (GENERATE, {"prompt": "a", "context": [259]}, 400, "context must have token ids in [0, 259), got 259"),
         (GENERATE, {"prompt": "a", "options": {"num_ctx": 1}}, 400, "options.num_ctx must be greater than or equal to 2"),
         (GENERATE, {"prompt": "a", "options": {"num_predict": -3}}, 400, "options.num_predict must be greater"),
-        (GENERATE, {"prompt": "a", "options": {"temperature": -1.0}}, 400, "temperature must be greater than or equal to 0"),
+        (GENERATE, {"prompt": "a", "options": {"temperature": -1.0}}, 400, "options.temperature must be greater than"),
         (
             GENERATE, {"prompt": "a" * 300, "raw": True, "truncate": False}, 400,
             "this model's maximum context length is 256 tokens, and the prompt has 300: shorten it",

@@ -25,13 +25,12 @@ from dantinox.serve.protocols.bodies import Alternatives, StrictBody, parse_body
 from dantinox.serve.protocols.fim_prompts import with_fim_ends
 from dantinox.serve.protocols.llama_options import (
     KNOWN_OPTIONS,
-    Integer,
     LlamaOptions,
-    Number,
     reported_options,
     sampler_settings,
 )
 from dantinox.serve.protocols.logprobs import ChatLogprobs
+from dantinox.serve.protocols.sampling_options import Integer, Number
 from dantinox.serve.protocols.token_text import check_ids, healed
 from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer

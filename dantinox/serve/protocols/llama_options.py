@@ -1,8 +1,8 @@
 """Sampling options of llama.cpp, which Ollama shares, and their conversion to settings."""
 
 import logging
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
@@ -11,18 +11,11 @@ from dantinox.config.generation_settings import order_names, section_order
 from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.files import escape_name, quote
 from dantinox.serve.errors import RequestError
-from dantinox.serve.protocols import kobold_bodies
-from dantinox.serve.protocols.bodies import StrictBody, to_integer, validate_body
+from dantinox.serve.protocols.sampling_options import AtLeastZero, Integer, Number, Option, Range, SamplingOptions, Seed
 
 log = logging.getLogger("dantinox.serve")
 
-# Options that KoboldCpp has under the same names and with the same values that disable a step.
-SHARED = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "presence_penalty", "dynatemp_range",
-    "dynatemp_exponent", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier",
-    "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "adaptive_target", "adaptive_decay",
-)  # fmt: skip
-KNOWN_OPTIONS = (*SHARED, *REQUEST_KEYS)
+KNOWN_OPTIONS = tuple(REQUEST_KEYS)
 LAST_STEP = "adaptive_p"  # it needs the token that is drawn directly after it
 # Sampler of llama.cpp → its steps, and the settings that disable it.
 SAMPLERS: dict[str, tuple[tuple[str, ...], dict[str, float]]] = {
@@ -69,16 +62,13 @@ REPORTED_OPTIONS = {
 }  # fmt: skip
 RANDOM_SEED = 2**32 - 1  # llama.cpp reports this number for a random seed
 
-Integer = BeforeValidator(to_integer)
-Number = Annotated[float, Field(allow_inf_nan=False)]
-
 
 def _to_texts(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-class LlamaOptions(StrictBody):
-    """Sampling options. The options of `SHARED` and every key of `generation` and `router` are additional options.
+class LlamaOptions(SamplingOptions):
+    """Sampling options. Every key of `generation` and `router` is an additional option.
 
     Attributes:
       num_predict: maximum number of new tokens; -1 and -2: as many as fit into the context.
@@ -90,14 +80,23 @@ class LlamaOptions(StrictBody):
       stop: strings that end the answer.
     """
 
+    options: ClassVar[Mapping[str, Option]] = {
+        **SamplingOptions.options,
+        "tfs_z": Option("tail_free", high=1.0),
+        "top_n_sigma": Option("top_n_sigma", 0.0),
+        "repeat_last_n": Option("repetition_range", 0),
+        "frequency_penalty": Option("frequency_penalty"),
+    }
+
     num_predict: Annotated[int, Integer, Field(ge=-2, lt=2**31)] | None = Field(
         None, validation_alias=AliasChoices("num_predict", "n_predict")
     )
-    tfs_z: Annotated[Number, Field(ge=0)] | None = None
+    typical: AtLeastZero | None = Field(None, validation_alias=AliasChoices("typical_p", "typical"))
+    tfs_z: AtLeastZero | None = None
     top_n_sigma: Number | None = None
-    repeat_last_n: Annotated[int, Integer, Field(ge=-1, lt=2**31)] | None = None
+    repeat_last_n: Range | None = None
     frequency_penalty: Number | None = None
-    seed: Annotated[int, Integer, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Seed | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_to_texts)] | None = None
 
     def settings(self, base: GenerationSection, context: int) -> dict[str, object]:
@@ -108,31 +107,29 @@ class LlamaOptions(StrictBody):
           context: the context of the server, the limit for `num_predict: -1`.
 
         Raises:
-          RequestError: 400, an option has a wrong type or value.
+          RequestError: 400, `n` is not 1.
         """
         extra = self.model_extra or {}
         if extra.get("n", 1) != 1:
             raise RequestError(400, f"n must be 1 in this API, got {quote(extra['n'])}", param="n")
-        sampling: dict[str, Any] = {name: extra[name] for name in KNOWN_OPTIONS if name in extra}
-        if "typical_p" in sampling:
-            sampling.pop("typical", None)
-        sampling |= {"tfs": self.tfs_z, "nsigma": self.top_n_sigma, "rep_pen_range": self.repeat_last_n}
-        shared = validate_body(kobold_bodies.GenerateBody, sampling)
-        found = shared.settings(base)
-        if shared.dry_penalty_last_n == 0 or (shared.dry_base is not None and shared.dry_base < 1):  # unlike in KoboldCpp
-            found = {name: value for name, value in found.items() if not name.startswith("dry_")} | {"dry_multiplier": 0.0}
-        if self.frequency_penalty is not None:
-            disabled = self.repeat_last_n == 0
-            found["frequency_penalty"] = 0.0 if disabled else self.frequency_penalty
-            found |= {"presence_scope": "all"} if self.frequency_penalty and not disabled else {}
-        limits: dict[str, Any] = {
-            "max_new_tokens": context if self.num_predict is not None and self.num_predict < 0 else self.num_predict,
-            "stop": None if self.stop is None else [text for text in self.stop if text],
-        }
-        found |= {name: value for name, value in limits.items() if value is not None}
+        names = REQUEST_KEYS.keys() - type(self).model_fields.keys()
+        known = {name: value for name, value in extra.items() if name in names and value is not None}
+        found = self.sampling_settings(base, known.get("strategy", base.strategy)) | known
+        if self.num_predict is not None:
+            found["max_new_tokens"] = context if self.num_predict < 0 else self.num_predict
+        if self.stop is not None:
+            found["stop"] = [text for text in self.stop if text]
         if self.seed is not None:
             found["seed"] = self.seed % 2**32 if self.seed >= 0 else None
         return found
+
+    @property
+    def disables_penalties(self) -> bool:
+        return self.repeat_last_n == 0
+
+    @property
+    def disables_dry(self) -> bool:
+        return self.dry_penalty_last_n == 0 or (self.dry_base is not None and self.dry_base < 1)
 
 
 def sampler_settings(names: Sequence[str] | str) -> dict[str, object]:

@@ -11,7 +11,8 @@ from dantinox.generation.guides.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.operations.limits import MAX_EMBEDDINGS
 from dantinox.serve.protocols.bodies import Alternatives, Message, StrictBody
-from dantinox.serve.protocols.llama_options import Integer, LlamaOptions
+from dantinox.serve.protocols.llama_options import LlamaOptions
+from dantinox.serve.protocols.sampling_options import Integer
 
 # Options of Ollama that describe its machine or its cache and change no text.
 RUNNER_OPTIONS = (

@@ -13,7 +13,8 @@ from dantinox.generation.guides.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.operations.limits import MAX_CHOICES, MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
 from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody, warn_unknown
-from dantinox.serve.protocols.kobold_bodies import STEPS_OFF, to_breakers
+from dantinox.serve.protocols.kobold_bodies import STEPS_OFF
+from dantinox.serve.protocols.sampling_options import to_breakers
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort
 from dantinox.text.chat_template import continues_last
 
