@@ -36,7 +36,7 @@ help:
 	@echo "make accelerator-kit        a folder with which a machine without a network runs this check"
 	@echo "make docs          build this site into docs/_build/html; check its links, and run the code of its pages"
 	@echo "make lint          ruff and mypy"
-	@echo "make schema        rewrite configs/schema.json from the settings"
+	@echo "make schema        rewrite configs/schema.json and the typed keywords from the settings"
 	@echo "make models        rewrite the table of docs/models.md from the families"
 	@echo "make clean         remove caches and build products, not runs"
 
@@ -175,7 +175,7 @@ lint: $(VENV)/.dev
 	$(PY) -m mypy
 
 schema: $(VENV)/.dev
-	$(PY) -c "from dantinox.config import json_schema; open('configs/schema.json', 'w').write(json_schema())"
+	$(PY) -m dantinox.config.generated_files
 
 models: $(VENV)/.dev
 	$(PY) -m dantinox.interop.model_table docs/models.md

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from dantinox.config.prerequisites import Needs
+from dantinox.config.setting_groups import GROUP
 
 T = TypeVar("T")
 
@@ -36,7 +37,12 @@ class Section(BaseModel):
     needs: ClassVar[tuple[Needs, ...]] = ()  # prerequisites of all settings of the section
 
 
-def field(default: T, text: str) -> T:
-    """Returns the pydantic field of a setting with its default and its help text."""
-    info: T = Field(default, description=text)
+def field(default: T, text: str, *, group: str = "") -> T:
+    """Returns the pydantic field of a setting.
+
+    Args:
+      text: the help text, one line.
+      group: its group inside the section, a key of `setting_groups.GROUPS`; empty in a section without groups.
+    """
+    info: T = Field(default, description=text, json_schema_extra={GROUP: group} if group else None)
     return info

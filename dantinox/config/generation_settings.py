@@ -75,44 +75,64 @@ NEEDS_LOOPS = Needs(("generation.loop_stop", True), ("generation.loop_temperatur
 class _Request(Section):
     """Length, stop conditions, cache and precision of a request, and the order of the sampling steps."""
 
-    max_new_tokens: CountOrZero = field(150, "maximum number of new tokens")
-    n: Annotated[int, Field(ge=1, le=4096)] = field(1, "samples per prompt")
-    seed: Seed | None = field(None, "seed of the sampler (null: a new one per call, which is reported)")
-    stop: Strings = field((), "strings that end the text")
+    max_new_tokens: CountOrZero = field(150, "maximum number of new tokens", group="request")
+    n: Annotated[int, Field(ge=1, le=4096)] = field(1, "samples per prompt", group="request")
+    seed: Seed | None = field(None, "seed of the sampler (null: a new one per call, which is reported)", group="request")
+    stop: Strings = field((), "strings that end the text", group="request")
     keep_stop: Annotated[bool, Needs(("generation.stop", nonempty), ("generation.stop_token_ids", nonempty))] = field(
-        False, "keep the stop string or token in the text"
+        False,
+        "keep the stop string or token in the text",
+        group="request",
     )
-    stop_token_ids: Tokens = field((), "tokens that end the text like the EOS token: ids, or strings of one token")
-    ignore_eos: bool = field(False, "continue after the EOS token")
+    stop_token_ids: Tokens = field(
+        (), "tokens that end the text like the EOS token: ids, or strings of one token", group="request"
+    )
+    ignore_eos: bool = field(False, "continue after the EOS token", group="request")
     banned_strings: Annotated[Strings, *NEEDS_FULL_CACHE] = field(
-        (), "texts that are never generated, in any case and tokenization; generation goes back to their first token"
+        (),
+        "texts that are never generated, in any case and tokenization; generation goes back to their first token",
+        group="request",
     )
     banned_regexes: Annotated[Strings, *NEEDS_FULL_CACHE] = field(
-        (), "regular expressions that no part of the text matches; generation goes back to the first token of a match"
+        (),
+        "regular expressions that no part of the text matches; generation goes back to the first token of a match",
+        group="request",
     )
-    loop_stop: bool = field(False, "end the text when its end repeats one sequence of tokens again and again")
+    loop_stop: bool = field(False, "end the text when its end repeats one sequence of tokens again and again", group="loops")
     loop_temperature_factor: Annotated[
         float, Field(ge=1, le=100, allow_inf_nan=False), Needs(("generation.loop_stop", False)), *NOT_GREEDY
-    ] = field(1.0, "multiply the temperature by this number while the end of the text repeats one sequence of tokens (1: off)")
+    ] = field(
+        1.0,
+        "multiply the temperature by this number while the end of the text repeats one sequence of tokens (1: off)",
+        group="loops",
+    )
     loop_max_period: Annotated[int, Field(ge=1, le=MAX_LOOP_PERIOD), NEEDS_LOOPS] = field(
-        64, "most tokens of a repeated sequence"
+        64,
+        "most tokens of a repeated sequence",
+        group="loops",
     )
     loop_min_repeats: Annotated[int, Field(ge=2, le=1024), NEEDS_LOOPS] = field(
-        4, "number of times that the sequence must occur in a row, with the first time"
+        4,
+        "number of times that the sequence must occur in a row, with the first time",
+        group="loops",
     )
-    loop_min_tokens: Annotated[Count, NEEDS_LOOPS] = field(64, "least tokens of all repetitions together")
+    loop_min_tokens: Annotated[Count, NEEDS_LOOPS] = field(64, "least tokens of all repetitions together", group="loops")
     token_healing: bool = field(
         False,
         "generate the last tokens of the prompt again, with the same text, so that a prompt may end inside a token",
+        group="request",
     )
     json_whitespace: Literal["compact", "flexible"] = field(
         "compact",
         "whitespace in constrained JSON (compact: at most a space after a comma or colon; flexible: also line breaks with "
         "indentation)",
+        group="request",
     )
-    use_cache: bool = field(True, "cache keys and values; false recomputes the whole sequence for each token")
+    use_cache: bool = field(True, "cache keys and values; false recomputes the whole sequence for each token", group="decoding")
     weights: Literal["auto", "float32", "bfloat16", "int8", "int4"] = field(
-        "auto", "dtype of the weights while decoding (auto: the compute dtype of the run)"
+        "auto",
+        "dtype of the weights while decoding (auto: the compute dtype of the run)",
+        group="decoding",
     )
     matmul_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Needs(("generation.weights", one_of("auto", "bfloat16", "int8", "int4")))
@@ -120,55 +140,79 @@ class _Request(Section):
         "auto",
         "dtype of matrix multiplications with quantized (int8, int4) or bfloat16 weights (auto: bfloat16 if it is faster, "
         "measured once)",
+        group="decoding",
     )
     matmul_kernel: Literal["auto", "xla", "native"] = field(
-        "auto", "native multiplies a few rows with compiled CPU kernels (auto: if they are faster, measured once)"
+        "auto",
+        "native multiplies a few rows with compiled CPU kernels (auto: if they are faster, measured once)",
+        group="decoding",
     )
-    tensor_parallel: Count = field(1, "devices that hold different heads and features of each layer")
+    tensor_parallel: Count = field(1, "devices that hold different heads and features of each layer", group="decoding")
     speculation: Annotated[Literal["off", "ngram", "draft"], *NEEDS_FULL_CACHE] = field(
         "off",
         "verify draft tokens several at a time, with the same text (ngram: drafts from the text so far; draft: from the model "
         "of draft_run)",
+        group="speculation",
     )
     draft_run: Annotated[str | None, Needs(("generation.speculation", "draft"))] = field(
-        None, "run directory of a smaller model with the same tokenizer, which generates the draft tokens"
+        None,
+        "run directory of a smaller model with the same tokenizer, which generates the draft tokens",
+        group="speculation",
     )
     draft_tokens: Annotated[int, Field(ge=1, le=15), Needs(("generation.speculation", differs("off")))] = field(
-        5, "most draft tokens that one step verifies"
+        5,
+        "most draft tokens that one step verifies",
+        group="speculation",
     )
     ngram_size: Annotated[int, Field(ge=1, le=8), Needs(("generation.speculation", "ngram"))] = field(
-        3, "number of newest tokens that are searched in the text so far"
+        3,
+        "number of newest tokens that are searched in the text so far",
+        group="speculation",
     )
-    greedy: bool = field(False, "always choose the most likely token")
+    greedy: bool = field(False, "always choose the most likely token", group="steps")
     guidance_scale: Annotated[float, Field(ge=0, le=100)] = field(
         1.0,
         "classifier-free guidance: weight of the prompt against the negative prompt (1: off)",
+        group="guidance",
     )
     negative_prompt: Annotated[str, Needs(("generation.guidance_scale", differs(1)))] = field(
-        "", "classifier-free guidance: text that stands for the whole prompt (empty: the last token of the prompt)"
+        "",
+        "classifier-free guidance: text that stands for the whole prompt (empty: the last token of the prompt)",
+        group="guidance",
     )
     num_beams: Annotated[int, Field(ge=1, le=256)] = field(
-        1, "beam search: number of continuations that are kept at each step (1: off); the best n are returned"
+        1,
+        "beam search: number of continuations that are kept at each step (1: off); the best n are returned",
+        group="beams",
     )
     length_penalty: Annotated[float, Field(ge=-100, le=100), *NEEDS_BEAMS] = field(
-        1.0, "beam search: power of the length that divides the log-probability of a continuation; higher favors long ones"
+        1.0,
+        "beam search: power of the length that divides the log-probability of a continuation; higher favors long ones",
+        group="beams",
     )
     early_stopping: Annotated[bool | Literal["never"], *NEEDS_BEAMS] = field(
         False,
         "beam search: stop after num_beams complete continuations (true), or when no better one of the present length (false) "
         "or of any length (never) is possible",
+        group="beams",
     )
     strategy: Annotated[
         Literal["chain", "entropy"],
         *NOT_GREEDY,
     ] = field(
-        "chain", "chain: this section sets temperature, top_k, top_p and min_p; entropy: the entropy router sets them per token"
+        "chain",
+        "chain: this section sets temperature, top_k, top_p and min_p; entropy: the entropy router sets them per token",
+        group="steps",
     )
     preset: Annotated[Preset, *NEEDS_CHAIN] = field(
-        "default", "apply the sampling steps in the order of this program; no other setting changes"
+        "default",
+        "apply the sampling steps in the order of this program; no other setting changes",
+        group="steps",
     )
     sampler_order: Annotated[tuple[int | str, ...] | None, BeforeValidator(_as_order), *NEEDS_CHAIN] = field(
-        None, "Kobold's step codes in another order (preset kobold or koboldcpp), or names of steps (null: the preset's order)"
+        None,
+        "Kobold's step codes in another order (preset kobold or koboldcpp), or names of steps (null: the preset's order)",
+        group="steps",
     )
 
 

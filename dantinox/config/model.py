@@ -28,78 +28,116 @@ class ModelSection(Section):
     depth: Count | None = field(
         None,
         "number of layers from which size, optimizer, batch and steps follow unless they are set; a run saves these instead",
+        group="size",
     )
-    dim: Count = field(256, "width of the residual stream")
-    n_heads: Count = field(8, "query heads per layer")
-    kv_heads: Count | None = field(None, "key/value heads per layer (null: n_heads; 1: multi-query attention)")
-    head_size: Count | None = field(None, "width of one head (null: dim / n_heads)")
-    num_blocks: Count = field(6, "number of layers")
+    dim: Count = field(256, "width of the residual stream", group="size")
+    n_heads: Count = field(8, "query heads per layer", group="size")
+    kv_heads: Count | None = field(None, "key/value heads per layer (null: n_heads; 1: multi-query attention)", group="size")
+    head_size: Count | None = field(None, "width of one head (null: dim / n_heads)", group="size")
+    num_blocks: Count = field(6, "number of layers", group="size")
     hidden_dim: Count | None = field(
-        None, "width of the feed-forward layer (null: 8/3 dim rounded up to a multiple of 32 if gated, else 4 dim)"
+        None,
+        "width of the feed-forward layer (null: 8/3 dim rounded up to a multiple of 32 if gated, else 4 dim)",
+        group="size",
     )
-    max_context: Count = field(256, "longest sequence in tokens, and the length of training windows")
+    max_context: Count = field(256, "longest sequence in tokens, and the length of training windows", group="size")
     padded_vocab_size: Count | None = field(
-        None, "number of logits, if a checkpoint pads its vocabulary (null: the size of the vocabulary)"
+        None,
+        "number of logits, if a checkpoint pads its vocabulary (null: the size of the vocabulary)",
+        group="size",
     )
-    weight_tying: bool = field(True, "use the embedding table as the output layer")
-    head_bias: bool = field(False, "add a bias to the logits")
+    weight_tying: bool = field(True, "use the embedding table as the output layer", group="embeddings")
+    head_bias: bool = field(False, "add a bias to the logits", group="embeddings")
     final_logit_softcapping: Positive | None = field(
-        None, "soft cap of the output logits: cap · tanh(logit / cap) (null: none)"
+        None,
+        "soft cap of the output logits: cap · tanh(logit / cap) (null: none)",
+        group="embeddings",
     )
-    scale_embeddings: bool = field(False, "multiply embeddings by √dim")
-    embedding_multiplier: Positive = field(1.0, "factor on the embeddings")
+    scale_embeddings: bool = field(False, "multiply embeddings by √dim", group="embeddings")
+    embedding_multiplier: Positive = field(1.0, "factor on the embeddings", group="embeddings")
     residual_multiplier: Positive = field(
-        1.0, "factor on the output of each sub-layer before it is added to the residual stream"
+        1.0,
+        "factor on the output of each sub-layer before it is added to the residual stream",
+        group="embeddings",
     )
-    logits_scaling: Positive = field(1.0, "divisor of the output logits")
-    norm_embeddings: bool = field(False, "normalize the embeddings before the first layer")
+    logits_scaling: Positive = field(1.0, "divisor of the output logits", group="embeddings")
+    norm_embeddings: bool = field(False, "normalize the embeddings before the first layer", group="embeddings")
     parallel_blocks: Annotated[bool, Needs(("model.norm_placement", "before"))] = field(
         False,
         "attention and feed-forward read the same normalized input, and both outputs are added to it",
+        group="embeddings",
     )
     activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = field(
-        "swiglu", "activation of the feed-forward layer; swiglu, geglu and clamped_swiglu are gated"
+        "swiglu",
+        "activation of the feed-forward layer; swiglu, geglu and clamped_swiglu are gated",
+        group="feed_forward",
     )
     swiglu_limit: Annotated[Positive, NEEDS_CLAMPED] = field(
-        7.0, "clamped_swiglu: upper limit of the gate, and limit of the magnitude of the values it multiplies"
+        7.0,
+        "clamped_swiglu: upper limit of the gate, and limit of the magnitude of the values it multiplies",
+        group="feed_forward",
     )
-    swiglu_alpha: Annotated[Positive, NEEDS_CLAMPED] = field(1.702, "clamped_swiglu: factor on the gate inside its sigmoid")
-    mlp_bias: bool = field(False, "add biases in the feed-forward layer")
-    norm: Literal["rmsnorm", "layernorm"] = field("rmsnorm", "normalization of the sub-layers and after the last layer")
+    swiglu_alpha: Annotated[Positive, NEEDS_CLAMPED] = field(
+        1.702, "clamped_swiglu: factor on the gate inside its sigmoid", group="feed_forward"
+    )
+    mlp_bias: bool = field(False, "add biases in the feed-forward layer", group="feed_forward")
+    norm: Literal["rmsnorm", "layernorm"] = field(
+        "rmsnorm", "normalization of the sub-layers and after the last layer", group="norms"
+    )
     norm_placement: Literal["before", "after", "both"] = field(
-        "before", "normalize the input of a sub-layer (before), its output before it is added (after), or both"
+        "before",
+        "normalize the input of a sub-layer (before), its output before it is added (after), or both",
+        group="norms",
     )
-    norm_epsilon: Positive = field(1e-5, "number added to the variance in normalizations")
-    norm_scale: bool = field(True, "normalizations have a learned scale, and layernorm may have a bias")
+    norm_epsilon: Positive = field(1e-5, "number added to the variance in normalizations", group="norms")
+    norm_scale: bool = field(True, "normalizations have a learned scale, and layernorm may have a bias", group="norms")
     norm_bias: Annotated[bool, Needs(("model.norm", "layernorm")), NEEDS_NORM_SCALE] = field(
-        True, "layernorm has a learned bias"
+        True,
+        "layernorm has a learned bias",
+        group="norms",
     )
     norm_zero_centered: Annotated[bool, Needs(("model.norm", "rmsnorm"), ("model.qk_norm", True)), NEEDS_NORM_SCALE] = field(
-        False, "RMS normalizations multiply by 1 + scale, with the scale initialized to 0"
+        False,
+        "RMS normalizations multiply by 1 + scale, with the scale initialized to 0",
+        group="norms",
     )
-    qk_norm: bool = field(False, "RMS-normalize queries and keys before position embeddings are applied")
+    qk_norm: bool = field(False, "RMS-normalize queries and keys before position embeddings are applied", group="norms")
     qk_norm_scope: Annotated[Literal["head", "layer"], Needs(("model.qk_norm", True))] = field(
-        "head", "normalize each head separately, or all heads of a layer together"
+        "head",
+        "normalize each head separately, or all heads of a layer together",
+        group="norms",
     )
     qk_norm_after_rope: Annotated[bool, Needs(("model.qk_norm", True)), Needs(("attention.use_rotary_pos", True))] = field(
-        False, "normalize queries and keys after rotary positions are applied"
+        False,
+        "normalize queries and keys after rotary positions are applied",
+        group="norms",
     )
-    dropout_rate: Annotated[float, Field(ge=0, lt=1)] = field(0.0, "dropout rate in training")
-    gradient_checkpointing: bool = field(False, "recompute layers in the backward pass to save memory")
+    dropout_rate: Annotated[float, Field(ge=0, lt=1)] = field(0.0, "dropout rate in training", group="compute")
+    gradient_checkpointing: bool = field(False, "recompute layers in the backward pass to save memory", group="compute")
     remat_policy: Annotated[Literal["full", "dots"], Needs(("model.gradient_checkpointing", True))] = field(
-        "full", "what gradient_checkpointing recomputes: everything (full), or all but matrix multiplications (dots)"
+        "full",
+        "what gradient_checkpointing recomputes: everything (full), or all but matrix multiplications (dots)",
+        group="compute",
     )
-    v_norm: bool = field(False, "RMS-normalize the values of each head, without a learned scale")
-    layer_scalar: bool = field(False, "multiply the output of each layer by a learned scalar")
-    per_layer_dim: CountOrZero = field(0, "size of the per-layer token embedding, an additional input of each layer (0: none)")
+    v_norm: bool = field(False, "RMS-normalize the values of each head, without a learned scale", group="norms")
+    layer_scalar: bool = field(False, "multiply the output of each layer by a learned scalar", group="embeddings")
+    per_layer_dim: CountOrZero = field(
+        0, "size of the per-layer token embedding, an additional input of each layer (0: none)", group="size"
+    )
     double_wide_mlp: Annotated[bool, Needs(("attention.kv_shared_layers", differs(0)))] = field(
-        False, "double the width of dense and shared feed-forward layers in the layers of attention.kv_shared_layers"
+        False,
+        "double the width of dense and shared feed-forward layers in the layers of attention.kv_shared_layers",
+        group="feed_forward",
     )
     scan_layers: bool = field(
-        False, "train with stacked layers in a scan, which compiles in a fraction of the time; files hold separate layers"
+        False,
+        "train with stacked layers in a scan, which compiles in a fraction of the time; files hold separate layers",
+        group="compute",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = field(
-        "auto", "compute dtype (auto: float32 on CPU, bfloat16 on GPU and TPU); weights stay float32"
+        "auto",
+        "compute dtype (auto: float32 on CPU, bfloat16 on GPU and TPU); weights stay float32",
+        group="compute",
     )
 
 
@@ -111,47 +149,78 @@ NEEDS_EXPERT_GROUPS = Needs(("moe.n_groups", differs(1)))
 class MoESection(Section):
     """Mixture of experts, and the width of the feed-forward layer."""
 
-    use_moe: bool = field(False, "replace the dense feed-forward layer with experts")
-    n_experts: Annotated[Count, NEEDS_MOE] = field(4, "experts per layer, each as wide as the feed-forward layer")
-    top_k_mlp: Annotated[Count, NEEDS_MOE] = field(2, "experts per token")
-    shared_experts: Annotated[CountOrZero, NEEDS_MOE] = field(0, "experts that process every token, combined into one layer")
+    use_moe: bool = field(False, "replace the dense feed-forward layer with experts", group="experts")
+    n_experts: Annotated[Count, NEEDS_MOE] = field(
+        4, "experts per layer, each as wide as the feed-forward layer", group="experts"
+    )
+    top_k_mlp: Annotated[Count, NEEDS_MOE] = field(2, "experts per token", group="experts")
+    shared_experts: Annotated[CountOrZero, NEEDS_MOE] = field(
+        0, "experts that process every token, combined into one layer", group="experts"
+    )
     shared_hidden_dim: Annotated[Count | None, NEEDS_MOE, NEEDS_SHARED_EXPERTS] = field(
-        None, "width of the shared expert layer (null: shared_experts times the width of an expert)"
+        None,
+        "width of the shared expert layer (null: shared_experts times the width of an expert)",
+        group="experts",
     )
     shared_gate: Annotated[bool, NEEDS_MOE, NEEDS_SHARED_EXPERTS] = field(
-        False, "multiply the output of the shared expert layer by sigmoid(w x)"
+        False,
+        "multiply the output of the shared expert layer by sigmoid(w x)",
+        group="experts",
     )
     branch_norms: Annotated[bool, NEEDS_MOE, NEEDS_SHARED_EXPERTS, Needs(("model.norm_placement", "both"))] = field(
         False,
         "give experts and the shared layer separate norms, and the router a norm and learned scales on the residual stream",
+        group="experts",
     )
     dense_layers: Annotated[tuple[CountOrZero, ...], BeforeValidator(as_tuple), NEEDS_MOE] = field(
-        (), "indices of layers, from 0, that have a dense feed-forward layer instead of experts"
+        (),
+        "indices of layers, from 0, that have a dense feed-forward layer instead of experts",
+        group="experts",
     )
     dense_hidden_dim: Annotated[Count | None, NEEDS_MOE, Needs(("moe.dense_layers", nonempty))] = field(
-        None, "feed-forward width of dense_layers (null: the width of an expert)"
+        None,
+        "feed-forward width of dense_layers (null: the width of an expert)",
+        group="experts",
     )
-    expansion: Positive | None = field(None, "feed-forward width as a multiple of dim (null: see model.hidden_dim)")
+    expansion: Positive | None = field(
+        None, "feed-forward width as a multiple of dim (null: see model.hidden_dim)", group="experts"
+    )
     score_function: Annotated[Literal["softmax", "sigmoid"], NEEDS_MOE] = field(
-        "softmax", "function that turns router logits into scores"
+        "softmax",
+        "function that turns router logits into scores",
+        group="routing",
     )
-    norm_topk_prob: Annotated[bool, NEEDS_MOE] = field(True, "scale the weights of a token's experts so that they sum to 1")
-    routed_scaling: Annotated[Positive, NEEDS_MOE] = field(1.0, "factor on the weights of a token's experts")
-    router_bias: Annotated[bool, NEEDS_MOE] = field(False, "add a bias to the router's logits")
+    norm_topk_prob: Annotated[bool, NEEDS_MOE] = field(
+        True, "scale the weights of a token's experts so that they sum to 1", group="routing"
+    )
+    routed_scaling: Annotated[Positive, NEEDS_MOE] = field(1.0, "factor on the weights of a token's experts", group="routing")
+    router_bias: Annotated[bool, NEEDS_MOE] = field(False, "add a bias to the router's logits", group="routing")
     choice_bias: Annotated[bool, NEEDS_MOE] = field(
-        False, "add a bias to the scores when experts are chosen, but not to their weights; only bias_update_rate changes it"
+        False,
+        "add a bias to the scores when experts are chosen, but not to their weights; only bias_update_rate changes it",
+        group="routing",
     )
-    n_groups: Annotated[Count, NEEDS_MOE] = field(1, "groups of experts; a token's experts come from top_k_groups of them")
-    top_k_groups: Annotated[Count, NEEDS_MOE, NEEDS_EXPERT_GROUPS] = field(1, "groups per token")
+    n_groups: Annotated[Count, NEEDS_MOE] = field(
+        1, "groups of experts; a token's experts come from top_k_groups of them", group="routing"
+    )
+    top_k_groups: Annotated[Count, NEEDS_MOE, NEEDS_EXPERT_GROUPS] = field(1, "groups per token", group="routing")
     group_score: Annotated[Literal["max", "top2"], NEEDS_MOE, NEEDS_EXPERT_GROUPS] = field(
-        "max", "score of a group: the best expert (max), or the sum of the best two (top2)"
+        "max",
+        "score of a group: the best expert (max), or the sum of the best two (top2)",
+        group="routing",
     )
-    alpha_balance: Annotated[NonNegative, NEEDS_MOE] = field(0.01, "weight of the load-balance loss, averaged over layers")
+    alpha_balance: Annotated[NonNegative, NEEDS_MOE] = field(
+        0.01, "weight of the load-balance loss, averaged over layers", group="routing"
+    )
     router_z_loss: Annotated[NonNegative, NEEDS_MOE] = field(
-        0.0, "weight of the router z-loss (squared log-normalizer of the scores), averaged over layers"
+        0.0,
+        "weight of the router z-loss (squared log-normalizer of the scores), averaged over layers",
+        group="routing",
     )
     bias_update_rate: Annotated[NonNegative, NEEDS_MOE] = field(
-        0.0, "balance without a loss: step by which choice_bias rises for experts with few tokens (0: off)"
+        0.0,
+        "balance without a loss: step by which choice_bias rises for experts with few tokens (0: off)",
+        group="routing",
     )
 
 
@@ -167,103 +236,168 @@ NEEDS_ROTARY = Needs(("attention.use_rotary_pos", True))
 class AttentionSection(Section):
     """Positions, windows, scores and latent attention."""
 
-    use_rotary_pos: bool = field(True, "rotary position embeddings (RoPE, half-split layout)")
-    trainable_pos: bool = field(False, "learned position embeddings")
-    absolute_pos: bool = field(False, "sinusoidal position embeddings")
-    rope_theta: Annotated[Positive, NEEDS_ROTARY] = field(10000.0, "base of the rotary frequencies")
+    use_rotary_pos: bool = field(True, "rotary position embeddings (RoPE, half-split layout)", group="positions")
+    trainable_pos: bool = field(False, "learned position embeddings", group="positions")
+    absolute_pos: bool = field(False, "sinusoidal position embeddings", group="positions")
+    rope_theta: Annotated[Positive, NEEDS_ROTARY] = field(10000.0, "base of the rotary frequencies", group="positions")
     rope_local_theta: Annotated[Positive | None, NEEDS_ROTARY, NEEDS_SLIDING_WINDOW] = field(
-        None, "base of the rotary frequencies of sliding layers, without rope_scaling (null: as in all layers)"
+        None,
+        "base of the rotary frequencies of sliding layers, without rope_scaling (null: as in all layers)",
+        group="positions",
     )
     rope_layers: Annotated[tuple[bool, ...], BeforeValidator(as_tuple), NEEDS_ROTARY] = field(
-        (True,), "which layers rotate queries and keys; the pattern repeats over the layers"
+        (True,),
+        "which layers rotate queries and keys; the pattern repeats over the layers",
+        group="positions",
     )
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1), NEEDS_ROTARY] = field(
-        1.0, "fraction of each head that is rotated, from its first dimension"
+        1.0,
+        "fraction of each head that is rotated, from its first dimension",
+        group="positions",
     )
     rope_scaling: Annotated[Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"], NEEDS_ROTARY] = field(
-        "none", "method that lowers rotary frequencies for contexts longer than the original one"
+        "none",
+        "method that lowers rotary frequencies for contexts longer than the original one",
+        group="positions",
     )
     rope_factor: Annotated[float, Field(ge=1, allow_inf_nan=False), NEEDS_ROPE_SCALING] = field(
-        1.0, "divisor of the rotary frequencies: new context / original context"
+        1.0,
+        "divisor of the rotary frequencies: new context / original context",
+        group="positions",
     )
     rope_original_context: Annotated[
         Count | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
-    ] = field(None, "llama3, yarn, longrope: context in tokens before the scaling")
+    ] = field(None, "llama3, yarn, longrope: context in tokens before the scaling", group="positions")
     low_freq_factor: Annotated[Positive, LLAMA3] = field(
-        1.0, "llama3: divide frequencies with fewer turns than this in the original context by rope_factor"
+        1.0,
+        "llama3: divide frequencies with fewer turns than this in the original context by rope_factor",
+        group="positions",
     )
     high_freq_factor: Annotated[Positive, LLAMA3] = field(
-        4.0, "llama3: keep frequencies with more turns than this in the original context"
+        4.0,
+        "llama3: keep frequencies with more turns than this in the original context",
+        group="positions",
     )
     beta_fast: Annotated[Positive, YARN] = field(
-        32.0, "yarn: keep frequencies with more turns than this in the original context"
+        32.0,
+        "yarn: keep frequencies with more turns than this in the original context",
+        group="positions",
     )
     beta_slow: Annotated[Positive, YARN] = field(
-        1.0, "yarn: divide frequencies with fewer turns than this in the original context"
+        1.0,
+        "yarn: divide frequencies with fewer turns than this in the original context",
+        group="positions",
     )
-    rope_truncate: Annotated[bool, YARN] = field(True, "yarn: round the ends of the blended range to whole frequency indices")
+    rope_truncate: Annotated[bool, YARN] = field(
+        True, "yarn: round the ends of the blended range to whole frequency indices", group="positions"
+    )
     rope_mscale: Annotated[Positive | None, YARN] = field(
-        None, "yarn: m in the factor (0.1 m ln rope_factor + 1) / (0.1 n ln rope_factor + 1) on queries and keys (null: none)"
+        None,
+        "yarn: m in the factor (0.1 m ln rope_factor + 1) / (0.1 n ln rope_factor + 1) on queries and keys (null: none)",
+        group="positions",
     )
     rope_mscale_all_dim: Annotated[Positive | None, YARN] = field(
-        None, "yarn: n in that factor; latent attention multiplies scores by (0.1 n ln rope_factor + 1)² (null: none)"
+        None,
+        "yarn: n in that factor; latent attention multiplies scores by (0.1 n ln rope_factor + 1)² (null: none)",
+        group="positions",
     )
     rope_attention_factor: Annotated[
         Positive | None, Needs(("attention.rope_scaling", "yarn"), ("attention.rope_scaling", "longrope"))
     ] = field(
-        None, "yarn, longrope: factor on queries and keys (null: 0.1 ln rope_factor + 1; √(1 + ln rope_factor / ln original))"
+        None,
+        "yarn, longrope: factor on queries and keys (null: 0.1 ln rope_factor + 1; √(1 + ln rope_factor / ln original))",
+        group="positions",
     )
     query_scaling_beta: Annotated[
         Positive | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
-    ] = field(None, "β: multiply queries at position p by 1 + β ln(1 + ⌊p / rope_original_context⌋) (null: off)")
+    ] = field(
+        None, "β: multiply queries at position p by 1 + β ln(1 + ⌊p / rope_original_context⌋) (null: off)", group="positions"
+    )
     rope_share: Annotated[float, Field(gt=0, le=1), NEEDS_PROPORTIONAL] = field(
-        1.0, "proportional: fraction of a head's frequencies that rotate, from the highest; the others are 0"
+        1.0,
+        "proportional: fraction of a head's frequencies that rotate, from the highest; the others are 0",
+        group="positions",
     )
     rope_short_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), NEEDS_LONGROPE] = field(
-        None, "longrope: divisors of the frequencies if max_context is at most rope_original_context"
+        None,
+        "longrope: divisors of the frequencies if max_context is at most rope_original_context",
+        group="positions",
     )
     rope_long_factors: Annotated[tuple[Positive, ...] | None, BeforeValidator(as_tuple), NEEDS_LONGROPE] = field(
-        None, "longrope: divisors of the frequencies if max_context is longer than rope_original_context"
+        None,
+        "longrope: divisors of the frequencies if max_context is longer than rope_original_context",
+        group="positions",
     )
-    sliding_window: bool = field(False, "limit attention of sliding layers to the last context_window + 1 keys")
+    sliding_window: bool = field(False, "limit attention of sliding layers to the last context_window + 1 keys", group="window")
     context_window: Annotated[CountOrZero | None, NEEDS_SLIDING_WINDOW] = field(
-        None, "earlier keys that a query of a sliding layer can see"
+        None,
+        "earlier keys that a query of a sliding layer can see",
+        group="window",
     )
     layer_types: Annotated[tuple[Literal["sliding", "full"], ...], BeforeValidator(as_tuple), NEEDS_SLIDING_WINDOW] = field(
-        ("sliding",), "kind of each layer; the pattern repeats over the layers"
+        ("sliding",),
+        "kind of each layer; the pattern repeats over the layers",
+        group="window",
     )
     kernel: Literal["auto", "xla", "chunked", "cudnn", "splash"] = field(
         "auto",
         "attention in training: xla computes all scores together, chunked in blocks; cudnn needs a GPU, splash a TPU",
+        group="scores",
     )
-    qkv_bias: bool = field(False, "add biases to queries, keys and values")
-    out_bias: bool = field(False, "add a bias to the attention output")
-    query_pre_attn_scalar: Positive | None = field(None, "divide scores by the square root of this number (null: head_size)")
+    qkv_bias: bool = field(False, "add biases to queries, keys and values", group="scores")
+    out_bias: bool = field(False, "add a bias to the attention output", group="scores")
+    query_pre_attn_scalar: Positive | None = field(
+        None, "divide scores by the square root of this number (null: head_size)", group="scores"
+    )
     attention_multiplier: Positive | None = field(
-        None, "multiply scores by this number instead of dividing them (null: see query_pre_attn_scalar)"
+        None,
+        "multiply scores by this number instead of dividing them (null: see query_pre_attn_scalar)",
+        group="scores",
     )
-    no_sink: bool = field(False, "output gate: multiply the attention output by sigmoid(W x)")
-    gate_bias: Annotated[bool, Needs(("attention.no_sink", True))] = field(False, "add a bias in the output gate")
-    attn_logit_softcapping: Positive | None = field(None, "soft cap of attention scores: cap · tanh(score / cap) (null: none)")
+    no_sink: bool = field(False, "output gate: multiply the attention output by sigmoid(W x)", group="scores")
+    gate_bias: Annotated[bool, Needs(("attention.no_sink", True))] = field(
+        False, "add a bias in the output gate", group="scores"
+    )
+    attn_logit_softcapping: Positive | None = field(
+        None, "soft cap of attention scores: cap · tanh(score / cap) (null: none)", group="scores"
+    )
     kv_lora_rank: Count | None = field(
-        None, "latent attention: size of the vector from which all heads compute keys and values (null: ordinary attention)"
+        None,
+        "latent attention: size of the vector from which all heads compute keys and values (null: ordinary attention)",
+        group="latent",
     )
     q_lora_rank: Annotated[Count | None, NEEDS_LATENT_ATTENTION] = field(
-        None, "size of a latent vector from which queries are computed (null: none)"
+        None,
+        "size of a latent vector from which queries are computed (null: none)",
+        group="latent",
     )
     qk_rope_head_dim: Annotated[Count | None, NEEDS_LATENT_ATTENTION] = field(
-        None, "rotated dimensions of queries and keys, in addition to head_size unrotated ones (null: head_size / 2)"
+        None,
+        "rotated dimensions of queries and keys, in addition to head_size unrotated ones (null: head_size / 2)",
+        group="latent",
     )
-    v_head_dim: Annotated[Count | None, NEEDS_LATENT_ATTENTION] = field(None, "size of the values of a head (null: head_size)")
+    v_head_dim: Annotated[Count | None, NEEDS_LATENT_ATTENTION] = field(
+        None, "size of the values of a head (null: head_size)", group="latent"
+    )
     latent_norm_epsilon: Annotated[Positive | None, NEEDS_LATENT_ATTENTION] = field(
-        None, "number added to the variance in normalizations of latents (null: model.norm_epsilon)"
+        None,
+        "number added to the variance in normalizations of latents (null: model.norm_epsilon)",
+        group="latent",
     )
-    sink_logits: bool = field(False, "add a learned logit per head to the softmax, without a value (attention sink)")
-    global_head_size: Count | None = field(None, "width of one head in layers without a window (null: model.head_size)")
-    global_kv_heads: Count | None = field(None, "key/value heads of layers without a window (null: model.kv_heads)")
-    k_eq_v: bool = field(False, "compute values with the key projection in layers without a window")
+    sink_logits: bool = field(
+        False, "add a learned logit per head to the softmax, without a value (attention sink)", group="scores"
+    )
+    global_head_size: Count | None = field(
+        None, "width of one head in layers without a window (null: model.head_size)", group="layer_heads"
+    )
+    global_kv_heads: Count | None = field(
+        None, "key/value heads of layers without a window (null: model.kv_heads)", group="layer_heads"
+    )
+    k_eq_v: bool = field(False, "compute values with the key projection in layers without a window", group="layer_heads")
     kv_shared_layers: CountOrZero = field(
-        0, "number of last layers that reuse keys and values of the last earlier layer of the same kind, sliding or full"
+        0,
+        "number of last layers that reuse keys and values of the last earlier layer of the same kind, sliding or full",
+        group="layer_heads",
     )
 
 

@@ -61,87 +61,141 @@ class RouterSection(Section):
     needs = (Needs(("generation.strategy", "entropy")),)
 
     router_preset: Literal["guide", "calibrated"] = field(
-        "guide", "source of the keys that are null: the entropix guide, or measurements of this model"
+        "guide",
+        "source of the keys that are null: the entropix guide, or measurements of this model",
+        group="thresholds",
     )
-    use_attention: bool = field(True, "adjust the numbers by attention metrics; false drops their terms")
-    low_entropy: Threshold = field(None, "greedy: H below this (null: the preset's; guide 0.1 bits)")
-    low_varentropy: Threshold = field(None, "greedy and clarify: V below this (null: the preset's; guide 0.1 bits²)")
-    clarify_entropy: Threshold = field(None, "clarify: H above this (null: the preset's; guide 3.0 bits)")
-    high_entropy: Threshold = field(None, "explore: H below this; resample: H above it (null: the preset's; guide 5.0 bits)")
-    high_varentropy: Threshold = field(None, "explore and resample: V above this (null: the preset's; guide 5.0 bits²)")
-    entropy_scale: Scale | None = field(None, "divisor of H in the formulas (null: the preset's; guide 1)")
-    varentropy_scale: Scale | None = field(None, "divisor of V in the formulas (null: the preset's; guide 1)")
+    use_attention: bool = field(True, "adjust the numbers by attention metrics; false drops their terms", group="thresholds")
+    low_entropy: Threshold = field(None, "greedy: H below this (null: the preset's; guide 0.1 bits)", group="thresholds")
+    low_varentropy: Threshold = field(
+        None, "greedy and clarify: V below this (null: the preset's; guide 0.1 bits²)", group="thresholds"
+    )
+    clarify_entropy: Threshold = field(None, "clarify: H above this (null: the preset's; guide 3.0 bits)", group="thresholds")
+    high_entropy: Threshold = field(
+        None, "explore: H below this; resample: H above it (null: the preset's; guide 5.0 bits)", group="thresholds"
+    )
+    high_varentropy: Threshold = field(
+        None, "explore and resample: V above this (null: the preset's; guide 5.0 bits²)", group="thresholds"
+    )
+    entropy_scale: Scale | None = field(None, "divisor of H in the formulas (null: the preset's; guide 1)", group="thresholds")
+    varentropy_scale: Scale | None = field(
+        None, "divisor of V in the formulas (null: the preset's; guide 1)", group="thresholds"
+    )
     temperature_min: NonNegative | None = field(
-        None, "minimum temperature, except for greedy (null: the preset's; guide 0, calibrated 0.1)"
+        None,
+        "minimum temperature, except for greedy (null: the preset's; guide 0, calibrated 0.1)",
+        group="thresholds",
     )
-    temperature_max: NonNegative | None = field(None, "maximum temperature (null: the preset's; guide none, calibrated 2.0)")
+    temperature_max: NonNegative | None = field(
+        None, "maximum temperature (null: the preset's; guide none, calibrated 2.0)", group="thresholds"
+    )
     base_temperature: Annotated[NonNegative, Needs(("generation.temperature", 1.0))] = field(
-        0.666, "T₀ if no temperature is set"
+        0.666,
+        "T₀ if no temperature is set",
+        group="thresholds",
     )
-    base_top_p: Annotated[Fraction, Needs(("generation.top_p", None))] = field(0.9, "p₀ if no top_p is set")
-    base_top_k: Annotated[Count, Needs(("generation.top_k", None))] = field(27, "k₀ if no top_k is set")
-    base_min_p: Annotated[Fraction, Needs(("generation.min_p", 0.0))] = field(0.03, "m₀ if no min_p is set")
+    base_top_p: Annotated[Fraction, Needs(("generation.top_p", None))] = field(0.9, "p₀ if no top_p is set", group="thresholds")
+    base_top_k: Annotated[Count, Needs(("generation.top_k", None))] = field(27, "k₀ if no top_k is set", group="thresholds")
+    base_min_p: Annotated[Fraction, Needs(("generation.min_p", 0.0))] = field(0.03, "m₀ if no min_p is set", group="thresholds")
     candidates: Annotated[int, Field(ge=1, le=4096)] = field(
-        12, "adaptive: number of draws, of which the most likely under the model is kept (1: a plain draw)"
+        12,
+        "adaptive: number of draws, of which the most likely under the model is kept (1: a plain draw)",
+        group="adaptive",
     )
     clarify_token: CountOrZero | Annotated[str, Field(min_length=1)] | None = field(
-        None, "clarify: token to emit, as id or string of one token (null: sample at a higher temperature)"
+        None,
+        "clarify: token to emit, as id or string of one token (null: sample at a higher temperature)",
+        group="strategies",
     )
     clarify_cooldown: Annotated[CountOrZero, Needs(("router.clarify_token", is_set))] = field(
-        32, "clarify: minimum number of tokens between two clarify tokens"
+        32,
+        "clarify: minimum number of tokens between two clarify tokens",
+        group="strategies",
     )
-    clarify_temperature_factor: Coefficient = field(1.3, "clarify: factor on T₀")
-    clarify_temperature_attn_entropy: AttentionTerm = field(0.2, "clarify: weight of attn_entropy, added to the factor on T₀")
-    clarify_temperature_max: NonNegative = field(1.5, "clarify: maximum temperature")
-    explore_temperature_factor: Coefficient = field(1.2, "explore: factor on T₀")
+    clarify_temperature_factor: Coefficient = field(1.3, "clarify: factor on T₀", group="strategies")
+    clarify_temperature_attn_entropy: AttentionTerm = field(
+        0.2, "clarify: weight of attn_entropy, added to the factor on T₀", group="strategies"
+    )
+    clarify_temperature_max: NonNegative = field(1.5, "clarify: maximum temperature", group="strategies")
+    explore_temperature_factor: Coefficient = field(1.2, "explore: factor on T₀", group="strategies")
     explore_temperature_interaction: AttentionTerm = field(
-        0.3, "explore: weight of interaction_strength, added to the factor on T₀"
+        0.3,
+        "explore: weight of interaction_strength, added to the factor on T₀",
+        group="strategies",
     )
-    explore_temperature_max: NonNegative = field(1.5, "explore: maximum temperature")
-    explore_top_k_disagreement: AttentionTerm = field(0.5, "explore: weight of 1 − attn_agreement, added to the factor on k₀")
-    explore_top_k_min: Count = field(5, "explore: minimum top_k")
-    resample_temperature_factor: Coefficient = field(2.0, "resample: factor on T₀")
+    explore_temperature_max: NonNegative = field(1.5, "explore: maximum temperature", group="strategies")
+    explore_top_k_disagreement: AttentionTerm = field(
+        0.5, "explore: weight of 1 − attn_agreement, added to the factor on k₀", group="strategies"
+    )
+    explore_top_k_min: Count = field(5, "explore: minimum top_k", group="strategies")
+    resample_temperature_factor: Coefficient = field(2.0, "resample: factor on T₀", group="strategies")
     resample_temperature_attn_varentropy: AttentionTerm = field(
-        0.5, "resample: weight of attn_varentropy, added to the factor on T₀"
+        0.5,
+        "resample: weight of attn_varentropy, added to the factor on T₀",
+        group="strategies",
     )
     resample_temperature_min: NonNegative | None = field(
-        None, "resample: minimum temperature (null: the preset's; guide 2.0, calibrated 0)"
+        None,
+        "resample: minimum temperature (null: the preset's; guide 2.0, calibrated 0)",
+        group="strategies",
     )
     resample_temperature_min_factor: NonNegative | None = field(
-        None, "resample: minimum temperature as a factor on T₀ (null: the preset's; guide 0, calibrated 1.2)"
+        None,
+        "resample: minimum temperature as a factor on T₀ (null: the preset's; guide 0, calibrated 1.2)",
+        group="strategies",
     )
-    resample_top_p_attn_entropy: AttentionTerm = field(0.2, "resample: weight of attn_entropy, subtracted from p₀")
-    resample_top_p_min: Fraction = field(0.5, "resample: minimum top_p")
-    adaptive_temperature_uncertainty: Coefficient = field(0.3, "adaptive: weight of H + V, added to the factor on T₀")
+    resample_top_p_attn_entropy: AttentionTerm = field(
+        0.2, "resample: weight of attn_entropy, subtracted from p₀", group="strategies"
+    )
+    resample_top_p_min: Fraction = field(0.5, "resample: minimum top_p", group="strategies")
+    adaptive_temperature_uncertainty: Coefficient = field(
+        0.3, "adaptive: weight of H + V, added to the factor on T₀", group="adaptive"
+    )
     adaptive_temperature_attn_uncertainty: AttentionTerm = field(
-        0.2, "adaptive: weight of attn_entropy + attn_varentropy, added to the factor on T₀"
+        0.2,
+        "adaptive: weight of attn_entropy + attn_varentropy, added to the factor on T₀",
+        group="adaptive",
     )
     adaptive_temperature_agreement: AttentionTerm = field(
-        0.2, "adaptive: weight of attn_agreement, subtracted from the factor on T₀"
+        0.2,
+        "adaptive: weight of attn_agreement, subtracted from the factor on T₀",
+        group="adaptive",
     )
-    adaptive_top_p_attn_varentropy: AttentionTerm = field(0.1, "adaptive: weight of attn_varentropy, added to the factor on p₀")
-    adaptive_top_p_min: Fraction = field(0.1, "adaptive: minimum top_p")
-    adaptive_top_p_max: Fraction = field(1.0, "adaptive: maximum top_p")
+    adaptive_top_p_attn_varentropy: AttentionTerm = field(
+        0.1, "adaptive: weight of attn_varentropy, added to the factor on p₀", group="adaptive"
+    )
+    adaptive_top_p_min: Fraction = field(0.1, "adaptive: minimum top_p", group="adaptive")
+    adaptive_top_p_max: Fraction = field(1.0, "adaptive: maximum top_p", group="adaptive")
     adaptive_top_k_interaction: AttentionTerm = field(
-        0.3, "adaptive: weight of interaction_strength, added to the factor on k₀"
+        0.3,
+        "adaptive: weight of interaction_strength, added to the factor on k₀",
+        group="adaptive",
     )
-    adaptive_top_k_agreement: AttentionTerm = field(0.2, "adaptive: weight of attn_agreement, subtracted from the factor on k₀")
-    adaptive_top_k_min: WindowCount = field(1, "adaptive: minimum top_k")
-    adaptive_top_k_max: WindowCount = field(100, "adaptive: maximum top_k")
-    adaptive_min_p_uncertainty: Coefficient = field(0.5, "adaptive: weight of H + V, subtracted from the factor on m₀")
-    adaptive_min_p_min: Fraction = field(0.01, "adaptive: minimum min_p")
-    adaptive_min_p_max: Fraction = field(0.5, "adaptive: maximum min_p")
+    adaptive_top_k_agreement: AttentionTerm = field(
+        0.2, "adaptive: weight of attn_agreement, subtracted from the factor on k₀", group="adaptive"
+    )
+    adaptive_top_k_min: WindowCount = field(1, "adaptive: minimum top_k", group="adaptive")
+    adaptive_top_k_max: WindowCount = field(100, "adaptive: maximum top_k", group="adaptive")
+    adaptive_min_p_uncertainty: Coefficient = field(
+        0.5, "adaptive: weight of H + V, subtracted from the factor on m₀", group="adaptive"
+    )
+    adaptive_min_p_min: Fraction = field(0.01, "adaptive: minimum min_p", group="adaptive")
+    adaptive_min_p_max: Fraction = field(0.5, "adaptive: maximum min_p", group="adaptive")
     score_logprob: Coefficient = field(
-        1.0, "candidate score: weight of ln p (0: the first candidate wins; below 0: the least likely one)"
+        1.0,
+        "candidate score: weight of ln p (0: the first candidate wins; below 0: the least likely one)",
+        group="adaptive",
     )
     score_entropy: Coefficient = field(
-        0.1, "candidate score: weight of 1 − H; like the next five, it shifts all candidates of a token equally"
+        0.1,
+        "candidate score: weight of 1 − H; like the next five, it shifts all candidates of a token equally",
+        group="adaptive",
     )
-    score_attn_entropy: AttentionTerm = field(0.2, "candidate score: weight of 1 − attn_entropy")
-    score_varentropy: Coefficient = field(0.3, "candidate score: weight of 1 − V")
-    score_attn_varentropy: AttentionTerm = field(0.4, "candidate score: weight of 1 − attn_varentropy")
-    score_agreement: AttentionTerm = field(0.5, "candidate score: weight of attn_agreement")
-    score_interaction: AttentionTerm = field(0.6, "candidate score: weight of interaction_strength")
+    score_attn_entropy: AttentionTerm = field(0.2, "candidate score: weight of 1 − attn_entropy", group="adaptive")
+    score_varentropy: Coefficient = field(0.3, "candidate score: weight of 1 − V", group="adaptive")
+    score_attn_varentropy: AttentionTerm = field(0.4, "candidate score: weight of 1 − attn_varentropy", group="adaptive")
+    score_agreement: AttentionTerm = field(0.5, "candidate score: weight of attn_agreement", group="adaptive")
+    score_interaction: AttentionTerm = field(0.6, "candidate score: weight of interaction_strength", group="adaptive")
 
     def numbers(self, measured: Mapping[str, float] | None = None) -> dict[str, float]:
         """Returns setting name → value for every number of the router. The preset supplies the values that are null.

@@ -130,100 +130,165 @@ NEEDS_RANGE = (Needs(("generation.repetition_range", Condition("is above 1", lam
 class StepSettings(Section):
     """The settings of all sampling steps, in the order of the help pages."""
 
-    no_repeat_ngram: int = field(0, "never repeat a sequence of this many tokens (0: off)")
+    no_repeat_ngram: int = field(0, "never repeat a sequence of this many tokens (0: off)", group="edits")
     logit_bias: Biases = field(
-        {}, "numbers to add to the logits of tokens, by id or string of one token (null or -inf: ban the token)"
+        {},
+        "numbers to add to the logits of tokens, by id or string of one token (null or -inf: ban the token)",
+        group="edits",
     )
     sequence_bias: SequenceBiases = field(
         (),
         "strings or lists of ids, each with a number to add to the logit of its last token when its other tokens come before",
+        group="edits",
     )
-    allowed_tokens: Tokens = field((), "the only tokens to generate: ids, or strings of one token (empty: all)")
-    banned_tokens: Tokens = field((), "tokens never to generate: ids, or strings of one token")
-    bad_words: Sequences = field((), "strings never to generate: ban the last token of each when its other tokens come before")
-    min_tokens: int = field(0, "minimum number of tokens before the EOS token, a stop token or a stop string can end the text")
+    allowed_tokens: Tokens = field((), "the only tokens to generate: ids, or strings of one token (empty: all)", group="edits")
+    banned_tokens: Tokens = field((), "tokens never to generate: ids, or strings of one token", group="edits")
+    bad_words: Sequences = field(
+        (), "strings never to generate: ban the last token of each when its other tokens come before", group="edits"
+    )
+    min_tokens: int = field(
+        0, "minimum number of tokens before the EOS token, a stop token or a stop string can end the text", group="request"
+    )
     encoder_repetition_penalty: Positive = field(
-        1.0, "multiply positive and divide negative logits of tokens of the prompt by this number (1: off)"
+        1.0,
+        "multiply positive and divide negative logits of tokens of the prompt by this number (1: off)",
+        group="penalties",
     )
     repetition_penalty: Positive = field(
-        1.0, "divide positive and multiply negative logits of earlier tokens by this number (1: off)"
+        1.0,
+        "divide positive and multiply negative logits of earlier tokens by this number (1: off)",
+        group="penalties",
     )
-    repetition_range: CountOrZero = field(0, "penalize tokens among the last N only (0: all)")
+    repetition_range: CountOrZero = field(0, "penalize tokens among the last N only (0: all)", group="penalties")
     repetition_slope: Annotated[NonNegative, *NEEDS_RANGE] = field(
-        0.0, "how much more the newest of the last repetition_range tokens are penalized (0: all equally)"
+        0.0,
+        "how much more the newest of the last repetition_range tokens are penalized (0: all equally)",
+        group="penalties",
     )
     repetition_scope: Scope = field(
-        "all", "apply the repetition penalty to tokens of prompt and output (all), or only of the output"
+        "all",
+        "apply the repetition penalty to tokens of prompt and output (all), or only of the output",
+        group="penalties",
     )
-    presence_penalty: Finite = field(0.0, "number to subtract once from the logits of generated tokens")
-    frequency_penalty: Finite = field(0.0, "number to subtract for each time that a token was generated")
+    presence_penalty: Finite = field(0.0, "number to subtract once from the logits of generated tokens", group="penalties")
+    frequency_penalty: Finite = field(0.0, "number to subtract for each time that a token was generated", group="penalties")
     presence_scope: Scope = field(
-        "output", "apply presence and frequency penalties to tokens of prompt and output (all), or only of the output"
+        "output",
+        "apply presence and frequency penalties to tokens of prompt and output (all), or only of the output",
+        group="penalties",
     )
-    dry_multiplier: NonNegative = field(0.0, "DRY: penalty for continuing a repeated sequence (0: off)")
-    dry_base: Annotated[float, Field(ge=1, allow_inf_nan=False)] = field(1.75, "DRY: growth of the penalty per repeated token")
-    dry_allowed_length: Count = field(2, "DRY: length of a repetition with penalty dry_multiplier; shorter ones have none")
-    dry_range: CountOrZero = field(0, "DRY: search the last N tokens only (0: all)")
-    dry_breakers: Breakers = field(("\n", ":", '"', "*"), "DRY: tokens that contain one of these strings end a repetition")
-    dynatemp_low: NonNegative = field(1.0, "dynamic temperature: value at zero entropy")
-    dynatemp_high: NonNegative = field(1.0, "dynamic temperature: value at maximum entropy")
-    dynatemp_exponent: NonNegative = field(1.0, "dynamic temperature: exponent of the normalized entropy in between")
-    temperature: NonNegative = field(1.0, "divisor of the logits (0: greedy)")
-    smoothing_factor: NonNegative = field(0.0, "quadratic smoothing of the logits around the largest (0: off)")
-    smoothing_curve: Annotated[float, Field(ge=1, le=3)] = field(1.0, "shape of the smoothing, from quadratic (1) to cubic (3)")
-    top_k: int | None = field(None, "keep the k most likely tokens (null, 0 or less: off)")
-    top_p: Fraction | None = field(None, "keep the smallest set of tokens with this total probability (null or 1: off)")
+    dry_multiplier: NonNegative = field(0.0, "DRY: penalty for continuing a repeated sequence (0: off)", group="penalties")
+    dry_base: Annotated[float, Field(ge=1, allow_inf_nan=False)] = field(
+        1.75, "DRY: growth of the penalty per repeated token", group="penalties"
+    )
+    dry_allowed_length: Count = field(
+        2, "DRY: length of a repetition with penalty dry_multiplier; shorter ones have none", group="penalties"
+    )
+    dry_range: CountOrZero = field(0, "DRY: search the last N tokens only (0: all)", group="penalties")
+    dry_breakers: Breakers = field(
+        ("\n", ":", '"', "*"), "DRY: tokens that contain one of these strings end a repetition", group="penalties"
+    )
+    dynatemp_low: NonNegative = field(1.0, "dynamic temperature: value at zero entropy", group="temperatures")
+    dynatemp_high: NonNegative = field(1.0, "dynamic temperature: value at maximum entropy", group="temperatures")
+    dynatemp_exponent: NonNegative = field(
+        1.0, "dynamic temperature: exponent of the normalized entropy in between", group="temperatures"
+    )
+    temperature: NonNegative = field(1.0, "divisor of the logits (0: greedy)", group="temperatures")
+    smoothing_factor: NonNegative = field(
+        0.0, "quadratic smoothing of the logits around the largest (0: off)", group="temperatures"
+    )
+    smoothing_curve: Annotated[float, Field(ge=1, le=3)] = field(
+        1.0, "shape of the smoothing, from quadratic (1) to cubic (3)", group="temperatures"
+    )
+    top_k: int | None = field(None, "keep the k most likely tokens (null, 0 or less: off)", group="truncation")
+    top_p: Fraction | None = field(
+        None, "keep the smallest set of tokens with this total probability (null or 1: off)", group="truncation"
+    )
     top_p_rule: Annotated[Literal["inclusive", "exclusive"], *NEEDS_CHAIN] = field(
-        "inclusive", "keep the token that crosses top_p (inclusive), or drop it (exclusive, as KoboldAI on TPU)"
+        "inclusive",
+        "keep the token that crosses top_p (inclusive), or drop it (exclusive, as KoboldAI on TPU)",
+        group="truncation",
     )
-    min_p: Fraction = field(0.0, "keep tokens with at least this fraction of the largest probability (0: off)")
-    top_a: NonNegative = field(0.0, "keep tokens with P ≥ top_a · (largest P)² (0: off)")
-    tail_free: Fraction = field(1.0, "drop the tail where the curve of sorted probabilities flattens (1: off)")
+    min_p: Fraction = field(
+        0.0, "keep tokens with at least this fraction of the largest probability (0: off)", group="truncation"
+    )
+    top_a: NonNegative = field(0.0, "keep tokens with P ≥ top_a · (largest P)² (0: off)", group="truncation")
+    tail_free: Fraction = field(
+        1.0, "drop the tail where the curve of sorted probabilities flattens (1: off)", group="truncation"
+    )
     typical: Fraction = field(
-        1.0, "keep the tokens whose surprise is closest to the entropy, up to this total probability (1: off)"
+        1.0,
+        "keep the tokens whose surprise is closest to the entropy, up to this total probability (1: off)",
+        group="truncation",
     )
-    epsilon_cutoff: Fraction = field(0.0, "keep tokens with at least this probability (0: off)")
-    eta_cutoff: Fraction = field(0.0, "keep tokens with at least this probability; the bound is lower at high entropy (0: off)")
-    top_n_sigma: Finite = field(0.0, "keep logits within this many standard deviations of the largest (0: off)")
+    epsilon_cutoff: Fraction = field(0.0, "keep tokens with at least this probability (0: off)", group="truncation")
+    eta_cutoff: Fraction = field(
+        0.0, "keep tokens with at least this probability; the bound is lower at high entropy (0: off)", group="truncation"
+    )
+    top_n_sigma: Finite = field(
+        0.0, "keep logits within this many standard deviations of the largest (0: off)", group="truncation"
+    )
     min_k: Finite = field(
         -1.0,
         "min-k: keep the tokens before the steepest fall of the sorted logits, more in flat rows; 3 is usual (negative: off)",
+        group="truncation",
     )
     p_less: Literal["off", "plain", "norm"] = field(
-        "off", "p-less: keep tokens with P ≥ Σ P² (plain), or with a lower, normalized bound (norm)"
+        "off",
+        "p-less: keep tokens with P ≥ Σ P² (plain), or with a lower, normalized bound (norm)",
+        group="truncation",
     )
     top_h: Fraction = field(
-        1.0, "keep the largest set of most likely tokens with at most this fraction of the entropy (1: off)"
+        1.0,
+        "keep the largest set of most likely tokens with at most this fraction of the entropy (1: off)",
+        group="truncation",
     )
     top_h_rule: Annotated[Literal["renormalized", "cumulative"], *NEEDS_CHAIN] = field(
         "renormalized",
         "entropy of the kept tokens for top_h: of their own distribution (renormalized), or the sum of −P ln P (cumulative, as "
         "Hugging Face Transformers)",
+        group="truncation",
     )
-    xtc_probability: Fraction = field(0.0, "XTC: probability of excluding the top choices (0: off)")
+    xtc_probability: Fraction = field(0.0, "XTC: probability of excluding the top choices (0: off)", group="truncation")
     xtc_threshold: Fraction = field(
-        0.1, "XTC: tokens with at least this probability are top choices; all but the least likely are removed (above 0.5: off)"
+        0.1,
+        "XTC: tokens with at least this probability are top choices; all but the least likely are removed (above 0.5: off)",
+        group="truncation",
     )
     ties: Annotated[Literal["first", "all"], *NEEDS_CHAIN] = field(
-        "first", "top_k, top_p, typical: of tokens equal to the last kept one, keep those with lower ids (first), or all"
+        "first",
+        "top_k, top_p, typical: of tokens equal to the last kept one, keep those with lower ids (first), or all",
+        group="steps",
     )
-    mirostat: Literal[0, 1, 2] = field(0, "version of mirostat, which keeps the surprise of the text constant (0: off)")
-    mirostat_tau: Positive = field(5.0, "mirostat: target surprise in bits")
-    mirostat_eta: Positive = field(0.1, "mirostat: learning rate of the correction")
+    mirostat: Literal[0, 1, 2] = field(
+        0, "version of mirostat, which keeps the surprise of the text constant (0: off)", group="surprise"
+    )
+    mirostat_tau: Positive = field(5.0, "mirostat: target surprise in bits", group="surprise")
+    mirostat_eta: Positive = field(0.1, "mirostat: learning rate of the correction", group="surprise")
     skew: Annotated[float, Field(ge=-10, le=10)] = field(
-        0.0, "raise the cumulative probability to the power e^skew: above 0, unlikely tokens become more likely (0: off)"
+        0.0,
+        "raise the cumulative probability to the power e^skew: above 0, unlikely tokens become more likely (0: off)",
+        group="surprise",
     )
     adaptive_target: Annotated[float, Field(le=1, allow_inf_nan=False)] = field(
-        -1.0, "adaptive-p: favor tokens with a probability near this value, on average over the text (negative: off)"
+        -1.0,
+        "adaptive-p: favor tokens with a probability near this value, on average over the text (negative: off)",
+        group="surprise",
     )
     adaptive_decay: Annotated[float, Field(ge=0, le=0.99)] = field(
-        0.9, "adaptive-p: weight of the average of earlier tokens relative to the newest token"
+        0.9,
+        "adaptive-p: weight of the average of earlier tokens relative to the newest token",
+        group="surprise",
     )
     watermark_keys: WatermarkKeys = field(
-        (), "SynthID watermark: secret numbers, one for each layer of the tournament (empty: off)"
+        (),
+        "SynthID watermark: secret numbers, one for each layer of the tournament (empty: off)",
+        group="watermark",
     )
     watermark_ngram: Annotated[int, Field(ge=2, le=16)] = field(
-        5, "SynthID watermark: length of the token sequences that are hashed, including the next token"
+        5,
+        "SynthID watermark: length of the token sequences that are hashed, including the next token",
+        group="watermark",
     )
 
 

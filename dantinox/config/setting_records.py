@@ -4,19 +4,17 @@ Help pages, searches and the documentation use these records, so they do not nee
 """
 
 import json
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from dantinox.config.names import ALIASES, flat_name
-from dantinox.config.setting_groups import GROUP_OF
+from dantinox.config.setting_groups import GROUP
 
 SCHEMA = Path(__file__).parents[1] / "configs" / "schema.json"
 PREREQUISITES = "x-prerequisites"  # the schema key of a setting's prerequisites
-TYPE_NAMES = {
-    "null": "null", "boolean": "true or false", "string": "text", "integer": "an integer", "number": "a number",
-}  # fmt: skip
+TYPE_NAMES = {"null": "null", "boolean": "true or false", "string": "text"}
+ARTICLES = {"integer": "an", "number": "a"}  # the types with a range
 
 
 class SettingRecord(NamedTuple):
@@ -98,15 +96,14 @@ def _sections(schema: dict[str, Any]) -> dict[str, Any]:
 def _record(section: str, name: str, content: dict[str, Any], aliases: tuple[str, ...]) -> SettingRecord:
     options = [option for option in content.get("anyOf", [content]) if option.get("type") != "null"]
     number = len(options) == 1 and options[0].get("type") in ("integer", "number") and "enum" not in options[0]
-    type_text = type_in_words(content)
     only_boolean = [option.get("type") for option in content.get("anyOf", [content])] == ["boolean"]
     is_list = any(option.get("type") in ("array", "object") for option in options)
     return SettingRecord(
         section,
-        GROUP_OF.get(f"{section}.{name}", ""),
+        content.get(GROUP, ""),
         name,
-        re.sub(r"\b(?:an?|one of) ", "", type_text),
-        type_in_words(options[0]).partition(" ")[2].removeprefix("integer").removeprefix("number").strip() if number else "",
+        type_in_words(content, articles=False),
+        range_text(options[0]) if number else "",
         tuple(str(value) for option in options for value in option.get("enum", ())),
         content.get("default"),
         tuple(content.get(PREREQUISITES, ())),
@@ -116,34 +113,49 @@ def _record(section: str, name: str, content: dict[str, Any], aliases: tuple[str
     )
 
 
-def type_in_words(schema: dict[str, Any]) -> str:
-    """Returns the values that a JSON schema allows, in words: `a number in [0, 1], or null`."""
+def type_in_words(schema: dict[str, Any], *, articles: bool = True) -> str:
+    """Returns the values that a JSON schema allows, in words: `a number in [0, 1], or null`.
+
+    Args:
+      articles: false leaves out the articles and `one of`, for a table.
+    """
+
+    def article(word: str) -> str:
+        return f"{word} " if articles else ""
+
+    def inner(part: dict[str, Any]) -> str:
+        return type_in_words(part, articles=articles)
+
     if "anyOf" in schema:
-        return ", or ".join(type_in_words(option) for option in schema["anyOf"])
+        return ", or ".join(map(inner, schema["anyOf"]))
     if "enum" in schema:
-        return "one of " + ", ".join(str(v) for v in schema["enum"])
+        return article("one of") + ", ".join(str(v) for v in schema["enum"])
     if "const" in schema:
         return str(schema["const"])
     kind = schema.get("type")
     if "pattern" in schema:
-        return "a file name of letters, digits, - and _ and ."
+        return article("a") + "file name of letters, digits, - and _ and ."
     if kind == "array":
         pair = schema.get("prefixItems")
-        return " and ".join(map(type_in_words, pair)) if pair else f"a list (each {type_in_words(schema['items'])})"
+        return " and ".join(map(inner, pair)) if pair else f"{article('a')}list (each {inner(schema['items'])})"
     if kind == "object":
         values = schema["additionalProperties"]
-        return f"a mapping (each {type_in_words(values)})" if isinstance(values, dict) else "a mapping"
-    type_name = TYPE_NAMES[kind or ""]
+        return article("a") + (f"mapping (each {inner(values)})" if isinstance(values, dict) else "mapping")
+    if kind in ARTICLES:
+        return f"{article(ARTICLES[kind])}{kind} {range_text(schema)}".rstrip()
+    return TYPE_NAMES[kind or ""]
+
+
+def range_text(schema: dict[str, Any]) -> str:
+    """Returns the range of the schema of a number, such as `in [0, 1]` or `> 0`; empty without limits."""
     low, high = schema.get("minimum"), schema.get("maximum")
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     if high is not None and high >= 2**31 - 1:
-        return f"{type_name} in [{low}, 2^{(high + 1).bit_length() - 1})"
+        return f"in [{low}, 2^{(high + 1).bit_length() - 1})"
     if (low is not None or above is not None) and (high is not None or below is not None):
         left = f"[{low:g}" if low is not None else f"({above:g}"
         right = f"{high:g}]" if high is not None else f"{below:g})"
-        return f"{type_name} in {left}, {right}"
+        return f"in {left}, {right}"
     if low is not None:
-        return f"{type_name} ≥ {low:g}"
-    if above is not None:
-        return f"{type_name} > {above:g}"
-    return type_name
+        return f"≥ {low:g}"
+    return "" if above is None else f"> {above:g}"

@@ -1,5 +1,6 @@
 """Sampling settings: orders, presets, conflicts, and lists of tokens from YAML, flags and JSON."""
 
+from pathlib import Path
 from typing import Literal, get_type_hints
 
 import pytest
@@ -406,9 +407,12 @@ def test_layers_of_settings():
 
 def test_request_settings_has_every_setting_of_a_request():
     """The typed keyword arguments are the settings that `overlay` accepts, without `n`, which affects the return type."""
+    from dantinox.config import generated_files, request_settings
     from dantinox.config.request_overlay import REQUEST_KEYS
     from dantinox.config.request_settings import RequestSettings
 
+    written = Path(request_settings.__file__).read_text(encoding="utf-8")
+    assert written == generated_files.request_settings(), "run `make schema`"
     assert RequestSettings.__annotations__.keys() == {name for name in REQUEST_KEYS if name != "n"}
     types = get_type_hints(RequestSettings)
     assert types["top_k"] == int | None and types["ties"] == Literal["first", "all"] and types["min_p"] is float
