@@ -300,6 +300,23 @@ def test_route_matches_the_reference_table(preset, attention):
     assert set(strategies) == set(range(5)) and got.top_k.dtype == jnp.int32
 
 
+# Situation of the guide's section "Example Generations" → metrics, strategy, and its formulas evaluated by hand.
+GUIDE_EXAMPLES = {
+    "low uncertainty": (Metrics(0.05, 0.02, AttentionMetrics(0, 0, 0, 0, 1, 0)), GREEDY, 0, 0.9, 27, 0),
+    "high entropy, low varentropy": (Metrics(3.5, 0.08, AttentionMetrics(0, 0, 0, 0, 1, 0)), CLARIFY, 0.8658, 0.9, 27, 0),
+    "exploration": (Metrics(2.1, 5.5, AttentionMetrics(0, 0, 0, 0, 1, 0.8)), EXPLORE, 0.95904, 0.9, 27, 0),
+    "high uncertainty": (Metrics(5.5, 5.2, AttentionMetrics(0, 0, 0.9, 0, 1, 0)), RESAMPLE, 2.0, 0.9, 27, 0),
+    "adaptive": (Metrics(2.8, 1.5, AttentionMetrics(1.9, 0, 0.7, 0.4, 0.6, 0.75)), ADAPTIVE, 1.79154, 0.963, 30, 0.01),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("situation", GUIDE_EXAMPLES)
+def test_the_examples_of_the_guide(situation):
+    metrics, *expected = GUIDE_EXAMPLES[situation]
+    got = ROUTE(jax.tree.map(np.float32, metrics), GUIDE)
+    np.testing.assert_allclose([float(number) for number in got], expected, rtol=1e-6)
+
+
 def test_a_row_without_attention_ignores_attention_metrics():
     """As in a batch where other rows use attention: the metrics exist, but the terms of this row are 0."""
     metrics = random_metrics(200)
