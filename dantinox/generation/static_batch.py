@@ -80,9 +80,10 @@ def clamp_to_context(lengths_B: np.ndarray, requested_B: np.ndarray, max_context
       UserError: a prompt fills the context.
     """
     room_B = max_context - lengths_B
-    if (room_B <= 0).any() and (requested_B > 0).any():
+    full_B = (room_B <= 0) & (requested_B > 0)
+    if full_B.any():
         raise UserError(
-            f"the prompt has {int(lengths_B.max())} tokens and fills the model's context of {max_context}: shorten it"
+            f"the prompt has {int(lengths_B[full_B].max())} tokens and fills the model's context of {max_context}: shorten it"
         )
     room_B = np.maximum(room_B, 0)
     excess = int(np.max(requested_B - room_B, initial=0))

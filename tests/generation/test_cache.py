@@ -154,7 +154,6 @@ def test_the_cache_has_the_length_of_the_request():
         ([[1]], {"top_p": 1.7}, r"generation.top_p must be .*, got 1.7"),
         ([[1]], {"temperature": -1.0}, "generation.temperature must be"),
         ([[1]], {"seed": -1}, "generation.seed must be"),
-        ([[1] * 64], {"max_generations": 1}, "fills the model's context of 64"),
     ],
 )
 def test_wrong_arguments(input_ids, options, sentence):
@@ -165,3 +164,16 @@ def test_wrong_arguments(input_ids, options, sentence):
 def test_prompts_as_lists_of_any_lengths():
     ragged, _ = generate(make_model(), [list(prompt) for prompt in PROMPTS], max_new_tokens=STEPS, **OPTIONS)
     assert ragged.tolist() == ragged_batch(make_model())[0].tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
+def test_a_prompt_that_fills_the_context_is_returned_unchanged(options):
+    model, (short,) = builder.model(), builder.prompts(4)
+    full, options = [1 + i % 7 for i in range(64)], {"max_new_tokens": 3, "greedy": not options, **options}
+    with pytest.warns(UserWarning, match="every prompt fills the model's context of 64 tokens"):
+        assert generate(model, [full], **options).tolist() == [full]
+    with pytest.warns(UserWarning, match="1 of 2 prompts fill the model's context of 64 tokens"):
+        both = generate(model, [full, short], **options)
+    (alone,) = generate(model, [short], **options)
+    assert both[0, :64].tolist() == full and both[1, :7].tolist() == alone.tolist()
+    assert not both[0, 64:].any() and not both[1, 7:].any()

@@ -307,6 +307,8 @@ class BeamRun:
             cache, beams = _search(self._weights, cache, sampler, beams, self._params, rules, self._prompt[1], *self._features)
             ended_PKN, score_PK, length_PK = jax.device_get((beams.ended_PKN, beams.score_PK, beams.ended_length_PK))
         self.times = timer.times
+        has_room_P = np.array(self._limits) > 0  # the search finds at least one token; ln 1 is the score of none
+        length_PK, score_PK = length_PK * has_room_P[:, None], np.where(has_room_P[:, None], score_PK, 0.0)
         sequences = [[ended_PKN[p, k, : length_PK[p, k]].tolist() for k in range(self._n)] for p in range(len(self._requests))]
         self.results = self._build_results(sequences, score_PK, cache.report())
         for row, result in enumerate(self.results):

@@ -1,6 +1,7 @@
 """Token ids in, token ids out: `generate` for a bare transformer without a tokenizer."""
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
@@ -8,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import numpy as np
 
-from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay
+from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
 from dantinox.config.request_settings import SamplingSettings
 from dantinox.files import quote
 from dantinox.generation.api.loaded_model import LoadedModel
@@ -86,7 +87,8 @@ def generate(
     Args:
       model: the model; `prepare` can quantize its weights first.
       input_ids: the prompts, as a list of lists of ids or as an array `[B, T]`, right-padded if the prompts differ in length.
-      max_new_tokens: new tokens per row, at least 0; 0 returns the input. If `max_context` allows fewer, a warning says so.
+      max_new_tokens: new tokens per row, at least 0; 0 returns the input. If `max_context` allows fewer, a warning says so. A
+        prompt that fills the context is returned unchanged, also with a warning.
         `max_generations` is the former name of this argument.
       prompt_lengths: `[B]`, number of valid tokens of each row; None: all.
       eos_ids: ids that end a row; the result includes them.
@@ -108,7 +110,7 @@ def generate(
       a `StepInfo` `[B · n, new, …]` or None, and `scores`, the scores of beam search `[B · n]` or None.
 
     Raises:
-      UserError: an id is outside the vocabulary, a prompt is empty or too long, or a setting is invalid.
+      UserError: an id is outside the vocabulary, a prompt is empty, or a setting is invalid.
 
     Example:
       >>> model = dantinox.load("runs/quickstart").model
@@ -137,9 +139,10 @@ def generate(
         "negative_ids": None if negative_ids is None else _integer_array("negative_ids", negative_ids).tolist(),
     }
     start = time.perf_counter()
-    results = ids_model.complete([ids_model.request(ids, config, **report) for ids in prompts])
+    configs = _without_room(prompts, config, model.config.max_context)
+    results = ids_model.complete([ids_model.request(ids, one, **report) for ids, one in zip(prompts, configs, strict=True)])
     seconds = time.perf_counter() - start
-    max_new = min(config.generation.max_new_tokens, model.config.max_context - min(map(len, prompts)))
+    max_new = min(config.generation.max_new_tokens, max(0, model.config.max_context - min(map(len, prompts))))
     rows = [[*ids, *result.tokens] for ids, result in zip(_repeated(prompts, config.generation.n), results, strict=True)]
     out = np.full((len(rows), T + max_new), pad_id, np.int32)
     for out_T, ids in zip(out, rows, strict=True):
@@ -147,6 +150,15 @@ def generate(
     if not return_info:
         return out
     return out, {"lengths": np.array([len(ids) for ids in rows]), "seconds": seconds, **_statistics(results)}
+
+
+def _without_room(prompts: Sequence[tuple[int, ...]], config: Config, context: int) -> list[Config]:
+    """Returns the settings of each prompt: prompts that fill the context get no new tokens, with one warning."""
+    full = [len(ids) >= context for ids in prompts]
+    if config.generation.max_new_tokens and any(full):
+        which = "every prompt fills" if all(full) else f"{sum(full)} of {len(full)} prompts fill"
+        warnings.warn(f"{which} the model's context of {context} tokens: nothing is generated there", stacklevel=3)
+    return [with_generation(config, max_new_tokens=0) if is_full else config for is_full in full]
 
 
 def _repeated(prompts: Sequence[tuple[int, ...]], n: int) -> list[tuple[int, ...]]:
