@@ -64,7 +64,7 @@ FIELDS = {
         memory images audio trim_stop render_special bypass_eos ban_eos_token banned_tokens logit_bias dry_multiplier dry_base
         dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold xtc_probability nsigma logprobs quiet
         replace_instruct_placeholders adapter banned_strings custom_token_bans reasoning_effort
-        using_openai_tools presence_penalty negative_prompt guidance_scale adaptive_target adaptive_decay""",
+        using_openai_tools singleline presence_penalty negative_prompt guidance_scale adaptive_target adaptive_decay""",
     llama_cpp.LlamaCompletionBody: f"{LLAMA} prompt",
     llama_cpp.InfillBody: f"{LLAMA} prompt input_prefix input_suffix input_extra",
     TokenizeBody: "content add_special parse_special with_pieces",

@@ -69,7 +69,7 @@ def events(text):
     [
         ("/api/v1/model", {"result": "fake"}),
         ("/api/v1/config/max_context_length", {"value": 256}),
-        ("/api/v1/config/max_length", {"value": 150}),
+        ("/api/v1/config/max_length", {"value": 80}),
         ("/api/v1/config/soft_prompt", {"value": ""}),
         ("/api/v1/config/soft_prompts_list", {"values": []}),
         ("/api/v1/info/version", {"result": "1.2.5"}),
@@ -287,6 +287,20 @@ def test_the_defaults_of_lite(client, engine):
     default = fake_run().config.generation.model_copy(update=on | {"max_new_tokens": 252}).model_dump()
     off = {"typical", "tail_free", "min_p"}
     assert {k: v for k, v in found.model_dump().items() if k not in off} == {k: v for k, v in default.items() if k not in off}
+
+
+def test_an_answer_has_80_tokens_by_default(client, engine):
+    assert asked(client, engine, max_length=None).config.generation.max_new_tokens == 80
+
+
+@pytest.mark.parametrize("more", [{}, {"stop_sequence": ["zz"], "trim_stop": False}])
+def test_a_single_line(more):
+    engine = FakeEngine(fake_run(), says="one\ntwo")
+    for client in clients(engine):
+        body = {"prompt": "x", "max_length": 7, "singleline": True, **more}
+        (result,) = client.post("/api/v1/generate", json=body).json()["results"]
+        assert (result["text"], result["finish_reason"]) == ("one", "stop")
+        assert client.post("/api/v1/generate", json=body | {"singleline": False}).json()["results"][0]["text"] == "one\ntwo"
 
 
 def test_missing_fields_have_the_values_of_the_run():

@@ -21,7 +21,15 @@ from dantinox.generation.token_settings import tokens_containing
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.operations.background import run_in_thread, run_sized
 from dantinox.serve.protocols.bodies import parse_body
-from dantinox.serve.protocols.kobold_bodies import MAX_ALTERNATIVES, CountBody, GenerateBody, IdsBody, KeyBody, SchemaBody
+from dantinox.serve.protocols.kobold_bodies import (
+    MAX_ALTERNATIVES,
+    CountBody,
+    GenerateBody,
+    IdsBody,
+    KeyBody,
+    SchemaBody,
+    default_length,
+)
 from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, Placeholders, fit_to_context, split_stops
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.token_text import check_ids, healed
@@ -98,6 +106,8 @@ async def parse(
         settings["stop_token_ids"] = [*base.stop_token_ids, *dict.fromkeys(ids)]
     if body.trim_stop is not None and (settings.get("stop", base.stop) or ids or base.stop_token_ids):
         settings["keep_stop"] = not body.trim_stop
+    if body.singleline:
+        settings |= {"stop": [*(texts if body.stop_sequence is not None else base.stop), "\n"], "keep_stop": False}
     config = service.settings(settings)
     context = min(service.context, max(body.max_context_length or service.context, MIN_TOKENS))
     requested = config.generation.max_new_tokens
@@ -281,7 +291,7 @@ def _info_routes(service: Service) -> list[Route]:
         "info/version": (lambda: {"result": KOBOLDAI_VERSION}, "Returns the version of KoboldAI's API."),
         "config/max_context_length": (context, length),
         "config/max_length": (
-            lambda: {"value": engine.settings({}).generation.max_new_tokens},
+            lambda: {"value": default_length(engine.settings({}).generation)},
             "Returns the default number of new tokens.",
         ),
         "config/soft_prompt": (lambda: {"value": ""}, "Returns an empty name: soft prompts are not supported."),

@@ -29,6 +29,7 @@ from dantinox.serve.protocols.sampling_options import (
 MAX_ALTERNATIVES = 5  # maximum number of alternatives reported with a token
 MAX_BANS = 1024  # number of banned strings
 MAX_KEY_LENGTH = 256
+DEFAULT_LENGTH = 80  # new tokens, as in KoboldAI
 ALIASES = {"stop", "seed", "max_new_tokens"}  # SillyTavern's duplicates of fields below
 # Sampling steps that KoboldCpp does not have.
 STEPS_OFF: dict[str, object] = {
@@ -61,6 +62,12 @@ def _check_bans(texts: tuple[str, ...]) -> tuple[str, ...]:
 Size = Annotated[int, Integer, Field(ge=1, lt=2**31)]
 Bans = Annotated[Texts, AfterValidator(_check_bans)]
 Key = Annotated[str, Field(max_length=MAX_KEY_LENGTH)]
+
+
+def default_length(base: GenerationSection) -> int:
+    """Returns the number of new tokens of a request without `max_length`: KoboldAI's, unless the settings have another."""
+    changed = base.max_new_tokens != GenerationSection.model_fields["max_new_tokens"].default
+    return base.max_new_tokens if changed else DEFAULT_LENGTH
 
 
 class KeyBody(StrictBody):
@@ -118,6 +125,7 @@ class GenerateBody(SamplingOptions):
       sampler_seed: seed of the sampler; 0 or a negative value chooses a random seed.
       stop_sequence: strings that end the answer.
       trim_stop: remove the stop string from the answer.
+      singleline: end the answer before its first line break.
       bypass_eos: continue after the EOS token.
       ban_eos_token: never sample the EOS token.
       replace_instruct_placeholders: false keeps the placeholders in prompt, memory and stop strings.
@@ -168,6 +176,7 @@ class GenerateBody(SamplingOptions):
     sampler_seed: Seed | None = Field(None, validation_alias=AliasChoices("sampler_seed", "seed"))
     stop_sequence: Texts | None = Field(None, validation_alias=AliasChoices("stop_sequence", "stop"))
     trim_stop: bool | None = None
+    singleline: bool | None = None
     bypass_eos: bool | None = None
     ban_eos_token: bool | None = Field(None, validation_alias=AliasChoices("ban_eos_token", "use_default_badwordsids"))
     replace_instruct_placeholders: bool | None = None
@@ -209,6 +218,7 @@ class GenerateBody(SamplingOptions):
         found = self.sampling_settings(base, strategy)
         if found.get("repetition_slope") == 1:
             found["repetition_slope"] = 0.0  # all tokens of the range equally
+        found.setdefault("max_new_tokens", default_length(base))
         if self.sampler_seed is not None:
             found["seed"] = self.sampler_seed % 2**32 if self.sampler_seed > 0 else None
         if self.sampler_order and strategy != "entropy":
