@@ -53,6 +53,15 @@ class LayerAttention(NamedTuple):
     interaction: Array
 
 
+class HeadAttention(NamedTuple):
+    """The attention of each head of a layer, [H]: entropy (bits), varentropy (bits²), agreement with the mean, mean |score|."""
+
+    entropy_H: Array
+    varentropy_H: Array
+    agreement_H: Array
+    strength_H: Array
+
+
 class Metrics(NamedTuple):
     """The inputs of the router: entropy (bits) and varentropy (bits²) of the model's distribution, and attention or None."""
 
@@ -83,6 +92,30 @@ def layer_attention(scores_HS: Array, valid_S: Array) -> LayerAttention:
       valid_S: the mask of keys that the query may attend to: written to the cache, not padding, and inside the window. [S], or
         [H, S] if heads differ.
     """
+    scores_HS, a_HS, surprise_HS, keys_H = _attention_weights(scores_HS, valid_S)
+    entropy_H = jax.vmap(row_sum)(a_HS * surprise_HS) / LN2
+    return LayerAttention(
+        entropy_H,
+        entropy_H / jnp.log2(jnp.maximum(keys_H, 2).astype(jnp.float32)),  # 0 with one key, because its entropy is 0
+        jnp.mean(jax.vmap(row_sum)(jnp.abs(a_HS - jnp.mean(a_HS, axis=0)))) / 2,
+        jnp.mean(jax.vmap(row_sum)(jnp.abs(scores_HS)) / jnp.maximum(keys_H, 1)),
+    )
+
+
+def head_attention(scores_HS: Array, valid_S: Array) -> HeadAttention:
+    """Returns the statistics of each head of one layer; the arguments are those of `layer_attention`."""
+    scores_HS, a_HS, surprise_HS, keys_H = _attention_weights(scores_HS, valid_S)
+    entropy_H = jax.vmap(row_sum)(a_HS * surprise_HS)
+    return HeadAttention(
+        entropy_H / LN2,
+        jax.vmap(row_sum)(a_HS * (surprise_HS - entropy_H[:, None]) ** 2) / LN2**2,
+        1 - jax.vmap(row_sum)(jnp.abs(a_HS - jnp.mean(a_HS, axis=0))) / 2,
+        jax.vmap(row_sum)(jnp.abs(scores_HS)) / jnp.maximum(keys_H, 1),
+    )
+
+
+def _attention_weights(scores_HS: Array, valid_S: Array) -> tuple[Array, Array, Array, Array]:
+    """Returns the scores in float32 (0 for invalid keys), weights a, −ln a (0 where a is 0), and the number of keys [H]."""
     valid_HS = jnp.broadcast_to(valid_S, scores_HS.shape)
     keys_H = jnp.sum(valid_HS, axis=1)
     scores_HS = jnp.where(valid_HS, scores_HS.astype(jnp.float32), 0)
@@ -90,13 +123,7 @@ def layer_attention(scores_HS: Array, valid_S: Array) -> LayerAttention:
     d_HS = masked_HS - jax.vmap(finite_max)(masked_HS)[:, None]
     lnZ_H1 = jnp.log(jnp.maximum(jax.vmap(row_sum)(jnp.exp(d_HS)), TINY))[:, None]
     a_HS = jnp.exp(d_HS - lnZ_H1)
-    entropy_H = jax.vmap(row_sum)(a_HS * jnp.where(a_HS > 0, lnZ_H1 - d_HS, 0)) / LN2
-    return LayerAttention(
-        entropy_H,
-        entropy_H / jnp.log2(jnp.maximum(keys_H, 2).astype(jnp.float32)),  # 0 with one key, because its entropy is 0
-        jnp.mean(jax.vmap(row_sum)(jnp.abs(a_HS - jnp.mean(a_HS, axis=0)))) / 2,
-        jnp.mean(jax.vmap(row_sum)(jnp.abs(scores_HS)) / jnp.maximum(keys_H, 1)),
-    )
+    return scores_HS, a_HS, jnp.where(a_HS > 0, lnZ_H1 - d_HS, 0), keys_H
 
 
 def combine_layers(layers: LayerAttention | Sequence[LayerAttention]) -> AttentionMetrics:

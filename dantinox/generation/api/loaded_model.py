@@ -14,6 +14,8 @@ from dantinox.config import Config, UserError, with_generation
 from dantinox.config.request_settings import RequestSettings
 from dantinox.distributed import tensor_mesh, weight_shardings
 from dantinox.files import quote
+from dantinox.generation.api.attention_stats import attention_stats as read_attention
+from dantinox.generation.api.attention_stats import check_settings
 from dantinox.generation.api.beam_search import BeamRun
 from dantinox.generation.api.embedder import embed_texts, embedding_ids
 from dantinox.generation.api.memory_groups import DividedRun, divide, fitting_rows
@@ -79,6 +81,7 @@ class GenerateOptions(RequestSettings, total=False):
     constraint: Constraint | None
     logit_processor: LogitProcessor | None
     lora: str | None
+    attention_stats: bool
 
 
 class LoadedModel(ModelBundle):
@@ -136,6 +139,7 @@ class LoadedModel(ModelBundle):
         constraint: Constraint | None = None,
         logit_processor: LogitProcessor | None = None,
         lora: str | None = None,
+        attention_stats: bool = False,
         **settings: object,
     ) -> Result | list[Result]:
         """Continues a prompt, or several prompts in one batch.
@@ -156,6 +160,8 @@ class LoadedModel(ModelBundle):
             before all sampling steps; `history` is a `dantinox.sampling.TokenHistory`. It is compiled into the program once for
             each function object, so define it once.
           lora: the name of an adapter that `load` or `load_lora` has loaded; None: the base model.
+          attention_stats: set `attention` of each result: entropy, varentropy, agreement and strength of every head for every
+            token. The model reads each text once more for them, so the cache must not be compressed.
           settings: settings of the sections `generation`, `router` and `kv` (`kv_budget` and so on), which override the
             settings of the run. `dantinox settings --section generation` lists them.
 
@@ -188,8 +194,18 @@ class LoadedModel(ModelBundle):
             "logit_processor": logit_processor,
             "lora": lora,
         }
-        results = self.complete([self.request(text, config, **report, **given) for text in prompts])
+        if attention_stats:
+            check_settings(config)
+        requests = [self.request(text, config, **report, **given) for text in prompts]
+        results = self.complete(requests)
+        if attention_stats:
+            samples = [request for request in requests for _ in range(config.generation.n)]
+            results = [self._with_attention(*pair) for pair in zip(results, samples, strict=True)]
         return results[0] if isinstance(prompt, str) and len(results) == 1 else results
+
+    def _with_attention(self, result: Result, request: GenerationRequest) -> Result:
+        ids = [*request.ids, *result.tokens]
+        return replace(result, attention=read_attention(self, ids, len(result.tokens), request.config, request.lora))
 
     def stream(
         self,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypedDict
 
+from dantinox.generation.api.attention_stats import AttentionStats
 from dantinox.html_repr import html_text
 from dantinox.model import CacheReport
 from dantinox.sampling import StepInfo
@@ -89,6 +90,7 @@ class Result:
       steps: with `logprobs`: the same reports as a `StepInfo` of arrays `[steps, …]`.
       settings: the settings that differ from the defaults, by name.
       router: the settings of the entropy router; None if the router is off.
+      attention: with `attention_stats`: the statistics of the attention of every head for every token; otherwise None.
       score: with beam search: the sum of the log-probabilities in nats, divided by length^length_penalty; otherwise None.
 
     Example:
@@ -109,6 +111,7 @@ class Result:
     settings: dict[str, object] = field(default_factory=dict)
     router: dict[str, float | None] | None = None
     score: float | None = None
+    attention: AttentionStats | None = field(default=None, repr=False, compare=False)
     make_info: Callable[[], TokenColumns] = field(default=TokenColumns, repr=False, compare=False)  # called by `info`
 
     @cached_property
