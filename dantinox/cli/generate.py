@@ -78,6 +78,9 @@ def add_generate_flags(command: Parser) -> None:
     output.add_argument(
         "--show_candidates", action="store_true", help="with --trace, --report or --logprobs: include the router's candidates"
     )
+    output.add_argument(
+        "--attention_stats", action="store_true", help="with --trace or --report: include the attention of each head"
+    )
     output.add_argument("--echo", action="store_true", help="with --logprobs: include the prompt's tokens")
     output.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write one JSON line per token")
     output.add_argument("--show_entropy", action="store_true", help="shade each token by the entropy of its distribution")
@@ -107,12 +110,16 @@ def generate(options: argparse.Namespace) -> int:
     _check_chat(options)
     constraint = _constraint(options)
     traced = options.show_entropy or options.trace is not None or options.report is not None
+    from dantinox.generation.api.attention_stats import check_settings
     from dantinox.run import find_chat_template, load_run_config, open_run
 
     # Errors in the settings are reported before the weights are loaded.
     directory = open_run(options.run_dir, check=False)  # `load` checks it
     base = load_run_config(directory)
     prompts = _prompts(options, settings, base)
+    if options.attention_stats:
+        for _, config in prompts:
+            check_settings(config)
     if not prompts:
         raise UserError(f"at least one prompt is required: {options.prompt_file} has none")
     records = read_answers(options.out, prompts) if options.resume else []
@@ -172,6 +179,7 @@ def _decode(
         try:
             for part in _parts(requests, options):
                 places = [(index, n) for n in (request.config.generation.n for request in part) for index in range(n)]
+                owners = [request for request in part for _ in range(request.config.generation.n)]
                 first, count = count, count + len(places)
                 if count <= done:
                     continue
@@ -180,6 +188,8 @@ def _decode(
                     print(part[0].prompt, end="", flush=True)
                 for number, result in enumerate(_results(batches, stream)):
                     if traced:
+                        if options.attention_stats:
+                            result = run.with_attention(result, owners[number])
                         held.append((*places[number], result))
                     elif first + number >= done and not stream:
                         print(_answer(*places[number], result, options), file=file, flush=True)
@@ -265,6 +275,8 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
         raise UserError("--echo reports log-probabilities of the prompt: give --logprobs too")
     if options.show_candidates and (options.logprobs, options.trace, options.report) == (None, None, None):
         raise UserError("--show_candidates adds the router's candidates to --trace, --report or --logprobs: give one of them")
+    if options.attention_stats and (options.trace, options.report) == (None, None):
+        raise UserError("--attention_stats adds the attention of each head to --trace or --report: give one of them")
     if options.stream and as_json:
         raise UserError("--stream prints text as it is generated: it cannot be combined with --json or --prompt_file")
     if options.show_entropy and (as_json or options.stream):

@@ -1,7 +1,8 @@
 // The selected token: its probabilities, its alternatives, the rules that chose its strategy, and its metrics.
 
 function drawToken(token) {
-  const views = [headOf, probabilities, alternatives, ...(token?.strategy ? [rules, candidates, parameters] : []), metrics];
+  const routed = token?.strategy ? [rules, candidates, parameters] : [];
+  const views = [headOf, probabilities, alternatives, ...routed, metrics, ...(token?.heads ? [heads] : [])];
   const nothing = element("p", {class: "note"}, "Nothing was generated.");
   byId("token").replaceChildren(...(token ? views.map((view) => view(token)) : [nothing]));
 }
@@ -146,4 +147,35 @@ function metrics(token) {
   const share = (name) => (known(most[name]) ? percent(most[name]) : "");
   const rows = names.map((name) => rowOf(METRICS[name][0], formatMetric(name, token[name]), share(name)));
   return tableOf("numbers", "Metrics", ["", "Value", "Of max"], rows);
+}
+
+// The attention of every head: one map per statistic, with a row for each layer and a column for each head.
+
+const HEADS = {
+  entropy: ["Entropy", "bits"],
+  varentropy: ["Varentropy", "bits²"],
+  agreement: ["Agreement", ""],
+  strength: ["Strength", ""],
+};
+
+function heads(token) {
+  const title = element("h3", {}, "Attention: layers from top to bottom, heads from left to right");
+  return element("div", {class: "heads"}, title, ...Object.keys(HEADS).map((name) => headMap(name, token.heads[name])));
+}
+
+function headMap(name, rows) {
+  const [title, unit] = HEADS[name];
+  const values = rows.flat();
+  const most = largest(values);
+  const facts = `mean ${number(mean(values))}, largest ${number(most)}${unit && " "}${unit}`;
+  const cells = element("div", {class: "cells", role: "img", "aria-label": `${title} of ${rows.length} layers of ${rows[0].length} heads: ${facts}`});
+  cells.style.gridTemplateColumns = `repeat(${rows[0].length}, 1fr)`;
+  rows.forEach((row, layer) => row.forEach((value, head) => cells.append(headCell(value, most, `layer ${layer}, head ${head}: ${number(value)}`))));
+  return element("figure", {}, cells, element("figcaption", {}, element("b", {}, title), ` ${facts}`));
+}
+
+function headCell(value, most, meaning) {
+  const cell = element("i", {title: meaning});
+  cell.style.opacity = most > 0 ? Math.max(0, value / most) : 0;
+  return cell;
 }

@@ -10,7 +10,8 @@ one line for each token:
 `sample` is the index of the sample in the file, and `step` the index of the token in its sample, both from 0. `position` is
 the token's position in the context, including the prompt. A token's `alternatives` are lists
 `[id, text, logprob, logprob_sampled]`, with the most likely first. Its `candidates` are lists `[id, text, logprob, score]` in
-the order of their draws. All other values are numbers, strings or booleans.
+the order of their draws. Its `heads` map the names of statistics to lists `[layer][head]`. All other values are numbers,
+strings or booleans.
 `pandas.read_json(path, lines=True).query("kind == 'token'")` returns a table of the tokens.
 
 The files are strict JSON: infinite numbers and NaN are null.

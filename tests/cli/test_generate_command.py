@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 from dantinox import cli, files
@@ -195,6 +196,21 @@ def test_router_decisions_are_shown_traced_and_reported(generate, tmp_path):
     plain = generate("--prompt", "a", *flags)[1]
     texts = [record["text"] for record in records if record["kind"] == "sample"]
     assert plain == "".join(f"--- sample {number} of 2 ---\na{text}\n" for number, text in enumerate(texts, 1))
+
+
+def test_the_attention_of_each_head_is_traced(generate, tmp_path):
+    lines, page = tmp_path / "out.jsonl", tmp_path / "out.html"
+    flags = ["--prompt", "a", "--greedy", "--max_new_tokens", "3"]
+    code, out, _ = generate(*flags, "--attention_stats", "--trace", lines, "--report", page)
+    assert (code, out) == (0, generate(*flags)[1]) and '"heads"' in page.read_text(encoding="utf-8")
+    tokens = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()][1:]
+    shapes = [{name: np.shape(rows) for name, rows in token["heads"].items()} for token in tokens]
+    assert len(tokens) == 3 and {len(shape) for one in shapes for shape in one.values()} == {2}
+    assert shapes == [dict.fromkeys(("entropy", "varentropy", "agreement", "strength"), shapes[0]["entropy"])] * 3
+    code, _, err = generate(*flags, "--attention_stats")
+    assert code == 2 and "--attention_stats adds the attention of each head to --trace or --report: give one of them" in err
+    code, _, err = generate(*flags, "--attention_stats", "--trace", lines, "--kv_budget", "0.5")
+    assert code == 2 and "attention_stats reads all keys: leave kv.budget and kv.budget_tokens out" in err
 
 
 def test_an_output_that_fails_does_not_prevent_the_others(generate, tmp_path, monkeypatch):

@@ -396,6 +396,20 @@ def test_missing_attention_metrics_are_omitted(opened):
     assert "ttention" not in find(browser, "main").text and "Strategies" in find(browser, "main").text
 
 
+def test_the_attention_of_each_head_is_a_map(opened):
+    document, layers, heads = trace(3, routed=False, attention=False), 4, 6
+    names = ("entropy", "varentropy", "agreement", "strength")
+    for n, record in enumerate(document["tokens"]):
+        record["heads"] = {name: np.arange(layers * heads).reshape(layers, heads).__add__(n).tolist() for name in names}
+    browser = opened(document)
+    assert len(browser.find_elements("css selector", ".heads figure")) == 4
+    cells = browser.find_elements("css selector", ".heads figure:first-of-type .cells i")
+    assert len(cells) == layers * heads and cells[6].get_attribute("title") == "layer 1, head 0: 6"
+    assert [float(cell.value_of_css_property("opacity")) for cell in (cells[0], cells[-1])] == [0, 1]
+    press(browser, "TAB", "TAB", "TAB", "ARROW_RIGHT")
+    assert "mean 12.5, largest 24 bits" in find(browser, ".heads").text
+
+
 def test_a_sample_can_be_chosen_and_an_empty_one_shows_a_note(opened):
     from selenium.webdriver.support.ui import Select
 

@@ -70,7 +70,7 @@ def attention_stats(
         count = min(CHUNK, len(ids) - 1 - begin)
         tokens_1W, positions_1W = np.zeros((1, CHUNK), np.int32), np.full((1, CHUNK), -1, np.int32)
         tokens_1W[0, :count], positions_1W[0, :count] = ids[begin : begin + count], np.arange(begin, begin + count)
-        cache, stats_WLH = _read(split, cache, tokens_1W, positions_1W, features, constants)
+        cache, stats_WLH = _read_tokens(split, cache, tokens_1W, positions_1W, features, constants)
         parts.append(jax.tree.map(lambda x, count=count: np.asarray(x)[:count], stats_WLH))
     if not parts:
         shape = 0, transformer.config.num_blocks, transformer.config.n_heads
@@ -96,7 +96,7 @@ def _prefill(
 
 
 @partial(jax.jit, donate_argnames=("cache",))
-def _read(
+def _read_tokens(
     model: SplitModel, cache: KVCache, tokens_1W: jax.Array, positions_1W: jax.Array, features: Features, constants: Constants
 ) -> tuple[KVCache, HeadAttention]:
     """Reads the tokens, and returns the statistics of all heads `[W, L, H]`; a position of −1 marks padding."""

@@ -200,10 +200,15 @@ class LoadedModel(ModelBundle):
         results = self.complete(requests)
         if attention_stats:
             samples = [request for request in requests for _ in range(config.generation.n)]
-            results = [self._with_attention(*pair) for pair in zip(results, samples, strict=True)]
+            results = [self.with_attention(*pair) for pair in zip(results, samples, strict=True)]
         return results[0] if isinstance(prompt, str) and len(results) == 1 else results
 
-    def _with_attention(self, result: Result, request: GenerationRequest) -> Result:
+    def with_attention(self, result: Result, request: GenerationRequest) -> Result:
+        """Returns a result of a request with its `attention`, see `generate`.
+
+        Raises:
+          UserError: the request compresses the cache or divides the model among devices.
+        """
         ids = [*request.ids, *result.tokens]
         return replace(result, attention=read_attention(self, ids, len(result.tokens), request.config, request.lora))
 

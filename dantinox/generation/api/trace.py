@@ -14,6 +14,7 @@ from dantinox.sampling import SamplingParams, StepInfo
 from dantinox.sampling.entropy_router import ADAPTIVE
 from dantinox.text import Tokenizer
 
+DECIMALS = 3  # of the statistics of the heads, which are thousands of numbers per token
 # A trace document holds the first three in other fields. The keys of the watermark are secret.
 EXCLUDED_SETTINGS = ("seed", "max_new_tokens", "n", "watermark_keys")
 
@@ -61,7 +62,8 @@ def trace_document(result: Result, tokenizer: Tokenizer) -> dict[str, object]:
     A record has `id`, `text` (the text that the token added), `entropy` and `varentropy` of the distribution of the model
     (bits, bits²), `survivors`, `rank` (0: the most likely), `logprob`, `logprob_sampled` (null: the token has probability 0
     in the distribution after all sampling steps) and `alternatives`. With the router, a record also has `strategy`, the
-    settings of the router, `forced`, the attention metrics if the router uses attention, and `candidates` if requested.
+    settings of the router, `forced`, the attention metrics if the router uses attention, and `candidates` if requested. With
+    `attention_stats`, it has `heads`: the statistics of `AttentionStats`, each as one list per layer with one number per head.
     Candidates are in drawing order; the first candidate with the highest score is chosen.
 
     Args:
@@ -90,7 +92,13 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, object]]:
     detokenizer.push(tokenizer.encode(result.prompt))  # the first new token continues the prompt
     texts = [detokenizer.push([token]) for token in result.tokens]
     texts[-1] += detokenizer.flush()
-    return token_records(result.tokens, texts, steps, tokenizer)
+    records = token_records(result.tokens, texts, steps, tokenizer)
+    if result.attention is None:
+        return records
+    heads = {
+        name: values_TLH.astype(np.float64).round(DECIMALS).tolist() for name, values_TLH in result.attention._asdict().items()
+    }
+    return [record | {"heads": {name: values[n] for name, values in heads.items()}} for n, record in enumerate(records)]
 
 
 def token_records(
