@@ -45,7 +45,7 @@ class Reply:
       requests: the generation requests of the body, at least one.
       stream: whether the response is streamed.
       streams: streams of the requests that the engine has accepted, by request number.
-      aborted: whether another HTTP request has aborted this one, so that `cancelled` is not an error.
+      aborted: whether the reply itself or another HTTP request has ended it early, so that `cancelled` is not an error.
       failed: whether the stream has ended with an error.
       truncate_on_error: whether a streamed response with an error lacks its final chunk.
       media_type: media type of a streamed response.

@@ -6,6 +6,7 @@ Source: the documentation of the llama.cpp server.
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -60,33 +61,38 @@ def _to_prompts(value: Any) -> list[list[str | int]]:
     As in llama.cpp, a list of texts, or a list that contains lists or objects, has several prompts. Any other list is one
     prompt.
     """
-    several = isinstance(value, list) and (
-        all(isinstance(part, str) for part in value) or any(isinstance(part, list | dict) for part in value)
-    )
-    prompts = value if several and value else [value]
-    if type(value) is int:
+    if type(value) is int:  # a token id may be a part of a prompt, but is not a prompt
         raise ValueError("must be a string, a list of strings and token ids, or a list of these")
+    several = (
+        isinstance(value, list)
+        and value != []
+        and (all(isinstance(part, str) for part in value) or any(isinstance(part, list | dict) for part in value))
+    )
+    prompts = value if several else [value]
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"must have at most {MAX_PROMPTS} prompts")
-    return [[_to_part(part) for part in (prompt if isinstance(prompt, list) else [prompt])] for prompt in prompts]
+    lists = [prompt if isinstance(prompt, list) else [prompt] for prompt in prompts]
+    return [[_to_part(part) for part in parts] for parts in lists]
 
 
 def _to_bias(value: Any) -> Any:
-    """Converts the pairs `[[token, bias], …]` to an object; the bias `false` bans the token."""
+    """Converts the pairs `[[token, bias], …]` to an object; the bias `false` becomes null, which bans the token."""
     pairs = [*value.items()] if isinstance(value, dict) else value
     if not isinstance(pairs, list):
         return value
     if any(not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in (int, str) for pair in pairs):
         raise ValueError("must be an object, or a list of pairs of a token and a number")
-    return {str(token): -100.0 if bias is False else bias for token, bias in pairs}
+    return {str(token): None if bias is False else bias for token, bias in pairs}
 
 
-def _token_biases(tokenizer: Tokenizer, biases: Mapping[str, float]) -> dict[str, float]:
+def _token_biases(tokenizer: Tokenizer, biases: Mapping[str, float | None]) -> dict[str, float | None]:
     """Returns biases by token id. A text that is not an id biases each of its tokens; biases of one token are added."""
-    found: dict[str, float] = {}
+    found: dict[str, float | None] = {}
     for text, bias in biases.items():
-        for token in [text] if is_digits(text) else tokenizer.encode(text, parse_special=True):
-            found[str(token)] = found.get(str(token), 0.0) + bias
+        tokens = [text] if is_digits(text) else tokenizer.encode(text, parse_special=True)
+        for token in tokens:
+            earlier = found.get(str(token), 0.0)
+            found[str(token)] = None if bias is None or earlier is None else earlier + bias
     return found
 
 
@@ -114,7 +120,7 @@ class LlamaBody(LlamaOptions):
     ignored: ClassVar[tuple[str, ...]] = IGNORED
 
     stream: bool | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_to_bias)] | None = None
+    logit_bias: Annotated[dict[str, float | None], BeforeValidator(_to_bias)] | None = None
     n_cmpl: Annotated[int, Integer, Field(ge=1, le=MAX_SAMPLES)] | None = Field(
         None, validation_alias=AliasChoices("n_cmpl", "n")
     )
@@ -184,14 +190,23 @@ def routes(service: Service) -> list[Route]:
 
     async def props(request: Request) -> Response:
         """Describes the model and the server."""
-        template, variables = service.options.template, service.tokenizer.template_variables
-        params = reported_options(service.engine.settings({}).generation)
-        known: dict[str, JSON] = {"default_generation_settings": {"n_ctx": service.context, "params": params}}
-        known |= {"total_slots": service.engine.status().slots, "model_path": service.engine.name}
-        known |= {"model_alias": service.engine.name, "chat_template": "" if template is None else template.source}
-        known |= {name: variables.get(name) or "" for name in ("bos_token", "eos_token")}
-        known |= {"modalities": {"vision": False, "audio": False}, "build_info": f"DantinoX {__version__}"}
-        return JSONResponse(known)
+        template = service.options.template
+        variables = service.tokenizer.template_variables
+        response: dict[str, JSON] = {
+            "default_generation_settings": {
+                "n_ctx": service.context,
+                "params": reported_options(service.engine.settings({}).generation),
+            },
+            "total_slots": service.engine.status().slots,
+            "model_path": service.engine.name,
+            "model_alias": service.engine.name,
+            "chat_template": "" if template is None else template.source,
+            "bos_token": variables.get("bos_token") or "",
+            "eos_token": variables.get("eos_token") or "",
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"DantinoX {__version__}",
+        }
+        return JSONResponse(response)
 
     async def slots(request: Request) -> Response:
         """Lists the slots of the engine."""
@@ -222,45 +237,48 @@ async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply
             if isinstance(part, int):
                 ids.append(part)
             else:
-                ids += (tokenizer.encode if number else model.prompt_ids)(part, parse_special=True)
+                encode_part = model.prompt_ids if number == 0 else tokenizer.encode  # only the first part gets a BOS token
+                ids += encode_part(part, parse_special=True)
         return ids or model.prompt_ids("")
 
-    size = sum(len(part) if isinstance(part, str) else 1 for parts in body.prompt for part in parts)
-    prompts = await _run("prompt", size, lambda: [encode(parts) for parts in body.prompt])
+    every_part = [part for parts in body.prompt for part in parts]
+    characters = sum(len(part) for part in every_part if isinstance(part, str))
+    prompts = await _encode("prompt", characters + len(every_part), lambda: [encode(parts) for parts in body.prompt])
     return await _reply(service, body, _settings(service, body), prompts)
 
 
 async def parse_infill(service: Service, body: InfillBody) -> Reply:
     """Converts a body of `/infill` to a generation request.
 
-    The texts are shortened to the tokens next to the gap that fit into the context with the new tokens, but at least half of
-    the context.
+    The texts keep the tokens nearest to the gap. They have the space in the context that the new tokens leave, at least half.
 
     Raises:
       RequestError, UserError: the body cannot be served.
     """
     config = with_fim_ends(service, _settings(service, body), "input_suffix")
     tokenizer = service.tokenizer
-    context, new = service.context, min(config.generation.max_new_tokens, service.context // 2)
+    new_tokens = min(config.generation.max_new_tokens, service.context // 2)
 
     def encode() -> list[int]:
         start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
         answer = tokenizer.encode(body.prompt) if body.prompt else []
         extra = "".join(f"{file.text}\n" for file in body.input_extra)
-        room = max(context - new - len(start) - len(answer) - 4, 0)  # at most four tokens mark the parts
-        prefix, suffix = tokenizer.encode(extra + body.input_prefix), body.input_suffix
-        whole = len(tokenizer.encode(suffix)) if suffix else 0
-        if len(prefix) + whole > room:
-            kept = min(whole, max(room // SUFFIX_SHARE, room - len(prefix)))
-            suffix = tokenizer.decode(tokenizer.encode(suffix)[:kept]) if kept else ""
-            prefix = prefix[max(0, len(prefix) - (room - kept)) :]
-        return [*start, *fim_ids(tokenizer, prefix, suffix), *answer]
+        room = max(service.context - new_tokens - len(start) - len(answer) - 4, 0)  # at most four tokens mark the parts
+        prefix_ids = tokenizer.encode(extra + body.input_prefix)
+        suffix = body.input_suffix
+        suffix_ids = tokenizer.encode(suffix) if suffix else []
+        if len(prefix_ids) + len(suffix_ids) > room:
+            kept = min(len(suffix_ids), max(room // SUFFIX_SHARE, room - len(prefix_ids)))  # at least what the prefix leaves
+            suffix = tokenizer.decode(suffix_ids[:kept]) if kept else ""
+            prefix_ids = prefix_ids[max(0, len(prefix_ids) - (room - kept)) :]
+        return [*start, *fim_ids(tokenizer, prefix_ids, suffix), *answer]
 
     size = len(body.input_prefix) + len(body.input_suffix) + sum(len(file.text) for file in body.input_extra)
-    return await _reply(service, body, config, await _run("input_prefix", size, lambda: [encode()]))
+    return await _reply(service, body, config, await _encode("input_prefix", size, lambda: [encode()]))
 
 
-async def _run(param: str, size: int, encode: Callable[[], list[list[int]]]) -> list[list[int]]:
+async def _encode(param: str, size: int, encode: Callable[[], list[list[int]]]) -> list[list[int]]:
+    """Encodes prompts of this size; a text that cannot be encoded is an error of the field `param`."""
     try:
         return await run_sized(size, encode)
     except UserError as error:
@@ -271,8 +289,9 @@ def _settings(service: Service, body: LlamaBody) -> Config:
     warn_unknown(body, *KNOWN_OPTIONS)
     base = service.engine.settings({}).generation
     found = body.settings(base, service.context)
-    routed = found.get("strategy", base.strategy) == "entropy"
-    if body.samplers is not None and not routed and not found.get("mirostat", base.mirostat):  # mirostat disables all others
+    # The entropy router chooses the samplers itself, and mirostat disables all others.
+    has_samplers = found.get("strategy", base.strategy) != "entropy" and not found.get("mirostat", base.mirostat)
+    if body.samplers is not None and has_samplers:
         found |= sampler_settings(body.samplers)
     if body.logit_bias is not None:
         found["logit_bias"] = _token_biases(service.tokenizer, body.logit_bias)
@@ -281,17 +300,28 @@ def _settings(service: Service, body: LlamaBody) -> Config:
 
 async def _reply(service: Service, body: LlamaBody, config: Config, prompts: Sequence[Sequence[int]]) -> Reply:
     service.check_lengths(prompts, "prompt")
-    logprobs, constraint = min(body.n_probs, service.tokenizer.vocab_size) if body.n_probs else None, body.constraint()
-    requests = [GenerationRequest(tuple(ids), config, logprobs, False, constraint) for ids in prompts]
+    constraint = body.constraint()
+    logprobs = min(body.n_probs, service.tokenizer.vocab_size) if body.n_probs else None
+    requests = [GenerationRequest(tuple(ids), config, logprobs=logprobs, constraint=constraint) for ids in prompts]
     return LlamaReply(service, await healed(service.model, requests), body)
 
 
+@dataclass
 class _Answer:
-    """One answer to a prompt: its text, the records since the last event, the number of all records, and its end."""
+    """One answer to a prompt.
 
-    def __init__(self) -> None:
-        self.text, self.reason, self.stop_string = "", "length", ""
-        self.records, self.tokens, self.first_at = list[Any](), 0, 0.0
+    Attributes:
+      records: the records of the tokens since the last event.
+      token_count: the number of all tokens.
+      first_at: the time of the first token, of `time.monotonic`; 0 before.
+    """
+
+    text: str = ""
+    reason: str = "length"
+    stop_string: str = ""
+    records: list[Any] = field(default_factory=list)
+    token_count: int = 0
+    first_at: float = 0.0
 
 
 class LlamaReply(Reply):
@@ -299,10 +329,13 @@ class LlamaReply(Reply):
 
     def __init__(self, service: Service, requests: Sequence[GenerationRequest], body: LlamaBody):
         super().__init__(requests, bool(body.stream))
-        self._tokenizer, self._model, self._context = service.tokenizer, service.engine.name, service.context
+        self._tokenizer = service.tokenizer
+        self._model_name = service.engine.name
+        self._context = service.context
+        self._body = body
         self._samples = requests[0].config.generation.n
         self._answers = [_Answer() for _ in range(len(requests) * self._samples)]
-        self._body, self._seconds = body, max(body.t_max_predict_ms or 0, 0) / 1e3
+        self._max_seconds = max(body.t_max_predict_ms or 0, 0) / 1e3  # 0: no limit
 
     def add(self, number: int, delta: Delta) -> None:
         self._add(number, delta)
@@ -313,11 +346,12 @@ class LlamaReply(Reply):
         answer = self._answers[index]
         answer.text += delta.text
         answer.reason = delta.finish_reason or answer.reason
-        answer.stop_string = delta.stop_string or ""
+        answer.stop_string = delta.stop_string or answer.stop_string
         answer.records += delta.tokens
-        answer.tokens += len(delta.tokens)
+        answer.token_count += len(delta.tokens)
         answer.first_at = answer.first_at or time.monotonic()
-        if self._seconds and "\n" in answer.text and time.monotonic() - answer.first_at > self._seconds:
+        is_late = self._max_seconds and time.monotonic() - answer.first_at > self._max_seconds
+        if is_late and "\n" in answer.text:
             self.aborted = True  # the finish reason `cancelled` is then no error
             self.streams[number].cancel()
         return index
@@ -326,12 +360,15 @@ class LlamaReply(Reply):
         found: list[JSON] = []
         for index, one in enumerate(self._answers):
             content = self._content(index, one.text)
-            found.append(self._selected(self._last(index) | content | ({} if self._body.return_tokens else {"tokens": []})))
+            if not self._body.return_tokens:
+                content["tokens"] = []
+            found.append(self._selected(self._last(index) | content))
         return found if len(found) > 1 else found[0]
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
         index = self._add(number, delta)
-        content, self._answers[index].records = self._content(index, delta.text), []
+        content = self._content(index, delta.text)
+        self._answers[index].records = []
         return _event({"index": index, **content, "stop": False}) if delta.text or delta.tokens else b""
 
     def format_end(self) -> bytes:
@@ -355,23 +392,42 @@ class LlamaReply(Reply):
 
     def _last(self, index: int) -> dict[str, JSON]:
         """Returns the last event of an answer in a stream, with its statistics."""
-        answer, number = self._answers[index], index // self._samples
-        stats, request = self.streams[number].stats, self.requests[number]
-        prompt, section, body = len(request.ids), request.config.generation, self._body
+        answer = self._answers[index]
+        number = index // self._samples
+        request = self.requests[number]
+        stats = self.streams[number].stats
+        prompt_tokens = len(request.ids)
+        new_tokens = stats.new_tokens if self._samples == 1 else answer.token_count  # `stats` counts all samples together
         first = stats.first_token_seconds if stats.new_tokens else stats.seconds
-        new = stats.new_tokens if self._samples == 1 else answer.tokens
-        speech = self._tokenizer.detokenizer(self._tokenizer.special_ids)
-        settings = reported_options(section) | {"n_ctx": self._context, "model": self._model, "stream": self.stream}
-        settings |= {"n_probs": body.n_probs or 0, "n_cmpl": self._samples, "grammar": body.grammar or ""}
-        known: dict[str, JSON] = {"index": index, "content": "", "tokens": [], "stop": True, "model": self._model}
-        known |= {"generation_settings": settings, "prompt": speech.push(request.ids) + speech.flush()}
-        known |= {"stop_type": STOP_TYPES[answer.reason], "stopping_word": answer.stop_string}
-        known |= {"truncated": STOP_TYPES[answer.reason] == "limit" and prompt + new >= self._context}
-        known |= {"tokens_cached": stats.reused_tokens, "tokens_predicted": new, "tokens_evaluated": prompt}
-        timings = _timings("prompt", prompt - stats.reused_tokens, first - stats.queued_seconds)
-        timings |= _timings("predicted", new, stats.seconds - first)
-        known["timings"] = timings
-        return known
+        stop_type = STOP_TYPES[answer.reason]
+        detokenizer = self._tokenizer.detokenizer(self._tokenizer.special_ids)
+        return {
+            "index": index,
+            "content": "",
+            "tokens": [],
+            "stop": True,
+            "model": self._model_name,
+            "generation_settings": {
+                **reported_options(request.config.generation),
+                "n_ctx": self._context,
+                "model": self._model_name,
+                "stream": self.stream,
+                "n_probs": self._body.n_probs or 0,
+                "n_cmpl": self._samples,
+                "grammar": self._body.grammar or "",
+            },
+            "prompt": detokenizer.push(request.ids) + detokenizer.flush(),
+            "stop_type": stop_type,
+            "stopping_word": answer.stop_string,
+            "truncated": stop_type == "limit" and prompt_tokens + new_tokens >= self._context,
+            "tokens_cached": stats.reused_tokens,
+            "tokens_predicted": new_tokens,
+            "tokens_evaluated": prompt_tokens,
+            "timings": {
+                **_timings("prompt", prompt_tokens - stats.reused_tokens, first - stats.queued_seconds),
+                **_timings("predicted", new_tokens, stats.seconds - first),
+            },
+        }
 
     def _selected(self, response: dict[str, JSON]) -> dict[str, JSON]:
         """Returns the `response_fields` of a response; fields that it does not have are left out."""
