@@ -43,16 +43,16 @@ def separate_traces() -> Iterator[None]:
     is used only if its source lines are equal.
     """
     global _shares_traces
-    key_has_lines = "jax_compilation_cache_include_metadata_in_key"
-    before = jax.config.values[key_has_lines]
+    option = "jax_compilation_cache_include_metadata_in_key"
+    before = jax.config.values[option]
     jax.clear_caches()
-    jax.config.update(key_has_lines, True)
+    jax.config.update(option, True)
     _shares_traces = False
     try:
         yield
     finally:
         _shares_traces = True
-        jax.config.update(key_has_lines, before)
+        jax.config.update(option, before)
         jax.clear_caches()
 
 
@@ -80,14 +80,44 @@ class Chip:
     source: str
 
 
-# A TPU's memory is published in units of 2³⁰ bytes. Of the 16 units of a v5e, programs can use 15.75.
+# A TPU's memory is published in units of 2³⁰ bytes. Programs can use a little less: 15.75 of the 16 units of a v5e.
 CHIPS = {
     "h100": Chip(
-        "gpu", "NVIDIA H100 80GB HBM3", 989.4e12, 80 * 10**9, 3.35e12, 450e9, "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"
+        platform="gpu",
+        kind="NVIDIA H100 80GB HBM3",
+        flops=989.4e12,
+        memory=80 * 10**9,
+        bandwidth=3.35e12,
+        link=450e9,
+        source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM",
     ),
-    "v5e": Chip("tpu", "TPU v5 lite", 197e12, 16 << 30, 819e9, 200e9, "Google Cloud TPU documentation, TPU v5e"),
-    "v5p": Chip("tpu", "TPU v5", 459e12, 95 << 30, 2765e9, 600e9, "Google Cloud TPU documentation, TPU v5p"),
-    "v6e": Chip("tpu", "TPU v6 lite", 918e12, 32 << 30, 1640e9, 400e9, "Google Cloud TPU documentation, TPU v6e"),
+    "v5e": Chip(
+        platform="tpu",
+        kind="TPU v5 lite",
+        flops=197e12,
+        memory=16 << 30,
+        bandwidth=819e9,
+        link=200e9,
+        source="Google Cloud TPU documentation, TPU v5e",
+    ),
+    "v5p": Chip(
+        platform="tpu",
+        kind="TPU v5",
+        flops=459e12,
+        memory=95 << 30,
+        bandwidth=2765e9,
+        link=600e9,
+        source="Google Cloud TPU documentation, TPU v5p",
+    ),
+    "v6e": Chip(
+        platform="tpu",
+        kind="TPU v6 lite",
+        flops=918e12,
+        memory=32 << 30,
+        bandwidth=1640e9,
+        link=400e9,
+        source="Google Cloud TPU documentation, TPU v6e",
+    ),
 }
 
 
@@ -113,7 +143,12 @@ class MemoryUsage:
 def memory_usage(compiled: Any) -> MemoryUsage:
     """Returns the memory that a compiled program needs."""
     found = compiled.memory_analysis()
-    return MemoryUsage(*(getattr(found, f"{kind}_size_in_bytes") for kind in ("argument", "temp", "output", "alias")))
+    return MemoryUsage(
+        arguments=found.argument_size_in_bytes,
+        temp=found.temp_size_in_bytes,
+        output=found.output_size_in_bytes,
+        alias=found.alias_size_in_bytes,
+    )
 
 
 def tree_bytes(tree: Any) -> int:
@@ -133,10 +168,10 @@ def compile_program(lowered: Any, options: Mapping[str, Any]) -> Any:
 
 def available_bytes(device: jax.Device) -> int | None:
     """Returns the free memory of an accelerator, or of the machine if the device is its CPU; None if it is unknown."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return free_memory() if device.platform == "cpu" else None
+    if device.platform == "cpu":
+        return free_memory()
+    stats = device.memory_stats()
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0) if stats and "bytes_limit" in stats else None
 
 
 def free_bytes(memory: int | None = None) -> int | None:

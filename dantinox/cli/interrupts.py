@@ -1,6 +1,7 @@
 """Ctrl-C while a program is compiled or runs on a device: Python would call its signal handler only afterwards."""
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ GRACE_SECONDS = 1.0  # in which the main thread may react to Ctrl-C itself
 
 
 def exit_interrupted() -> NoReturn:
-    """Ends the process at once. The end of the interpreter would wait for a running program, or free memory that it uses."""
+    """Ends the process at once. A normal exit would wait for a running program, or release memory that it still uses."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     os._exit(INTERRUPTED)
@@ -29,7 +30,7 @@ def watch_interrupts() -> None:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    last_reaction = -GRACE_SECONDS
+    last_reaction = -math.inf
 
     def interrupt(number: int, frame: Any) -> None:
         nonlocal last_reaction
@@ -42,6 +43,7 @@ def watch_interrupts() -> None:
             if signal.SIGINT not in numbers or signal.getsignal(signal.SIGINT) is not interrupt:
                 continue
             time.sleep(GRACE_SECONDS)
+            # The main thread may have called its handler shortly before this thread read the number.
             if last_reaction < arrived - GRACE_SECONDS:
                 print("interrupted", file=sys.stderr, flush=True)
                 exit_interrupted()

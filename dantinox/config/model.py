@@ -27,7 +27,7 @@ class ModelSection(Section):
 
     depth: Count | None = field(
         None,
-        "number of layers from which size, optimizer, batch and steps follow unless they are set; a run saves these instead",
+        "number of layers from which size, optimizer, batch and steps follow unless they are set; a run saves the results",
         group="size",
     )
     dim: Count = field(256, "width of the residual stream", group="size")
@@ -227,7 +227,10 @@ class MoESection(Section):
 NEEDS_SLIDING_WINDOW = Needs(("attention.sliding_window", True))
 NEEDS_LATENT_ATTENTION = Needs(("attention.kv_lora_rank", is_set))
 NEEDS_ROPE_SCALING = Needs(("attention.rope_scaling", differs("none")))
-LLAMA3, YARN = Needs(("attention.rope_scaling", "llama3")), Needs(("attention.rope_scaling", "yarn"))
+NEEDS_LLAMA3 = Needs(("attention.rope_scaling", "llama3"))
+NEEDS_YARN = Needs(("attention.rope_scaling", "yarn"))
+# Several pairs in one `Needs` are alternatives.
+NEEDS_ORIGINAL_CONTEXT = Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
 NEEDS_LONGROPE = Needs(("attention.rope_scaling", "longrope"))
 NEEDS_PROPORTIONAL = Needs(("attention.rope_scaling", "proportional"))
 NEEDS_ROTARY = Needs(("attention.use_rotary_pos", True))
@@ -265,38 +268,40 @@ class AttentionSection(Section):
         "divisor of the rotary frequencies: new context / original context",
         group="positions",
     )
-    rope_original_context: Annotated[
-        Count | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
-    ] = field(None, "llama3, yarn, longrope: context in tokens before the scaling", group="positions")
-    low_freq_factor: Annotated[Positive, LLAMA3] = field(
+    rope_original_context: Annotated[Count | None, NEEDS_ORIGINAL_CONTEXT] = field(
+        None,
+        "llama3, yarn, longrope: context in tokens before the scaling",
+        group="positions",
+    )
+    low_freq_factor: Annotated[Positive, NEEDS_LLAMA3] = field(
         1.0,
         "llama3: divide frequencies with fewer turns than this in the original context by rope_factor",
         group="positions",
     )
-    high_freq_factor: Annotated[Positive, LLAMA3] = field(
+    high_freq_factor: Annotated[Positive, NEEDS_LLAMA3] = field(
         4.0,
         "llama3: keep frequencies with more turns than this in the original context",
         group="positions",
     )
-    beta_fast: Annotated[Positive, YARN] = field(
+    beta_fast: Annotated[Positive, NEEDS_YARN] = field(
         32.0,
         "yarn: keep frequencies with more turns than this in the original context",
         group="positions",
     )
-    beta_slow: Annotated[Positive, YARN] = field(
+    beta_slow: Annotated[Positive, NEEDS_YARN] = field(
         1.0,
         "yarn: divide frequencies with fewer turns than this in the original context",
         group="positions",
     )
-    rope_truncate: Annotated[bool, YARN] = field(
+    rope_truncate: Annotated[bool, NEEDS_YARN] = field(
         True, "yarn: round the ends of the blended range to whole frequency indices", group="positions"
     )
-    rope_mscale: Annotated[Positive | None, YARN] = field(
+    rope_mscale: Annotated[Positive | None, NEEDS_YARN] = field(
         None,
         "yarn: m in the factor (0.1 m ln rope_factor + 1) / (0.1 n ln rope_factor + 1) on queries and keys (null: none)",
         group="positions",
     )
-    rope_mscale_all_dim: Annotated[Positive | None, YARN] = field(
+    rope_mscale_all_dim: Annotated[Positive | None, NEEDS_YARN] = field(
         None,
         "yarn: n in that factor; latent attention multiplies scores by (0.1 n ln rope_factor + 1)² (null: none)",
         group="positions",
@@ -308,10 +313,10 @@ class AttentionSection(Section):
         "yarn, longrope: factor on queries and keys (null: 0.1 ln rope_factor + 1; √(1 + ln rope_factor / ln original))",
         group="positions",
     )
-    query_scaling_beta: Annotated[
-        Positive | None, Needs(*(("attention.rope_scaling", kind) for kind in ("llama3", "yarn", "longrope")))
-    ] = field(
-        None, "β: multiply queries at position p by 1 + β ln(1 + ⌊p / rope_original_context⌋) (null: off)", group="positions"
+    query_scaling_beta: Annotated[Positive | None, NEEDS_ORIGINAL_CONTEXT] = field(
+        None,
+        "β: multiply queries at position p by 1 + β ln(1 + ⌊p / rope_original_context⌋) (null: off)",
+        group="positions",
     )
     rope_share: Annotated[float, Field(gt=0, le=1), NEEDS_PROPORTIONAL] = field(
         1.0,
@@ -633,6 +638,13 @@ SETTING_OF = {name: _PATHS[name] for name in ARCHITECTURE if name in _PATHS} | {
 }  # fmt: skip
 
 
+# Settings of `attention` that do not apply to attention over latent vectors.
+INACTIVE_WITH_LATENTS = (
+    "qkv_bias", "out_bias", "gate_bias", "query_pre_attn_scalar", "attention_multiplier", "query_scaling_beta",
+    "partial_rotary_factor", "rope_layers", "global_head_size", "global_kv_heads", "k_eq_v", "kv_shared_layers",
+)  # fmt: skip
+
+
 def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among the settings of the architecture."""
     kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
@@ -643,8 +655,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
     if m.n_heads % kv_heads:
         yield "model.kv_heads", f"must divide model.n_heads, got {kv_heads} and {m.n_heads}"
     if a.kv_lora_rank is not None:
-        scores = ("query_pre_attn_scalar", "attention_multiplier", "query_scaling_beta")
-        for key in ("qkv_bias", "out_bias", "gate_bias", *scores, "partial_rotary_factor", "rope_layers"):
+        for key in INACTIVE_WITH_LATENTS:
             if getattr(a, key) != AttentionSection.model_fields[key].default:
                 yield f"attention.{key}", "has no effect with attention.kv_lora_rank: leave it out"
         if not a.use_rotary_pos or m.kv_heads not in (None, m.n_heads) or m.qk_norm:
@@ -652,14 +663,11 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
             yield "attention.kv_lora_rank", f"needs {needed}: heads have separate keys, and latents are normalized"
         if (a.qk_rope_head_dim or head_size // 2) % 2:
             yield "attention.qk_rope_head_dim", f"must be even, got {a.qk_rope_head_dim or head_size // 2}"
-        for key in ("global_head_size", "global_kv_heads", "k_eq_v", "kv_shared_layers"):
-            if getattr(a, key) != AttentionSection.model_fields[key].default:
-                yield f"attention.{key}", "has no effect with attention.kv_lora_rank: leave it out"
         if m.v_norm:
             yield "model.v_norm", "must be false with attention.kv_lora_rank: latents are normalized"
     elif a.use_rotary_pos and head_size % 2:
         yield "model.head_size", f"must be even with attention.use_rotary_pos, got {head_size}"
-    elif rotated < 2 or rotated % 2:
+    elif a.use_rotary_pos and (rotated < 2 or rotated % 2):
         share = f"of model.head_size {head_size} must be an even number of at least 2, got {rotated}"
         yield "attention.partial_rotary_factor", share
     yield from _layer_conflicts(m, a)
@@ -710,7 +718,8 @@ def uneven_keys(settings: AttentionSection | ModelConfig) -> str | None:
 
 def _layer_conflicts(m: ModelSection, a: AttentionSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among the settings that make layers differ."""
-    L, shared, size = m.num_blocks, a.kv_shared_layers, a.global_head_size
+    L, shared = m.num_blocks, a.kv_shared_layers
+    size = a.global_head_size
     if m.n_heads % (a.global_kv_heads or 1):
         yield "attention.global_kv_heads", f"must divide model.n_heads, got {a.global_kv_heads} and {m.n_heads}"
     if size is not None and a.use_rotary_pos and (size % 2 or int(size * a.partial_rotary_factor) % 2):
@@ -727,8 +736,9 @@ def _layer_conflicts(m: ModelSection, a: AttentionSection) -> Iterator[Conflict]
         yield "attention.kv_shared_layers", "must be 0 with model.scan_layers: scanned layers compute their own keys"
     if not a.layer_types:
         return
-    kinds = [a.sliding_window and a.layer_types[i % len(a.layer_types)] == "sliding" for i in range(L)]
-    if shared and not set(kinds[L - shared :]) <= set(kinds[: max(L - shared, 0)]):
+    slides = [a.sliding_window and a.layer_types[i % len(a.layer_types)] == "sliding" for i in range(L)]
+    own = max(L - shared, 0)  # the layers that compute their own keys
+    if shared and not set(slides[own:]) <= set(slides[:own]):
         needed = "must leave a layer of each kind, sliding and full, that computes its own keys and values"
         yield "attention.kv_shared_layers", f"{needed}, got {shared} of {L} layers"
 
@@ -784,22 +794,30 @@ def experts_config(moe: MoESection, hidden_dim: int) -> ExpertsConfig:
     """Returns the resolved expert settings; `hidden_dim` is the width of one expert."""
     grouped = moe.top_k_groups < moe.n_groups
     return ExpertsConfig(
-        moe.n_experts,
-        moe.top_k_mlp,
-        (moe.shared_hidden_dim or moe.shared_experts * hidden_dim) if moe.shared_experts else 0,
-        moe.score_function,
-        moe.norm_topk_prob,
-        moe.choice_bias or moe.bias_update_rate > 0,
-        moe.shared_gate,
-        moe.routed_scaling,
-        moe.router_bias,
-        moe.n_groups if grouped else 1,
-        moe.top_k_groups if grouped else 1,
-        moe.group_score if grouped else "max",
-        tuple(sorted(moe.dense_layers)),
-        (moe.dense_hidden_dim or hidden_dim) if moe.dense_layers else 0,
-        moe.branch_norms,
+        count=moe.n_experts,
+        top_k=moe.top_k_mlp,
+        shared_dim=(moe.shared_hidden_dim or moe.shared_experts * hidden_dim) if moe.shared_experts else 0,
+        score=moe.score_function,
+        normalize=moe.norm_topk_prob,
+        bias=moe.choice_bias or moe.bias_update_rate > 0,
+        shared_gate=moe.shared_gate,
+        scaling=moe.routed_scaling,
+        logit_bias=moe.router_bias,
+        groups=moe.n_groups if grouped else 1,
+        top_groups=moe.top_k_groups if grouped else 1,
+        group_score=moe.group_score if grouped else "max",
+        dense_layers=tuple(sorted(moe.dense_layers)),
+        dense_dim=(moe.dense_hidden_dim or hidden_dim) if moe.dense_layers else 0,
+        branch_norms=moe.branch_norms,
     )
+
+
+def _position_kind(a: AttentionSection) -> str:
+    if a.use_rotary_pos:
+        return "rope"
+    if a.trainable_pos:
+        return "learned"
+    return "sinusoidal" if a.absolute_pos else "none"
 
 
 def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_size: int, platform: Platform) -> ModelConfig:
@@ -820,13 +838,13 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         "head_size": head_size,
         "hidden_dim": hidden_dim,
         "windows": tuple(window if a.sliding_window and kind == "sliding" else None for kind in kinds),
-        "position": (
-            "rope" if a.use_rotary_pos else "learned" if a.trainable_pos else "sinusoidal" if a.absolute_pos else "none"
-        ),
+        "position": _position_kind(a),
         "rope_scaling": rope_scaling(a, m.max_context),
         "rope_local_theta": a.rope_local_theta if a.sliding_window else None,
         "unrotated": tuple(i for i in range(m.num_blocks) if not a.rope_layers[i % len(a.rope_layers)]),
+        # Scores are divided by the square root of this number.
         "query_pre_attn_scalar": a.query_pre_attn_scalar if multiplier is None else multiplier**-2,
+        # Equal to the other layers is the same as None, so that equal architectures compare equal.
         "global_head_size": None if a.global_head_size == head_size else a.global_head_size,
         "global_kv_heads": None if a.global_kv_heads == (m.kv_heads or m.n_heads) else a.global_kv_heads,
         "double_wide_mlp": m.double_wide_mlp and a.kv_shared_layers > 0,

@@ -40,7 +40,7 @@ class SlotPlan:
       stepper, stepper_constants: how the slots decode.
       adapters: the adapters that requests may use; None: the programs support no adapters.
       prefill_chunk: the most prompt tokens in a chunk.
-      lengths: of the programs for chunks, ascending.
+      lengths: the padded lengths of chunks, ascending; there is a program for each.
       prefill_rows: the most chunks in a prefill pass.
       prefers_passes: whether a pass over several chunks takes about the time of a single chunk, as on an accelerator.
       make_caches: returns empty caches for a number of rows.
@@ -78,8 +78,8 @@ def plan_slots(model: ModelBundle, options: EngineOptions, config: Config) -> tu
       config: the settings of the server for weights and caches.
 
     Raises:
-      UserError: the model has a shorter context, a server does not support these settings, or not even one slot fits into
-        memory.
+      UserError: the context is longer than that of the model, a server does not support these settings, or not even one slot
+        fits into memory.
     """
     architecture = model.model.config
     context = architecture.max_context if options.context is None else options.context
@@ -89,8 +89,8 @@ def plan_slots(model: ModelBundle, options: EngineOptions, config: Config) -> tu
     order = head_order(architecture, kv, calibration)
     adapters = None
     if model.loras or options.max_loras:
-        sizes = options.max_loras, options.max_lora_rank, options.slots or DEFAULT_SLOTS
-        adapters = AdapterSlots(architecture, model.loras, order, *sizes)
+        rows = options.slots or DEFAULT_SLOTS
+        adapters = AdapterSlots(architecture, model.loras, order, options.max_loras, options.max_lora_rank, rows)
     count = _fitting_slots(architecture, cache_plan, context, options.memory, options.slots)
     prepared = model.prepared(config.generation, order)
     stepper, constants = plan_stepper(config, model, prepared, count, context)
@@ -100,10 +100,11 @@ def plan_slots(model: ModelBundle, options: EngineOptions, config: Config) -> tu
     chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
     chunk = min(chunk, next_power_of_two(context, MIN_PADDED_CHUNK))
     platform = get_platform(architecture.platform)
-    # The rows of experts share tiles of tokens, and the measurement of `measure_rows` uses no adapter.
-    single = compressed or architecture.experts is not None or adapters is not None
+    # The bits of a chunk must not depend on the chunks beside it. The tokens of experts share tiles, and the measurement that
+    # tests the others (`PrefillBatch.measure_rows`) uses no adapter.
+    one_row = compressed or architecture.experts is not None or adapters is not None
     requested = platform.prefill_rows if options.prefill_rows is None else options.prefill_rows
-    rows = 1 if single else min(requested, count)
+    prefill_rows = 1 if one_row else min(requested, count)
     prefers_passes = platform.prefill_rows > 1
     plan = SlotPlan(
         architecture=architecture,
@@ -113,8 +114,9 @@ def plan_slots(model: ModelBundle, options: EngineOptions, config: Config) -> tu
         stepper_constants=constants,
         adapters=adapters,
         prefill_chunk=chunk,
-        lengths=(chunk,) if rows > 1 and prefers_passes else _chunk_lengths(chunk),
-        prefill_rows=rows,
+        # In a pass, padding costs little, and each length would be another program.
+        lengths=(chunk,) if prefill_rows > 1 and prefers_passes else _chunk_lengths(chunk),
+        prefill_rows=prefill_rows,
         prefers_passes=prefers_passes,
         make_caches=make_caches,
         cache_shapes=cache_shapes,
@@ -139,13 +141,14 @@ def _cache_maker(architecture: ModelConfig, plan: CachePlan, stepper: Stepper, c
     # Tokens in pending chunks, which a restart drops, must not overwrite the window before them.
     plan = plan._replace(extra=restart_slots(stepper.width))
     plans = [(architecture, plan), *stepper.cache_plans(constants)]
-    compiled = jax.jit(make_cache, static_argnums=range(7))
-    return lambda rows: tuple(compiled(model, rows, *one, segmented) for model, one in plans)
+    compiled = jax.jit(make_cache, static_argnums=range(7))  # all arguments
+    return lambda rows: tuple(compiled(config, rows, *cache_plan, segmented) for config, cache_plan in plans)
 
 
 def _chunk_lengths(longest: int) -> tuple[int, ...]:
     """Returns the padded lengths of prefill chunks, ascending."""
-    lengths, factor = [MIN_PADDED_CHUNK], 2 if longest <= SLOT_PREFILL_CHUNK else 4
+    lengths = [MIN_PADDED_CHUNK]
+    factor = 2 if longest <= SLOT_PREFILL_CHUNK else 4  # fewer programs for the long chunks of a compressed cache
     while lengths[-1] < longest:
         lengths.append(min(factor * lengths[-1], longest))
     return tuple(lengths)
@@ -155,7 +158,7 @@ def _fitting_slots(architecture: ModelConfig, plan: CachePlan, context: int, mem
     """Returns `count`, or if it is None the number of slots whose caches fit into a share of the free memory.
 
     Args:
-      memory: bytes that stand for the free memory if `count` is None.
+      memory: the upper limit of the free memory if `count` is None.
 
     Raises:
       UserError: not even one slot fits, or `count` slots need more than the free memory.

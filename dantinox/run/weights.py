@@ -29,8 +29,12 @@ CHUNK_BYTES = 1 << 30
 CHUNKED_KEY = "__msgpack_chunked_array__"
 BFLOAT16 = "bfloat16"
 MAX_DEPTH = 16  # maximum nesting of names in a file
-# Type bytes that precede a length of 1, 2 or 4 bytes (github.com/msgpack/msgpack/blob/master/spec.md).
+# Type bytes (github.com/msgpack/msgpack/blob/master/spec.md). These precede a length of 1, 2 or 4 bytes:
 BINARY, EXTENSION, TEXT = (0xC4, 0xC5, 0xC6), (0xC7, 0xC8, 0xC9), (0xD9, 0xDA, 0xDB)
+MAP = (0xDE, 0xDF)  # precede a length of 2 or 4 bytes
+SHORT_MAP, SHORT_LIST, SHORT_TEXT = range(0x80, 0x90), range(0x90, 0xA0), range(0xA0, 0xC0)  # contain the length
+LIST_OF_THREE, TRUE = 0x93, 0xC3
+UNSIGNED = range(0xCC, 0xD0)  # precede an integer of 1, 2, 4 or 8 bytes
 FIXED_EXTENSION = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}
 PACKER = msgpack.Packer()
 
@@ -64,8 +68,8 @@ def load_weights(
     Args:
       expected_shapes: for every path, an object with a `shape`, and the `dtype` uint8 if the array is packed.
       place: called with each path and its read-only array, with the dtype in the file. Its results are returned.
-      widen: converts packed arrays that are not expected, by name, to parameters with the attributes of a `StoredArray`. None:
-        such arrays are an error.
+      widen: from packed arrays that `expected_shapes` lacks, by path, to float parameters with the attributes of a
+        `StoredArray`. None: such arrays are an error.
 
     Returns:
       The results of `place` by path, in the order of `expected_shapes`.
@@ -77,19 +81,20 @@ def load_weights(
     shapes = {name: tuple(leaf.shape) for name, leaf in expected_shapes.items()}
     arrays, size = read_arrays(path)
     total = sum(leaf.nbytes for leaf in arrays.values())
-    overhead = 1024 + sum(256 + len(name) for name in arrays)
-    packed = {name: array for name, array in arrays.items() if array.dtype == np.uint8 and name not in shapes}
-    if packed and widen is None:
+    overhead = 1024 + sum(256 + len(name) for name in arrays)  # the header of an array has less than 256 bytes
+    unexpected = {name: array for name, array in arrays.items() if array.dtype == np.uint8 and name not in shapes}
+    if unexpected and widen is None:
         raise UserError(
-            f"the weights {path} are quantized ({escape_name(next(iter(packed)))}), and this use needs float weights: "
+            f"the weights {path} are quantized ({escape_name(next(iter(unexpected)))}), and this use needs float weights: "
             "import the checkpoint again with --dtype bfloat16 or float32"
         )
-    if packed and widen is not None:
+    if unexpected and widen is not None:
         try:
-            arrays = {name: array for name, array in arrays.items() if name not in packed} | dict(widen(packed))
+            arrays = {name: array for name, array in arrays.items() if name not in unexpected} | dict(widen(unexpected))
         except ValueError as error:
             raise UserError(f"the weights {path} {error}") from None
-    _compare(path, arrays, shapes, {name for name, leaf in expected_shapes.items() if getattr(leaf, "dtype", None) == np.uint8})
+    packed = {name for name, leaf in expected_shapes.items() if getattr(leaf, "dtype", None) == np.uint8}
+    _compare(path, arrays, shapes, packed)
     if size > total + overhead:
         raise UserError(
             f"the weights {path} are damaged: {size} bytes, expected {total} for the arrays and at most {overhead} more"
@@ -159,7 +164,8 @@ def msgpack_pieces(parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview
       parameters: arrays by path, such as "blocks/0/norm1/scale", each read just before it is written. bfloat16 and uint8
         arrays stay unchanged, all others become float32.
     """
-    return _tree_pieces(_nested({name: name for name in parameters}), parameters)
+    paths = _nested({name: name for name in parameters})  # its leaves are paths, so that each array is read when it is written
+    return _tree_pieces(paths, parameters)
 
 
 def _tree_pieces(tree: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
@@ -182,6 +188,7 @@ def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
     flat = array.reshape(-1)
     starts = range(0, flat.size, step)
     shape = {str(axis): size for axis, size in enumerate(array.shape)}
+    # {CHUNKED_KEY: true, "shape": shape, "chunks": {"0": part, …}}
     yield PACKER.pack_map_header(3) + b"".join(map(PACKER.pack, (CHUNKED_KEY, True, "shape", shape, "chunks")))
     yield PACKER.pack_map_header(len(starts))
     for number, start in enumerate(starts):
@@ -191,7 +198,8 @@ def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
 
 def _extension_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
     """Yields one array as Flax packs it: (shape, dtype name, bytes). The bytes are not copied."""
-    inside = b"\x93" + PACKER.pack(array.shape) + PACKER.pack(array.dtype.name) + _data_header(array.nbytes, BINARY)
+    facts = PACKER.pack(array.shape) + PACKER.pack(array.dtype.name)
+    inside = bytes([LIST_OF_THREE]) + facts + _data_header(array.nbytes, BINARY)
     yield _data_header(len(inside) + array.nbytes, EXTENSION) + bytes([ARRAY_EXTENSION]) + inside
     yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
@@ -200,8 +208,8 @@ def _data_header(size: int, type_bytes: tuple[int, int, int]) -> bytes:
     """Returns the type and length bytes of binary data or of an extension; the content follows separately."""
     if type_bytes is EXTENSION and size in FIXED_EXTENSION:
         return bytes([FIXED_EXTENSION[size]])
-    width = 0 if size < 1 << 8 else 1 if size < 1 << 16 else 2
-    return bytes([type_bytes[width]]) + size.to_bytes(1 << width, "big")
+    width, type_byte = next((width, byte) for width, byte in zip((1, 2, 4), type_bytes, strict=True) if size < 256**width)
+    return bytes([type_byte]) + size.to_bytes(width, "big")
 
 
 @dataclass(frozen=True)
@@ -276,15 +284,18 @@ class MsgpackReader:
             return kind - short.start
         if kind not in type_bytes:
             raise ValueError(f"found byte 0x{kind:02x} instead of {what}")
-        return self._take({0xDE: ">H", 0xDF: ">I"}.get(kind) or (">B", ">H", ">I")[type_bytes.index(kind)])
+        if type_bytes is MAP:
+            return self._take((">H", ">I")[MAP.index(kind)])
+        return self._take((">B", ">H", ">I")[type_bytes.index(kind)])
 
     def _name(self) -> str:
         """Reads a name; entries of a list have an integer as their name."""
         head = self.content[self.at] if self.at < self.end else 0
-        return str(self._integer()) if head < 0x80 or 0xCC <= head <= 0xCF else self._text()
+        is_integer = head < 0x80 or head in UNSIGNED
+        return str(self._integer()) if is_integer else self._text()
 
     def _text(self) -> str:
-        size = self._read_length(range(0xA0, 0xC0), TEXT, "a name")
+        size = self._read_length(SHORT_TEXT, TEXT, "a name")
         if size > self.end - self.at:
             raise ValueError("a name that extends past the end of the file")
         self.at += size
@@ -294,19 +305,19 @@ class MsgpackReader:
         head = self._take(">B")
         if head < 128:
             return head
-        if not 0xCC <= head <= 0xCF:
+        if head not in UNSIGNED:
             raise ValueError("a shape with an entry that is not an integer")
-        return self._take((">B", ">H", ">I", ">Q")[head - 0xCC])
+        return self._take((">B", ">H", ">I", ">Q")[UNSIGNED.index(head)])
 
     def _map(self, depth: int) -> dict[str, Any]:
-        count = self._read_length(range(0x80, 0x90), (0xDE, 0xDF), "a tree of parameters")
+        count = self._read_length(SHORT_MAP, MAP, "a tree of parameters")
         if depth > MAX_DEPTH or count > self.end - self.at:
             raise ValueError("a tree of parameters that is larger than the file")
         tree: dict[str, Any] = {}
         for number in range(count):
             name = self._name()
             if name == CHUNKED_KEY and number == 0:
-                return {CHUNKED_KEY: self._chunked(depth)}
+                return {CHUNKED_KEY: self._chunked(depth)}  # `_node` takes the array out
             if name in tree:
                 raise ValueError(f"duplicate name {escape_name(name)}")
             tree[name] = self._node(depth)
@@ -322,9 +333,10 @@ class MsgpackReader:
 
     def _chunked(self, depth: int) -> StoredArray:
         """Reads the rest of a chunked array after its first name: true, "shape": {"0": n, …}, "chunks": {"0": array, …}."""
-        if self._take(">B") != 0xC3 or self._text() != "shape":
+        if self._take(">B") != TRUE or self._text() != "shape":
             raise ValueError("a chunked array without a shape")
-        axes = {self._text(): self._integer() for _ in range(self._read_length(range(0x80, 0x90), (), "a shape"))}
+        dimensions = self._read_length(SHORT_MAP, (), "a shape")
+        axes = {self._text(): self._integer() for _ in range(dimensions)}
         shape = tuple(axes[str(axis)] for axis in range(len(axes)))
         if self._text() != "chunks":
             raise ValueError("a chunked array without chunks")
@@ -341,13 +353,15 @@ class MsgpackReader:
         if (code := self._take(">B")) != ARRAY_EXTENSION:
             raise ValueError(f"unknown extension type {code}")
         end = self.at + size
-        if self._take(">B") != 0x93:
+        if self._take(">B") != LIST_OF_THREE:
             raise ValueError("an array without shape, dtype and content")
-        shape = tuple(self._integer() for _ in range(self._read_length(range(0x90, 0xA0), (), "a shape")))
-        name, count = self._text(), self._read_length(range(0), BINARY, "the content of an array")
-        kind = np.dtype(ml_dtypes.bfloat16 if name == BFLOAT16 else name)
-        if math.prod(shape) * kind.itemsize != count or self.at + count != end or end > self.end:
+        dimensions = self._read_length(SHORT_LIST, (), "a shape")
+        shape = tuple(self._integer() for _ in range(dimensions))
+        dtype_name = self._text()
+        count = self._read_length(range(0), BINARY, "the content of an array")
+        dtype = np.dtype(ml_dtypes.bfloat16 if dtype_name == BFLOAT16 else dtype_name)
+        if math.prod(shape) * dtype.itemsize != count or self.at + count != end or end > self.end:
             raise ValueError(f"an array of shape {shape} with content of another size")
-        values = np.frombuffer(self.content, kind, math.prod(shape), self.at) if count else np.empty(0, kind)
+        values = np.frombuffer(self.content, dtype, math.prod(shape), self.at) if count else np.empty(0, dtype)
         self.at = end
         return shape, values

@@ -23,13 +23,14 @@ FIELDS_OF_INPUT = {
 }  # fmt: skip
 # Fields that depend on the probabilities of the earlier tokens, so that they cannot be computed from the tokens.
 RECURRENT_FIELDS = ("mu", "adaptive_sum", "adaptive_weight")
-_REPEAT_LENGTHS = jax.jit(jax.vmap(repeat_lengths))  # jitted, because outside jit the loop would be compiled at every call
-_LOOP_RUNS = jax.jit(jax.vmap(loop_runs))
+_repeat_lengths_of_rows = jax.jit(jax.vmap(repeat_lengths))  # outside jit the loop would be compiled at every call
+_loop_runs_of_rows = jax.jit(jax.vmap(loop_runs))
 
 
 def fields_read(plan: Iterable[str]) -> set[str]:
     """Returns the state fields that these steps read."""
-    return set().union(*(FIELDS_OF_INPUT.get(parameter, ()) for name in plan for parameter in STEPS[name].reads))
+    inputs = {name for step in plan for name in STEPS[step].reads}
+    return {field for name in inputs for field in FIELDS_OF_INPUT.get(name, ())}
 
 
 def token_histories(state: "SamplerState") -> TokenHistory:
@@ -55,7 +56,7 @@ class SamplerState:
       mu: [B] float32, the bound of mirostat in bits.
       adaptive_sum, adaptive_weight: [B] float32, the sum and the total weight of the probabilities of the drawn tokens, for
         adaptive-p; their quotient is the weighted average.
-      loop_runs: [B, P] int32, the `loop_runs` of the output.
+      loop_runs: [B, P] int32, for each period how many tokens at the end of the output repeat it, see `loops.loop_runs`.
       clarified: [B] int32, last position of the router's clarify token; −1: it does not occur.
     """
 
@@ -79,7 +80,7 @@ class SamplerState:
         return {name: value for name in RECURRENT_FIELDS if (value := getattr(self, name)) is not None}
 
 
-# With `jit`, it is one program instead of dozens where no other program contains it.
+# Outside of another program, it would be dozens of small ones without `jit`; `inline` leaves no call inside of one.
 @partial(jax.jit, static_argnames=("vocab_size", "capacity"), inline=True)
 def init_state(
     params: SamplingParams,
@@ -106,13 +107,15 @@ def init_state(
     Raises:
       ValueError: a step needs `capacity`.
     """
-    B, fields = params.batch, fields_read(params.plan)
+    B = params.batch
+    fields = fields_read(params.plan)
     if params.logit_processor is not None or params.loops is not None:
         fields |= {"text"}
     valid_BT = jnp.asarray(prompt_valid_BT, bool)
     position_BT = jnp.where(valid_BT, jnp.cumsum(valid_BT, axis=1, dtype=jnp.int32) - 1, -1)
     ids_BT = jnp.where(valid_BT, prompt_tokens_BT, vocab_size)
-    length_B, rows_B1 = valid_BT.sum(axis=1, dtype=jnp.int32), jnp.arange(B)[:, None]
+    length_B = valid_BT.sum(axis=1, dtype=jnp.int32)
+    rows_B1 = jnp.arange(B)[:, None]
     has_output = generated_B is not None
     generated_B = jnp.zeros(B, jnp.int32) if generated_B is None else generated_B
     is_output_BT = position_BT >= (length_B - generated_B)[:, None]
@@ -135,17 +138,18 @@ def init_state(
         text = jnp.zeros((B, capacity), jnp.int32)
         arrays["text"] = text.at[rows_B1, jnp.where(valid_BT, position_BT, capacity)].set(prompt_tokens_BT, mode="drop")
         if "repeats" in fields:
-            arrays["repeats"] = _REPEAT_LENGTHS(arrays["text"], length_B)
+            arrays["repeats"] = _repeat_lengths_of_rows(arrays["text"], length_B)
         if "breaker" in fields:
             arrays["breaker"] = jax.vmap(jnp.isin)(arrays["text"], params.tables["dry_breakers"])
     if params.loops is not None:
-        none_BP = jnp.zeros((B, MAX_LOOP_PERIOD), jnp.int32)
-        detects = (params.loops.max_period > 0).any()
-        inputs = arrays["text"], length_B, generated_B
-        arrays["loop_runs"] = lax.cond(detects, _LOOP_RUNS, lambda *_: none_BP, *inputs) if has_output else none_BP
+        arrays["loop_runs"] = none_BP = jnp.zeros((B, MAX_LOOP_PERIOD), jnp.int32)
+        if has_output:
+            detects = (params.loops.max_period > 0).any()
+            inputs = arrays["text"], length_B, generated_B
+            arrays["loop_runs"] = lax.cond(detects, _loop_runs_of_rows, lambda *_: none_BP, *inputs)
     if "mu" in fields:
         arrays["mu"] = 2 * params.numbers["mirostat_tau"]
-    if "adaptive_sum" in fields:
+    if "adaptive_sum" in fields:  # as after many tokens of probability `adaptive_target`
         arrays["adaptive_weight"] = 1 / (1 - params.numbers["adaptive_decay"])
         arrays["adaptive_sum"] = params.numbers["adaptive_target"] * arrays["adaptive_weight"]
     for name, value in (recurrent or {}).items():

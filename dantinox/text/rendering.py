@@ -44,13 +44,13 @@ class Generation(jinja2.ext.Extension):
 
 
 class SafeNamespace(jinja2.utils.Namespace):
-    """`namespace(…)` that rejects names that begin with an underscore."""
+    """`namespace(…)` that rejects names that begin with an underscore, with which a template could reach Python's classes."""
 
     def __init__(self, *args: Any, **names: Any) -> None:
         values = dict(*args, **names)
         for name in values:
             check_public_name(name)
-        jinja2.utils.Namespace.__init__(self, values)
+        super().__init__(values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         check_public_name(name)
@@ -84,7 +84,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": SafeNamespace,
-        "dict": lambda *args, **names: dict(*args, **names),
+        "dict": lambda *args, **names: dict(*args, **names),  # a function, so that templates do not reach the class
     }
     return environment
 
@@ -114,8 +114,10 @@ def limit_cpu_time(seconds: int) -> None:
 
 def lower_limit(kind: int, soft: int, hard: int) -> None:
     """Sets the soft and the hard limit of a resource (`RLIMIT_…`), if the system supports the limit."""
+    if hard != resource.RLIM_INFINITY:  # which is −1
+        soft = min(soft, hard)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+        resource.setrlimit(kind, (soft, hard))
 
 
 def restrict_process() -> None:
@@ -134,7 +136,8 @@ def describe_error(error: BaseException) -> dict[str, str]:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB"}
     message = " ".join(str(error).split()) or type(error).__name__
     line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-    return {"refusal" if isinstance(error, Refusal) else "error": message[:200] + line}
+    kind = "refusal" if isinstance(error, Refusal) else "error"
+    return {kind: message[:200] + line}
 
 
 @lru_cache(maxsize=1)

@@ -16,7 +16,9 @@ from dantinox.report import human_bytes, human_count
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h of glibc
 
-KEPT_GROWTH, KEPT_GB = 1.3, 0.25  # use beyond the plan that is allowed: a factor (plans are up to 22 % too low) and a sum
+# The memory that may be in use: `KEPT_GROWTH` times the plan, because plans are up to 22 % too low, and `KEPT_GB` more.
+KEPT_GROWTH = 1.3
+KEPT_GB = 0.25
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ class MemoryPlan:
 
     def line(self) -> str:
         """Returns parameters, optimizer state, estimated peak and free memory in one line."""
+        # The peak below includes the memory that is already in use, so the free memory does too.
         free = "" if self.available is None else f" of {human_bytes(self.available + self.resident)} free"
-        count, weights = self.parameters // 4, f"weights {human_bytes(self.parameters)}"
+        count = self.parameters // 4  # of four bytes each
+        weights = f"weights {human_bytes(self.parameters)}"
         parameters = f"{human_count(count)} parameters"
         if self.frozen:
             parameters = f"{human_count(count + self.frozen_count)} parameters, {human_count(count)} of them trained"
@@ -60,17 +64,23 @@ class MemoryPlan:
 def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int = 0, teacher: Any = ()) -> MemoryPlan:
     """Returns the memory plan of a compiled step; `state`, `frozen` and `teacher` are its arguments, as arrays or shapes."""
     device = jax.local_devices()[0]
-    peak, available = memory_usage(compiled).peak, available_bytes(device)
+    available = available_bytes(device)
     if available is not None and device.platform == "cpu":
         available //= jax.local_device_count()  # simulated devices share the memory
     resident = 0
     if device.platform == "cpu":
         release_free_memory()
         resident = int((used_gb() or 0) * 1e9)
-    trained, moments, held, teacher_weights = (
-        tree_bytes(tree) for tree in (state.parameters, state.optimizer, frozen, teacher)
+    return MemoryPlan(
+        parameters=tree_bytes(state.parameters),
+        optimizer=tree_bytes(state.optimizer),
+        peak=memory_usage(compiled).peak,
+        available=available,
+        frozen=tree_bytes(frozen),
+        frozen_count=frozen_count,
+        resident=resident,
+        teacher=tree_bytes(teacher),
     )
-    return MemoryPlan(trained, moments, peak, available, held, frozen_count, resident, teacher_weights)
 
 
 def check_memory(plan: MemoryPlan, config: Config) -> None:
@@ -108,7 +118,8 @@ def keep_freed_memory() -> None:
     32 MB are only kept in the main arena, so all threads use it. JAX runs programs in the calling thread, because with its
     asynchronous dispatch a step often starts before the memory of the previous step is free.
 
-    Both settings apply to the whole process. They have no effect on threads and clients of JAX that already exist.
+    The options of the C library and of JAX apply to the whole process. They have no effect on threads and clients of JAX that
+    already exist.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     with contextlib.suppress(OSError, AttributeError):  # not every C library has mallopt
@@ -124,9 +135,9 @@ def limit_kept_memory(plan: MemoryPlan) -> None:
     Small allocations can fragment the block that held the temporaries of a step. Then the next step needs a second block.
     Without enough free memory for a second block, the kept memory is released after every step.
     """
-    planned, free = (plan.peak + plan.resident) / 1e9, plan.available
-    scarce = free is not None and free < 2 * plan.peak
-    if scarce or (used_gb() or 0.0) > KEPT_GROWTH * planned + KEPT_GB:
+    planned_gb = (plan.peak + plan.resident) / 1e9
+    scarce = plan.available is not None and plan.available < 2 * plan.peak
+    if scarce or (used_gb() or 0.0) > KEPT_GROWTH * planned_gb + KEPT_GB:
         release_free_memory()
 
 

@@ -1,7 +1,7 @@
 """`Rollout`: a batch of sampled answers with their advantages, the batch of policy optimization."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,18 @@ class Rollout(NamedTuple):
 
 def abstract_rollout(rows: int, length: int) -> Rollout:
     """Returns the shapes of a `Rollout` of `rows` sequences of `length` tokens, without `old_RT`."""
-    int32, float32 = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.float32))
-    row = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    return Rollout(int32, int32, int32, float32, float32, row, float32)  # type: ignore[arg-type]
+    int_RT: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    float_RT: Any = jax.ShapeDtypeStruct((rows, length), jnp.float32)
+    float_R: Any = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    return Rollout(
+        tokens_RT=int_RT,
+        targets_RT=int_RT,
+        segments_RT=int_RT,
+        mask_RT=float_RT,
+        weights_RT=float_RT,
+        advantages_R=float_R,
+        reference_RT=float_RT,
+    )
 
 
 def count_answers(rollout: Rollout) -> jax.Array:
@@ -57,23 +66,28 @@ def answer_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: in
 
     All tokens of an answer are targets, including the token that ended it.
     """
-    tokens_RT, targets_RT = (np.full((len(pairs), length), pad_id, np.int32) for _ in range(2))
-    segments_RT, mask_RT = np.full((len(pairs), length), PADDING, np.int32), np.zeros((len(pairs), length), np.float32)
+    shape = len(pairs), length
+    tokens_RT = np.full(shape, pad_id, np.int32)
+    targets_RT = np.full(shape, pad_id, np.int32)
+    segments_RT = np.full(shape, PADDING, np.int32)
+    mask_RT = np.zeros(shape, np.float32)
     for row, (prompt, answer) in enumerate(pairs):
         ids = (*prompt, *answer)
-        tokens_RT[row, : len(ids) - 1], targets_RT[row, : len(ids) - 1] = ids[:-1], ids[1:]
-        segments_RT[row, : len(ids) - 1] = 0
-        mask_RT[row, len(prompt) - 1 : len(ids) - 1] = 1
+        end = len(ids) - 1
+        tokens_RT[row, :end] = ids[:-1]
+        targets_RT[row, :end] = ids[1:]
+        segments_RT[row, :end] = 0
+        mask_RT[row, len(prompt) - 1 : end] = 1
     return Batch(tokens_RT, targets_RT, segments_RT, mask_RT)
 
 
 def token_weights(mask_RT: np.ndarray, normalization: Normalization, max_new_tokens: int) -> np.ndarray:
     """Returns float32 weights `[R, T]` with which the weighted sum over tokens, divided by the number of answers, is the loss.
 
-    The number of answers R is the number of rows with a token. |o| is the length of an answer, Σ|o| that of all answers:
+    The number of answers A is the number of rows with a token. |o| is the length of an answer, Σ|o| that of all answers:
 
     - sequence: 1 / |o|; the loss is the mean over answers of the mean over tokens (DeepSeekMath, equation 21);
-    - token: R / Σ|o|; the loss is the mean over all tokens of the batch (DAPO, equation 8);
+    - token: A / Σ|o|; the loss is the mean over all tokens of the batch (DAPO, equation 8);
     - constant: 1 / max_new_tokens; the loss is the mean over answers of the sum over tokens divided by a constant (Dr. GRPO).
 
     The weights are those of the whole batch. Sums over parts of it, such as accumulation steps or devices, are therefore exact.

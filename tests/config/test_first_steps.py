@@ -167,3 +167,8 @@ def test_missing_hardware_is_one_line(tmp_path):
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     broken = run(PYTHONPATH=paths)
     assert broken.returncode == 0 and "Traceback" not in broken.stderr and broken.stderr.count("\n") == 1, broken.stderr
+
+
+def test_a_head_may_have_an_odd_size_without_rotation():
+    config = build_config({"model": {"head_size": 7}, "attention": {"use_rotary_pos": False, "trainable_pos": True}})
+    assert config.architecture(vocab_size=50).head_size == 7

@@ -47,11 +47,12 @@ from dantinox.sampling.entropy_router import combine_layers
 
 # The expected number of accepted draft tokens of a new row, and the weight of each new observation in its moving average.
 FIRST_GAIN, GAIN_WEIGHT = 2.0, 0.4
-# The cost of a row in a matrix multiplication on a CPU, and of a multiplication of a single row, in the time that it takes to
-# read the weights for several rows; measured with SmolLM2-135M on two cores.
-ROW_COST, SINGLE_ROW_COST = 0.058, 0.75
-ACCELERATOR_COST, EXPERT_ROW_COST = 1.1, 0.7  # estimates
-MAX_VERIFIED_ROWS = 1 << 16
+# Matrix multiplications on a CPU, measured with SmolLM2-135M on two cores; 1 is the time for reading the weights.
+ROW_COST = 0.058  # of each of several rows, in addition
+SINGLE_ROW_COST = 0.75  # of one row in all
+ACCELERATOR_COST = 1.1  # estimate: a verification step, in decode steps
+EXPERT_ROW_COST = 0.7  # estimate: each draft token of a mixture of experts, in decode steps
+MAX_VERIFIED_ROWS = 1 << 16  # bounds the memory of the logits
 MAX_BACKOFF = 63  # the most tokens that a row whose drafts fail decodes without a draft
 
 
@@ -77,16 +78,17 @@ def plan_drafts(
     cost = verification_cost(model.config, rows, draft_tokens)
     if draft_model is None:
         return DraftStepper(draft_tokens, section.ngram_size, cost)
+    # The draft model reads the newest tokens in one pass, and runs once per draft token.
     cost += (draft_tokens + 1) * parameter_count(draft_model) / parameter_count(model)
     cache = CachePlan(slots, jnp.dtype(draft_model.dtype).name, extra=draft_tokens)
     return DraftStepper(draft_tokens, None, cost, cache)
 
 
 def max_rows(model: Transformer, rows: int) -> int:
-    """Returns the largest number of rows that the projections multiply together and in the precision of a decode step.
+    """Returns the most rows for which every projection reads its weights once and rounds as in a decode step of `rows` rows.
 
-    A decode step has `rows` rows. Low-precision projections multiply a few rows by native kernels together, or by XLA one by
-    one, and more rows with bfloat16 activations.
+    Low-precision projections multiply a few rows together in native kernels, or one by one in XLA; they convert the activations
+    of more rows to bfloat16.
     """
     limits = [MAX_VERIFIED_ROWS]
     for _, node in nnx.iter_graph(model):
@@ -96,7 +98,7 @@ def max_rows(model: Transformer, rows: int) -> int:
             smallest = node.min_bfloat16_rows
             if node.native and rows <= MAX_NATIVE_ROWS:
                 limits.append(MAX_NATIVE_ROWS)
-            elif rows <= MAX_MATVEC_ROWS if smallest is None else rows < smallest:
+            elif rows < (MAX_MATVEC_ROWS + 1 if smallest is None else smallest):  # one by one: more rows save no time
                 limits.append(rows)
     return min(limits)
 
@@ -142,7 +144,8 @@ class DraftState(Feature):
 
     def started(self, tokens_1S: jax.Array, length: jax.Array, generated: jax.Array) -> "DraftState":
         # The draft model has read the prompt without its last token. It reads generated tokens again.
-        started: DraftState = init_drafts(self.limit_B, jnp.asarray(length - generated - 1)[None])
+        read_1 = jnp.asarray(length - generated - 1)[None]
+        started: DraftState = init_drafts(self.limit_B, read_1)
         return started
 
     @property
@@ -153,8 +156,16 @@ class DraftState(Feature):
 @partial(jax.jit, inline=True)
 def init_drafts(limit_B: jax.Array, prefilled_B: jax.Array) -> DraftState:
     """Returns the state of new rows, of which the draft model has prefilled this number of tokens."""
-    zero_B, gain_B = jnp.zeros_like(limit_B), jnp.full(limit_B.shape, FIRST_GAIN, jnp.float32)
-    return DraftState(limit_B, gain_B, zero_B, zero_B, zero_B, zero_B, prefilled_B)
+    zero_B = jnp.zeros_like(limit_B)
+    return DraftState(
+        limit_B=limit_B,
+        gain_B=jnp.full(limit_B.shape, FIRST_GAIN, jnp.float32),
+        backoff_B=zero_B,
+        wait_B=zero_B,
+        drafted_B=zero_B,
+        accepted_B=zero_B,
+        cached_B=prefilled_B,
+    )
 
 
 def ngram_drafts(sequence_BS: jax.Array, position_B: jax.Array, size: int, count: int) -> tuple[jax.Array, jax.Array]:
@@ -170,6 +181,7 @@ def ngram_drafts(sequence_BS: jax.Array, position_B: jax.Array, size: int, count
     """
     B, S = sequence_BS.shape
     index_S, rows_B1, position_B1 = jnp.arange(S), jnp.arange(B)[:, None], position_B[:, None]
+    # Where the `size` tokens that end at a position equal the newest ones. The padding shifts the text to the right by `back`.
     matches_BS = (index_S >= size - 1) & (index_S < position_B1)
     for back in range(size):
         newest_B1 = sequence_BS[rows_B1, jnp.maximum(position_B1 - back, 0)]
@@ -180,7 +192,7 @@ def ngram_drafts(sequence_BS: jax.Array, position_B: jax.Array, size: int, count
 
 
 def draft_lengths(drafts: DraftState, found_B: jax.Array, remaining_B: jax.Array, done_B: jax.Array) -> jax.Array:
-    """Returns the draft tokens of each row to verify, 0 for rows without a draft; the last token of a row needs no draft."""
+    """Returns how many draft tokens of each row to verify: 0 without a draft, and none for the last token of a row."""
     length_B = jnp.minimum(drafts.limit_B, remaining_B - 1)
     return jnp.where(found_B & ~done_B & (drafts.wait_B == 0), jnp.maximum(length_B, 0), 0)
 
@@ -188,7 +200,8 @@ def draft_lengths(drafts: DraftState, found_B: jax.Array, remaining_B: jax.Array
 def pays_off(cost: float, drafts: DraftState, length_B: jax.Array, done_B: jax.Array) -> jax.Array:
     """Returns whether verification is expected to decode more tokens per second of the whole batch than a decode step.
 
-    A row that has waited after failures counts as if its draft just paid for itself in a batch of one. `cost` is that of the
+    A verification takes `cost` decode steps and gives 1 + gain tokens per row, so the gains of all rows must add up to cost − 1
+    per active row. After failures, a row gets another try: its gain counts as at least cost − 1. `cost` is that of the
     `DraftStepper`.
     """
     gain_B = jnp.maximum(drafts.gain_B, cost - 1)
@@ -201,7 +214,8 @@ def record(cost: float, drafts: DraftState, length_B: jax.Array, new_B: jax.Arra
 
     If the drafts of a row do not pay for their verification, it waits for twice as many tokens as after the last failure.
     """
-    tried_B, accepted_B = length_B > 0, jnp.maximum(new_B - 1, 0)
+    tried_B = length_B > 0
+    accepted_B = jnp.maximum(new_B - 1, 0)
     gain_B = jnp.where(tried_B, drafts.gain_B + GAIN_WEIGHT * (accepted_B - drafts.gain_B), drafts.gain_B)
     longer_B = jnp.minimum(2 * drafts.backoff_B + 1, MAX_BACKOFF)
     backoff_B = jnp.where(tried_B, jnp.where(gain_B < cost - 1, longer_B, 0), drafts.backoff_B)
@@ -240,6 +254,7 @@ class DraftStepper(Stepper):
         return self.draft_tokens + 1
 
     def features(self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray) -> Features:
+        # Here the draft model reads the whole prompt in the prefill, unlike in a slot, see `DraftState.started`.
         return Text(tokens_BS), init_drafts(np.asarray(width_B - 1, np.int32), np.asarray(length_B, np.int32))
 
     def models(self, constants: Constants) -> tuple[SplitModel, ...]:
@@ -323,20 +338,22 @@ class _DraftLoop(NamedTuple):
 
     def step(self, carry: _Carry) -> _Carry:
         """Runs a step."""
-        plan, state, drafts = self.stepper, carry.state, find(carry.state.features, DraftState)
+        stepper, state = self.stepper, carry.state
+        drafts = find(state.features, DraftState)
         cache, *draft_caches = carry.caches
-        found_B, cached_B = jnp.ones(state.token_B.shape, bool), drafts.cached_B
-        if plan.ngram_size is not None:
+        found_B = jnp.ones(state.token_B.shape, bool)  # a draft model always generates a draft
+        cached_B = drafts.cached_B
+        if stepper.ngram_size is not None:
             tokens_BS = find(state.features, Text).tokens_BS
-            drafts_Bk, found_B = ngram_drafts(tokens_BS, state.position_B, plan.ngram_size, plan.draft_tokens)
+            drafts_Bk, found_B = ngram_drafts(tokens_BS, state.position_B, stepper.ngram_size, stepper.draft_tokens)
         length_B = draft_lengths(drafts, found_B, state.remaining_B, state.done_B)
-        verifies = pays_off(plan.cost, drafts, length_B, state.done_B)
+        verifies = pays_off(stepper.cost, drafts, length_B, state.done_B)
         length_B = jnp.where(verifies, length_B, 0)
-        if self.draft_model is not None:
+        if self.draft_model is not None:  # then `ngram_size` is None
             draft_cache, cached_B, drafts_Bk = self._draft(self.draft_model, draft_caches[0], state, length_B > 0)
             draft_caches = [draft_cache]
         tokens_BW = jnp.concatenate([state.token_B[:, None], drafts_Bk], axis=1)
-        index_W = jnp.arange(plan.width)
+        index_W = jnp.arange(stepper.width)
         is_token_BW = (index_W <= length_B[:, None]) & ~state.done_B[:, None]
         positions_BW = jnp.where(is_token_BW, state.position_B[:, None] + index_W, -1)
         logits, cache = self._forward(carry.logits, cache, state, verifies, tokens_BW, positions_BW)
@@ -347,7 +364,7 @@ class _DraftLoop(NamedTuple):
         )
         # Of the draft tokens in the cache of the draft model, the accepted ones are part of the text.
         drafts = replace(drafts, cached_B=jnp.minimum(cached_B, sampled.state.position_B))
-        drafts = record(plan.cost, drafts, length_B, sampled.count_B - carry.count_B)
+        drafts = record(stepper.cost, drafts, length_B, sampled.count_B - carry.count_B)
         state = replace(sampled.state, features=with_feature(sampled.state.features, drafts))
         return _Carry(carry.step + 1, (cache, *draft_caches), state, sampled.buffers, sampled.count_B, logits)
 
@@ -380,7 +397,7 @@ class _DraftLoop(NamedTuple):
         """Draws the token after one position of each active row, which stays active if it equals the next draft token."""
         j, state, buffers, count_B, active_B = sampled
         B, size = len(count_B), buffers.tokens.shape[1]
-        new_state, emitted = sample_step(
+        new_state, emitted = sample_step(  # which advances only rows that are not done
             jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, j * B, B), logits),
             replace(state, done_B=~active_B),
             self.params,
@@ -393,9 +410,9 @@ class _DraftLoop(NamedTuple):
         return _Sampled(j + 1, state, buffers, count_B + active_B, active_B & matches_B & ~state.done_B)
 
     def _draft(
-        self, model: Transformer, cache: KVCache, state: DecodeState, drafts_B: jax.Array
+        self, model: Transformer, cache: KVCache, state: DecodeState, chosen_B: jax.Array
     ) -> tuple[KVCache, jax.Array, jax.Array]:
-        """Generates drafts for the rows `drafts_B`, after the draft model has read the tokens that are not in its cache.
+        """Generates drafts for the rows `chosen_B`, after the draft model has read the tokens that are not in its cache.
 
         The sampler of each row draws the drafts with the random keys of their positions, so similar models draw the same
         tokens.
@@ -405,7 +422,7 @@ class _DraftLoop(NamedTuple):
         """
         count, width = self.stepper.draft_tokens, self.stepper.width
         drafts, tokens_BS = find(state.features, DraftState), find(state.features, Text).tokens_BS
-        end_B = jnp.where(drafts_B, state.position_B, 0)
+        end_B = jnp.where(chosen_B, state.position_B, 0)
 
         def read(carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
             cache, cached_B = carry
@@ -417,14 +434,15 @@ class _DraftLoop(NamedTuple):
             return updated, jnp.where(cached_B < end_B, jnp.minimum(cached_B + width, end_B), cached_B)
 
         def step(j: jax.Array, carry: tuple[KVCache, DecodeState, jax.Array]) -> tuple[KVCache, DecodeState, jax.Array]:
-            step_logits, cache = forward_step(model, carry[0], carry[1], self.params)
-            state, emitted = sample_step(step_logits, carry[1], self.params, None)
-            return cache, state, carry[2].at[:, j].set(emitted.tokens)
+            cache, state, drafts_Bk = carry
+            step_logits, cache = forward_step(model, cache, state, self.params)
+            state, emitted = sample_step(step_logits, state, self.params, None)
+            return cache, state, drafts_Bk.at[:, j].set(emitted.tokens)
 
         cache, cached_B = jax.lax.while_loop(lambda carry: (carry[1] < end_B).any(), read, (cache, drafts.cached_B))
-        first = cache, replace(state, done_B=~drafts_B), jnp.zeros((len(end_B), count), jnp.int32)
-        cache, _, drafts_Bk = jax.lax.fori_loop(0, jnp.where(drafts_B.any(), count, 0), step, first)
-        return cache, jnp.where(drafts_B, state.position_B + count, cached_B), drafts_Bk
+        first = cache, replace(state, done_B=~chosen_B), jnp.zeros((len(end_B), count), jnp.int32)
+        cache, _, drafts_Bk = jax.lax.fori_loop(0, jnp.where(chosen_B.any(), count, 0), step, first)
+        return cache, jnp.where(chosen_B, state.position_B + count, cached_B), drafts_Bk
 
 
 def forward_drafts(
@@ -437,6 +455,7 @@ def forward_drafts(
     assert updated is not None
     attention = None
     if params.uses_attention:
-        attention = jax.tree.map(lambda x_WB: x_WB.reshape(-1), jax.vmap(jax.vmap(combine_layers))(aux["probe"]))
+        metrics_WB = jax.vmap(jax.vmap(combine_layers))(aux["probe"])  # the probe of this cache has a leading axis of tokens
+        attention = jax.tree.map(lambda x_WB: x_WB.reshape(-1), metrics_WB)
     x_RD = x_BWD.swapaxes(0, 1).reshape(-1, x_BWD.shape[-1])
     return StepLogits(model.logits(x_RD), attention), updated.without_wrappers()
