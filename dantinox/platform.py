@@ -1,4 +1,4 @@
-"""The target hardware: preferred dtypes, matmul implementation and attention kernel. Only this module queries the hardware.
+"""The target hardware: preferred dtypes, matmul implementation and attention kernel.
 
 A `ModelConfig` contains the name of the target platform, so the machine that compiles a program can differ from its target.
 `auto` is the machine that runs the process.

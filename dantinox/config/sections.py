@@ -1,4 +1,4 @@
-"""`Config` and its sections (`data`, `training`, `logging`, …), and the table of every setting.
+"""`Config`, which has all sections (most are declared in `*_settings.py`), and the table of every setting.
 
 `Config` has one frozen section per YAML section. Flags, error messages, the JSON schema and the sampling parameters are derived
 from `Config`.

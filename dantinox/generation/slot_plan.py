@@ -1,4 +1,4 @@
-"""`SlotPlan`: what is decided about the slots of a server before any program is compiled."""
+"""`SlotPlan`: number, context, prefill chunks and caches of the slots of a server, chosen before any program is compiled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from dantinox.generation.decode.features import Constants
 from dantinox.generation.decode.generate_toks import COMPRESSED_PREFILL_CHUNK, Stepper
 from dantinox.generation.decode.quantized_weights import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
+from dantinox.generation.plan_stepper import plan_stepper
 from dantinox.generation.running_batch import restart_slots
 from dantinox.generation.slot_params import next_power_of_two
-from dantinox.generation.steppers import plan_stepper
 from dantinox.model import make_cache
 from dantinox.model.cache import RingLayer
 from dantinox.platform import get_platform

@@ -16,7 +16,7 @@ from dantinox.config.model import ARCHITECTURE
 from dantinox.files import quote, read_json, read_text, wrap_os_errors
 from dantinox.interop.gguf.gguf_checkpoint import export_gguf, source_from_gguf
 from dantinox.interop.gguf.gguf_file import PLAIN_DTYPES, open_gguf
-from dantinox.interop.gguf.gguf_file_types import FILE_TYPES
+from dantinox.interop.gguf.quantization_recipes import FILE_TYPES
 from dantinox.interop.hf.hf_config import hf_config_to_settings
 from dantinox.interop.hf.hf_folder import MAX_JSON_BYTES, TYPES, download_repository, open_folder, write_folder
 from dantinox.interop.hf.hf_weights import from_hf, to_hf

@@ -1,4 +1,4 @@
-"""Formats of packed weights, and their conversion to float32 in JAX.
+"""The block formats of packed weights, those of GGUF files, and their conversion to float32 in JAX.
 
 The block layouts are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h`). A row of weights consists of whole blocks
 and is stored as uint8. `unpack` gives the same bits as `dantinox.interop.gguf.ggml_types.dequantize`.

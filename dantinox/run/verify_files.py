@@ -1,4 +1,4 @@
-"""`dantinox verify`: compares the files of a run with its manifests."""
+"""`dantinox verify`: compares the files of a run with its manifests; the names of its checkpoints."""
 
 import contextlib
 import os

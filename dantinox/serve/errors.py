@@ -1,7 +1,7 @@
 """HTTP errors except those of body validation: status, message, code and headers.
 
-`Busy` means that `limits.MAX_QUEUED_REQUESTS` requests (`--queue`) wait already. Its status is 429 (503 for KoboldAI clients),
-with the header `Retry-After`.
+`Busy` means that `limits.MAX_QUEUED_REQUESTS` requests (`--queue`) wait already; `AsyncEngine.submit` raises it. Its status is
+429 (503 for clients of KoboldAI and Ollama), with the header `Retry-After`.
 """
 
 import logging

@@ -7,7 +7,7 @@ from dantinox.config import Config
 from dantinox.text import PromptStore, prepare_data
 from dantinox.training.launch import base_template, plan_lines
 from dantinox.training.rewards import build_rewards
-from dantinox.training.rollout_source import rollout_length
+from dantinox.training.rollout_batches import rollout_length
 from dantinox.training.starting_point import starting_tokenizer, total_steps
 from dantinox.training.step import rows_per_step, updates_per_step
 from dantinox.training.step_time import benchmark_step, limited_steps, seconds_per_step

@@ -43,7 +43,7 @@ from dantinox.training.checkpoint_store import Checkpoints, TrainingProgress
 from dantinox.training.memory import check_memory, limit_kept_memory, out_of_memory
 from dantinox.training.reference_logprobs import compute_reference_logprobs, load_or_compute_logprobs
 from dantinox.training.results import export_weights, write_answers, write_summary
-from dantinox.training.rollout_source import RolloutBatches, rollout_length
+from dantinox.training.rollout_batches import RolloutBatches, rollout_length
 from dantinox.training.sampled_batches import SampledBatches
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.starting_point import check_facts, frozen_weights, run_facts, starting_weights, total_steps

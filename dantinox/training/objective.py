@@ -30,7 +30,7 @@ from dantinox.training.preference_objectives import (
     pair_mask,
     simpo,
 )
-from dantinox.training.rollout_batch import abstract_rollout, count_answers
+from dantinox.training.rollout import abstract_rollout, count_answers
 from dantinox.training.token_losses import LossSums, next_token_losses
 
 

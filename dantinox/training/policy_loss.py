@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config.grpo_settings import Advantage, PolicyLoss
-from dantinox.training.rollout_batch import Rollout
+from dantinox.training.rollout import Rollout
 
 STD_EPSILON = 1e-4  # added to the standard deviation of a group
 

@@ -7,7 +7,7 @@ from flax import nnx
 from dantinox.config import Config
 from dantinox.model import Transformer
 from dantinox.training.policy_loss import policy_sums
-from dantinox.training.rollout_batch import Rollout, count_answers
+from dantinox.training.rollout import Rollout, count_answers
 from dantinox.training.token_losses import (
     MAX_CHUNK_LOGITS,
     Logits,

@@ -9,7 +9,7 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.model.parameters import Parameters
 from dantinox.text import Batch, Prompt, PromptStore, Tokenizer
-from dantinox.training.rollout_batch import answer_rows
+from dantinox.training.rollout import answer_rows
 from dantinox.training.rollouts import Rollouts, rollout_seed
 from dantinox.training.step import TrainState, TrainStep, select_rows
 

@@ -1,4 +1,4 @@
-"""Resuming a run: settings that may change, number of steps, recorded facts, and starting weights."""
+"""Where a training starts: new weights or those of another run, or a resumed run with the settings that may change."""
 
 import hashlib
 import math

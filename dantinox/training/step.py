@@ -1,4 +1,4 @@
-"""The compiled programs of training: one optimizer step and one evaluation batch."""
+"""The state of a training (`TrainState`), and its compiled programs: the optimizer step, beside that of an evaluation batch."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future

@@ -47,7 +47,7 @@ def train_with_rewards(path, resume, arguments):
     from training.grpo_runs import grpo_config
 
     from dantinox.training.launch import launch
-    from dantinox.training.rollout_source import RolloutBatches
+    from dantinox.training.rollout_batches import RolloutBatches
     from dantinox.training.rollouts import Rollouts
     from dantinox.training.training_log import TrainingLog
 

@@ -10,7 +10,7 @@ import pytest
 from dantinox.cli.runs import EXPORT_TYPES
 from dantinox.interop.gguf.ggml_quantize import CHUNK, ENCODERS, has_finite_scales, quantize
 from dantinox.interop.gguf.ggml_types import TYPES, dequantize
-from dantinox.interop.gguf.gguf_file_types import FILE_TYPES, tensor_types
+from dantinox.interop.gguf.quantization_recipes import FILE_TYPES, tensor_types
 
 # The blocks of `samples()`, in hexadecimal digits, as `quantize_row_*_ref` of ggml 0.25 computes them.
 RECORDED = json.loads((Path(__file__).parent / "ggml_blocks.json").read_text())

@@ -22,7 +22,7 @@ from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
 from dantinox.interop.gguf.ggml_quantize import quantize
 from dantinox.interop.gguf.gguf_checkpoint import _type_of_blocks, source_from_gguf
 from dantinox.interop.gguf.gguf_file import open_gguf, read_rows, read_tensor
-from dantinox.interop.gguf.gguf_file_types import FILE_TYPES
+from dantinox.interop.gguf.quantization_recipes import FILE_TYPES
 from dantinox.interop.hf.hf_config import hf_config_to_settings
 from dantinox.interop.hf.hf_weights import from_hf
 from dantinox.interop.packed_import import pack_parameters

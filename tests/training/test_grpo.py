@@ -22,7 +22,7 @@ from dantinox.text import Prompt
 from dantinox.training.dry_run import dry_run
 from dantinox.training.find_lr import find_lr
 from dantinox.training.launch import launch
-from dantinox.training.rollout_source import Group, RolloutBatches, rollout_length, rollout_rows
+from dantinox.training.rollout_batches import Group, RolloutBatches, rollout_length, rollout_rows
 from dantinox.training.rollouts import Answer, Rollouts, rollout_seed
 from tests.error_texts import ERRORS
 

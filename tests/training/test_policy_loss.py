@@ -13,7 +13,7 @@ from dantinox.config.grpo_settings import LOSSES, GRPOSection, PolicyLoss
 from dantinox.model.parameters import abstract_model
 from dantinox.training.policy_loss import group_advantages, policy_sums
 from dantinox.training.policy_objective import POLICY_METRICS, answer_logprobs, grpo_losses
-from dantinox.training.rollout_batch import Rollout, abstract_rollout, count_answers, token_weights
+from dantinox.training.rollout import Rollout, abstract_rollout, count_answers, token_weights
 from dantinox.training.step import TrainStep
 
 from .small import VOCABULARY, random_weights, small_config

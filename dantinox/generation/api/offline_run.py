@@ -14,10 +14,10 @@ from dantinox.generation.decode.generate_toks import DECODE_CHUNK
 from dantinox.generation.engine_base import STREAM_CHUNK_SECONDS, EngineBase
 from dantinox.generation.engine_jobs import Job
 from dantinox.generation.model_bundle import ModelBundle
+from dantinox.generation.plan_stepper import plan_stepper
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.sample_text import TextPart
 from dantinox.generation.static_batch import RunTimer, StaticBatch, StaticOptions, clamp_to_context, padded_length, slots_needed
-from dantinox.generation.steppers import plan_stepper
 from dantinox.generation.token_settings import end_ids
 from dantinox.model import CacheReport
 from dantinox.sampling import StepInfo

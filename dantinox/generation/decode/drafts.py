@@ -1,5 +1,4 @@
-"""Draft tokens for speculative decoding: n-gram lookup in the text so far, caches for a draft model, and the decision when
-drafts pay off.
+"""Speculative decoding: draft tokens from the text or a draft model, their verification, and the decision when they pay off.
 
 A verification step runs the model on the newest token of a row and its draft tokens together. A draft token is accepted if it
 equals the token that the sampler of the row draws at its position, so drafts never change the text (Leviathan et al. 2023,

@@ -5,7 +5,7 @@ per chunk of tokens. The prefill does not contain the sampler, so all samplers s
 
 Decoding is a `fori_loop` with a KV cache. The whole state of a row (token, position, limit, EOS tokens, random key, sampling
 parameters) is in arrays with a batch axis, so rows of different lengths and settings share one compiled program. What a step
-computes is chosen by a `Stepper`; what only some batches need are features (`generation.features`).
+computes is chosen by a `Stepper`; what only some batches need are features (`generation.decode.features`).
 """
 
 from collections.abc import Mapping, Sequence

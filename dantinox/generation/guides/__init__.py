@@ -1,1 +1,1 @@
-"""What the host checks between two tokens: constraints, banned texts, token healing, stop strings."""
+"""What the host checks between two tokens: constraints, banned texts, limits of reasoning, token healing, stop strings."""

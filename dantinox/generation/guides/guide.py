@@ -1,4 +1,4 @@
-"""Guides: objects that restrict the tokens of one sample while it is generated, on the host.
+"""Guides: objects that restrict the tokens of one sample on the host while it is generated, and the limits of its reasoning.
 
 A guide sees each token with its text. It may restrict the next token, and it may discard tokens: decoding runs in chunks, so a
 guide often learns in the middle of a chunk that the tokens after a point should have been restricted. The engine then restarts

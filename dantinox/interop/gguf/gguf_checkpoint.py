@@ -37,9 +37,9 @@ from dantinox.interop.gguf.gguf_file import (
     read_tensor,
     write_gguf,
 )
-from dantinox.interop.gguf.gguf_file_types import FILE_TYPES, tensor_types
 from dantinox.interop.gguf.gguf_keys import LLAMA3, LONG, SHORT, Metadata
 from dantinox.interop.gguf.gguf_vocabulary import read_vocabulary, vocabulary_metadata
+from dantinox.interop.gguf.quantization_recipes import FILE_TYPES, tensor_types
 from dantinox.interop.hf.hf_config import hf_config_to_settings
 from dantinox.interop.source import LazyArrays, Source, StoredBlocks, Tensor
 from dantinox.text import Tokenizer

@@ -1,5 +1,4 @@
-"""Middleware: allowed hosts and origins, API keys and their limits, size and time limits of bodies, request ids and logs,
-cancellation on disconnect.
+"""Middleware: hosts, origins, API keys, limits of bodies, request ids, logs, and cancellation when the client disconnects.
 
 A route receives a complete body. If the connection is lost, the task of the route is cancelled, so a route only needs a
 `finally` that cancels its response stream.

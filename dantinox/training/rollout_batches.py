@@ -18,7 +18,7 @@ from dantinox.training.eval_step import make_reference_step
 from dantinox.training.policy_loss import group_advantages
 from dantinox.training.policy_objective import answer_logprobs
 from dantinox.training.rewards import build_rewards
-from dantinox.training.rollout_batch import Rollout, answer_rows, token_weights
+from dantinox.training.rollout import Rollout, answer_rows, token_weights
 from dantinox.training.rollouts import Answer, Rollouts, rollout_seed
 from dantinox.training.step import TrainState, TrainStep, select_rows
 
