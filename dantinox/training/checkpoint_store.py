@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the latest few and the best, written by Orbax in the background; each appears complete or not at all."""
+"""Checkpoints of a run: the latest few and the best, written by Orbax in the background, each complete or not at all."""
 
 import contextlib
 import errno
