@@ -87,7 +87,8 @@ def read_text(path: str | Path, limit: int, what: str = "") -> str:
     Raises:
       UserError: the file is missing, cannot be read, is too large, or is not UTF-8.
     """
-    name, path = f"{what} {path}".lstrip(), Path(path)
+    name = f"{what} {path}".lstrip()
+    path = Path(path)
     try:
         if not path.is_file():  # reading a pipe might never end
             hint = ": it is a directory" if path.is_dir() else ""
@@ -100,7 +101,8 @@ def read_text(path: str | Path, limit: int, what: str = "") -> str:
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        byte, line = error.object[error.start], error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
+        line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(f"{name} is not UTF-8 text: the byte 0x{byte:02x} in line {line}") from None
 
 
@@ -110,7 +112,8 @@ def read_json(path: str | Path, limit: int, what: str = "") -> dict[str, Any]:
     Raises:
       UserError: `read_text` fails, the text is not valid JSON, or the JSON value is not an object.
     """
-    name, text = f"{what} {path}".lstrip(), read_text(path, limit, what)
+    name = f"{what} {path}".lstrip()
+    text = read_text(path, limit, what)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -170,7 +173,8 @@ def check_writable(path: str | Path, flag: str = "") -> None:
       UserError: the directory does not exist or is read-only, or the path exists and is not a regular file.
     """
     path = Path(path)
-    cannot, parent = f"{flag} cannot write {path}".lstrip(), path.absolute().parent
+    cannot = f"{flag} cannot write {path}".lstrip()
+    parent = path.absolute().parent
     if not parent.is_dir():
         raise UserError(f"{cannot}: there is no directory {path.parent}")
     if path.is_symlink() or (path.exists() and not path.is_file()):

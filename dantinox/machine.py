@@ -98,7 +98,8 @@ def measured_once(file_name: str, key: str, measure: Callable[[], float]) -> flo
       key: the name of the number in this file; it must contain all that the number depends on.
       measure: called if the file has no such number.
     """
-    file, known = cache_folder() / file_name, dict[str, float]()
+    file = cache_folder() / file_name
+    known = dict[str, float]()
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(file.read_text())
         known = content if isinstance(content, dict) else {}

@@ -58,7 +58,8 @@ def chat(options: argparse.Namespace) -> int:
     from dantinox.run import find_chat_template, load_run_config, open_run
 
     directory = open_run(options.run_dir, check=False)  # `load` checks it
-    config, template_path = overlay(load_run_config(directory), settings, "command line"), find_chat_template(directory)
+    config = overlay(load_run_config(directory), settings, "command line")
+    template_path = find_chat_template(directory)
     use_compilation_cache()
     from dantinox.generation import load
     from dantinox.generation.api.chat_session import Chat
@@ -224,7 +225,9 @@ def _format(value: Any) -> str:
 def _run_terminal(conversation: "Chat") -> int:
     from dantinox.report.entropy_view import terminal_colors
 
-    session, colors, background = _session(), terminal_colors(sys.stdout), _Background()
+    session = _session()
+    colors = terminal_colors(sys.stdout)
+    background = _Background()
     background.start(conversation.warm_up)
     conversation.iterate = background.iterate
     _note(f"{KEYS_HELP} /help lists the commands.")
@@ -301,7 +304,9 @@ class _Background:
 
         If this generator is closed, that thread ends before its next item.
         """
-        items, stopped, end = queue.SimpleQueue[Any](), threading.Event(), object()
+        items = queue.SimpleQueue[Any]()
+        stopped = threading.Event()
+        end = object()
 
         def work() -> None:
             try:
@@ -421,7 +426,9 @@ def _wrapper(width: int) -> Callable[[str], str]:
                     shown += f"\x1b[{used}D\x1b[K\n{word}"
                     column = used
                 else:  # the word fills the line
-                    shown, column, word = shown + "\n", 0, ""
+                    shown = shown + "\n"
+                    column = 0
+                    word = ""
             column = 0 if character == "\n" else column + cells
             word = "" if character in " \n" else word + character
             shown += character

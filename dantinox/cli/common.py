@@ -110,7 +110,8 @@ class _OneLine(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info:
-            record.msg, record.args = f"{record.getMessage().splitlines()[0]}: {record.exc_info[1]}".splitlines()[0], ()
+            record.msg = f"{record.getMessage().splitlines()[0]}: {record.exc_info[1]}".splitlines()[0]
+            record.args = ()
             record.exc_info = None
         return True
 

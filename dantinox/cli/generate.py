@@ -173,14 +173,16 @@ def _decode(
     """
     traced = options.show_entropy or options.trace is not None or options.report is not None
     held: list[tuple[int, int, Result]] = []  # printed after the trace, because the reader of the text may close the pipe early
-    summaries, count = list[str](), 0
+    summaries = list[str]()
+    count = 0
     with contextlib.ExitStack() as files:
         file = sys.stdout if options.out is None else files.enter_context(options.out.open("a", encoding="utf-8"))
         try:
             for part in _parts(requests, options):
                 places = [(index, n) for n in (request.config.generation.n for request in part) for index in range(n)]
                 owners = [request for request in part for _ in range(request.config.generation.n)]
-                first, count = count, count + len(places)
+                first = count
+                count = count + len(places)
                 if count <= done:
                     continue
                 batches = run.start(part, stream=stream)

@@ -206,7 +206,8 @@ def calibrate(options: argparse.Namespace) -> int:
 
     with steady_progress() as progress:
         heads = calibrate_kv(options.run_dir, loss=not flags.pop("no_loss", False), progress=progress, **flags)
-    record, lines = heads.to_dict(), kv_calibration_lines
+    record = heads.to_dict()
+    lines = kv_calibration_lines
     return _show(options, record, lambda width: lines(heads, width, options.output), lambda: draw_kv_calibration(heads))
 
 
@@ -245,7 +246,8 @@ def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     """Runs `evaluate_NAME` in `lab/studies/NAME.py`, then `NAME_lines` and `NAME_files` in `lab/studies/NAME_view.py`."""
     from dantinox.run import open_run
 
-    name, out = options.what, flags.pop("out", open_run(options.run_dir).path / "evaluation")
+    name = options.what
+    out = flags.pop("out", open_run(options.run_dir).path / "evaluation")
     check_writable_folder(out, "--out")
     use_compilation_cache()
     from dantinox.report.console import steady_progress
@@ -403,7 +405,8 @@ def plan(options: argparse.Namespace) -> int:
     def make_step(config: Any, model: Any, steps: int, layout: Any) -> TrainStep:
         return TrainStep(config, model, steps, layout, teacher=open_teacher(config, layout))
 
-    topology, sizes = find_topology(options.topology), {name: getattr(options, name) for name in ("batch", "prompt", "new")}
+    topology = find_topology(options.topology)
+    sizes = {name: getattr(options, name) for name in ("batch", "prompt", "new")}
     vocab_size = trained_vocab_size(config)
     with steady_progress() as progress:
         found = make_plan(topology, config, vocab_size, make_step, meshes=options.mesh or (), progress=progress, **sizes)

@@ -77,9 +77,13 @@ def _import_lines(found: "Imported") -> Iterator[str]:
     from dantinox.run import load_run_config, packed_arrays
     from dantinox.text import Tokenizer
 
-    run, tokenizer = found.run, Tokenizer.load(found.run.tokenizer)
-    config, templated = load_run_config(run), run.chat_template.is_file()
-    model, read, written = config.architecture(tokenizer.vocab_size), _size(found.source), _size(run.weights)
+    run = found.run
+    tokenizer = Tokenizer.load(found.run.tokenizer)
+    config = load_run_config(run)
+    templated = run.chat_template.is_file()
+    model = config.architecture(tokenizer.vocab_size)
+    read = _size(found.source)
+    written = _size(run.weights)
     kinds = sorted({name.rpartition("/")[2] for name in packed_arrays(run.weights)})
     kept = f" in quantized blocks ({', '.join(kinds)})" if kinds else ""
     parameters = sum(shape.size for shape in abstract_model(model)[1].values())

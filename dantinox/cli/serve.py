@@ -159,9 +159,12 @@ def serve(options: argparse.Namespace) -> int:
     if any(importlib.util.find_spec(name) is None for name in REQUIRED_MODULES):
         raise UserError(f"`dantinox serve` needs packages that are not installed: {install_command('serve')}")
     settings = given_settings(options)
-    keys, hosts, origins = _keys(options), _hosts(options), tuple(_origin(origin) for origin in options.cors)
+    keys = _keys(options)
+    hosts = _hosts(options)
+    origins = tuple(_origin(origin) for origin in options.cors)
     name = _name(options)
-    aliases, specs = _aliases(options, name), _specs(options, name, settings)
+    aliases = _aliases(options, name)
+    specs = _specs(options, name, settings)
     if len(specs) == 1 and (options.max_models or options.model_memory):
         raise UserError("--max_models and --model_memory need several models: give --model or --models")
     if options.lite is not None and not options.lite.exists():
@@ -209,15 +212,18 @@ def serve(options: argparse.Namespace) -> int:
         if len(specs) == 1:
             opened = open_model(specs[0])
             reloader = Reloader(keys, opened.reload_weights)
-            engine, server_options = opened.engine, replace(server_options, template=opened.template, reloader=reloader)
+            engine = opened.engine
+            server_options = replace(server_options, template=opened.template, reloader=reloader)
             app = make_app(opened.engine, server_options)
         else:
             bounds: dict[str, Any] = {"max_models": options.max_models, "memory": options.model_memory}
             pool = ModelPool(specs, open_model, sizes=weights, **bounds, queue=options.queue)
             reloader = Reloader(keys, pool.reload_weights)
-            engine, server_options = pool, replace(server_options, reloader=reloader)
+            engine = pool
+            server_options = replace(server_options, reloader=reloader)
             app = make_pool_app(pool, server_options)
-        where, names = _address(listener), ", ".join(spec.name for spec in specs)
+        where = _address(listener)
+        names = ", ".join(spec.name for spec in specs)
         if options.no_auth and not _is_loopback(options.host):
             _report(options, logging.WARNING, f"anyone who can reach {where} can use this server, because it has no key")
         _report(options, logging.INFO, f"{name} is loaded; compiling its programs")

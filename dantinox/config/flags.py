@@ -59,7 +59,8 @@ def add_config_flags(parser: Parser, sections: tuple[str, ...] | None = None, mo
     taken = set(parser.flags)
     group = parser.add_argument_group("settings (each also as --section.key)")
     for name, key in keys.items():
-        flat, record = flat_name(name), records[key]
+        flat = flat_name(name)
+        record = records[key]
         names = [f"--{name}"]
         if len(owners[flat]) == 1 and f"--{flat}" not in taken:
             names.insert(0, f"--{flat}")
@@ -85,6 +86,7 @@ def _nearest_flag(flag: str, known: list[str]) -> str:
     if name in OTHER_FLAGS:
         return OTHER_FLAGS[name]
     key = nearest_key(name)
-    short, long = f"--{flat_name(key)}", f"--{key}"
+    short = f"--{flat_name(key)}"
+    long = f"--{key}"
     candidates = [*((long, short) if "." in flag else (short, long)), *difflib.get_close_matches(flag, known, 1, cutoff=0.75)]
     return did_you_mean(next((name for name in candidates if name in known), ""))

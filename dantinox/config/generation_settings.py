@@ -352,7 +352,8 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
 
 def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among the settings of the section."""
-    on, greedy = active_steps(g), g.greedy or g.temperature < GREEDY_BELOW
+    on = active_steps(g)
+    greedy = g.greedy or g.temperature < GREEDY_BELOW
     if g.num_beams > 1:
         yield from _beam_conflicts(g)
     if g.guidance_scale != 1 and g.speculation != "off":

@@ -23,7 +23,8 @@ class FlagSection:
     def __init__(self, parser: "LayeredParser", name: str, title: str):
         self.title = title
         self.actions: list[argparse.Action] = []
-        self._parser, self._group = parser, parser.add_argument_group(name, title)
+        self._parser = parser
+        self._group = parser.add_argument_group(name, title)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         """Adds a flag like `argparse.ArgumentParser.add_argument`."""

@@ -647,7 +647,8 @@ INACTIVE_WITH_LATENTS = (
 
 def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among the settings of the architecture."""
-    kv_heads, head_size = m.kv_heads or m.n_heads, m.head_size or m.dim // m.n_heads
+    kv_heads = m.kv_heads or m.n_heads
+    head_size = m.head_size or m.dim // m.n_heads
     rotated = int(head_size * a.partial_rotary_factor)
     positions = [f"attention.{n}" for n in ("absolute_pos", "trainable_pos", "use_rotary_pos") if getattr(a, n)]
     if m.head_size is None and m.dim % m.n_heads:

@@ -130,7 +130,8 @@ def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, A
     sentence = f"trials must be an integer in [1, {MAX_TRIALS}] with random, got {quote(tree.get('trials'))}"
     _require(is_count, sentence, where, "trials", "random")
     _require(isinstance(seed, int) and not isinstance(seed, bool), f"seed must be an integer, got {quote(seed)}", where, "seed")
-    source, drawn = random.Random(seed), list[dict[str, Any]]()
+    source = random.Random(seed)
+    drawn = list[dict[str, Any]]()
     while len(drawn) < trials:
         candidates = (
             {key: _draw(source.random(), values, "integer" in allowed_values(key)) for key, values in tree["random"].items()}

@@ -46,7 +46,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key, mark = self.construct_object(key_node), key_node.start_mark
+            key = self.construct_object(key_node)
+            mark = key_node.start_mark
             if not isinstance(key, str):
                 raise _RejectedYAML(problem=f"a key must be a name, got {quote(key)}", problem_mark=mark)
             if key in seen:
@@ -103,7 +104,8 @@ def find_config(name: str | Path) -> Path:
     Raises:
       UserError: neither of them exists, and the name has no suffix.
     """
-    path, packaged = Path(name), {file.stem: file for file in sorted(CONFIGS.glob("*.yaml"))}
+    path = Path(name)
+    packaged = {file.stem: file for file in sorted(CONFIGS.glob("*.yaml"))}
     if not path.is_file() and str(path) in packaged:
         return packaged[str(path)]
     if len(path.parts) == 1 and not path.suffix and not os.path.exists(path):
@@ -191,9 +193,11 @@ def build_training(
         content = tree.get(section)
         return overrides.get(f"{section}.{name}", content.get(name) if isinstance(content, dict) else None)
 
-    model_run, sections = given("training", "init_from"), INHERITED_SECTIONS
+    model_run = given("training", "init_from")
+    sections = INHERITED_SECTIONS
     if not model_run and given("training", "objective") == "distill":
-        model_run, sections = given("distill", "teacher"), TAUGHT_SECTIONS
+        model_run = given("distill", "teacher")
+        sections = TAUGHT_SECTIONS
     file = Path(model_run) / "config.yaml" if isinstance(model_run, str) and model_run and "\0" not in model_run else None
     if file is None or not file.is_file():  # the code that reads the weights reports the error
         return build_config(tree, overrides, where, source, origin)
@@ -256,7 +260,8 @@ def validate_settings(
 
     The arguments and errors are the same as for `build_config`.
     """
-    where, written = dict(where), dict[str, object]()
+    where = dict(where)
+    written = dict[str, object]()
     if len(tree) > 1 and not any(section in SECTIONS for section in tree):
         unsectioned = next((key for key in (*FIELDS, *ALIASES) if key.partition(".")[2] in tree), None)
         if unsectioned:
@@ -291,7 +296,8 @@ def validate_settings(
             hint = did_you_mean(SAME_NAMES.get(key, ""))
             sentence = f"{key} has no effect {reason}{hint}{_place(key, where, source)}"
             raise UserError(sentence, key=key, value=changes[key])
-    warmup, steps = config.training.warmup_steps or 0, config.training.steps
+    warmup = config.training.warmup_steps or 0
+    steps = config.training.steps
     if "training.steps" in changes and "training.warmup_steps" not in changes and steps is not None and warmup > steps:
         conflict = f"training.warmup_steps {warmup}{_place('training.warmup_steps', where, source)} is more than training.steps"
         warnings.warn(f"{conflict} {steps}: the learning rate warms up for a tenth of the steps", stacklevel=3)

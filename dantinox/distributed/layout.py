@@ -148,7 +148,8 @@ class Layout:
         """All-gathers a parameter from its local shard to the form that the matmul uses; `name` is its name in the layer."""
         if name not in self.splits_in_layer:  # the dropout key, which is not a parameter
             return w
-        split, tensor = self.splits_in_layer[name], self.sizes["tensor"]
+        split = self.splits_in_layer[name]
+        tensor = self.sizes["tensor"]
         if not split.gathered:
             is_head_norm = fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None
             has_partial_gradient = is_head_norm or is_adapter(name)
@@ -315,7 +316,8 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
     mesh = format_mesh(sizes)
     if math.prod(sizes.values()) != devices:
         raise UserError(f"distributed: {mesh} is a mesh of {math.prod(sizes.values())} devices, but there are {devices}")
-    rows, parts = t.batch_size // t.grad_accum, math.prod(sizes[axis] for axis in BATCH)
+    rows = t.batch_size // t.grad_accum
+    parts = math.prod(sizes[axis] for axis in BATCH)
     if rows % parts:
         accumulated = f" / training.grad_accum {t.grad_accum}" if t.grad_accum > 1 else ""
         raise UserError(

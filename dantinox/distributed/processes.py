@@ -78,7 +78,8 @@ def broadcast_from_rank0(make: Callable[[], Any]) -> Any:
         try:
             content = json.dumps({"value": make()}).encode()
         except UserError as error:
-            content, raised = json.dumps({"error": str(error)}).encode(), error
+            content = json.dumps({"error": str(error)}).encode()
+            raised = error
     barrier()
     size = int(broadcast_one_to_all(np.int32(len(content))))
     received = broadcast_one_to_all(np.frombuffer(content.ljust(size), np.uint8))

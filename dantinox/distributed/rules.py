@@ -44,7 +44,10 @@ class Rule(NamedTuple):
     storage: str
 
 
-HEADS, LATENT_HEADS, WIDTH, EXPERTS = {"K": "tensor"}, {"N": "tensor"}, {"F": "tensor"}, {"E": "expert", "F": "tensor"}
+HEADS = {"K": "tensor"}
+LATENT_HEADS = {"N": "tensor"}
+WIDTH = {"F": "tensor"}
+EXPERTS = {"E": "expert", "F": "tensor"}
 RULES = (
     Rule("embed", "VD", {}, "DV"),
     Rule("position_embed", "TD", {}, "DT"),

@@ -132,7 +132,9 @@ class Engine(EngineBase[SlotBatch]):
         job.error = error
 
     def _check(self, request: GenerationRequest) -> None:
-        generation, length, context = request.config.generation, len(request.ids), self.batch.context
+        generation = request.config.generation
+        length = len(request.ids)
+        context = self.batch.context
         limit = min(MAX_SAMPLES, self.batch.count)
         if not 1 <= generation.n <= limit:
             raise UserError(f"generation.n must be in [1, {limit}] in this server, got {generation.n}", key="generation.n")
@@ -164,10 +166,12 @@ class Engine(EngineBase[SlotBatch]):
         except Exception as error:
             if not self._isolate or self._failures == MAX_FAILURES:
                 raise
-            self._failures, self.idle = self._failures + 1, False
+            self._failures = self._failures + 1
+            self.idle = False
             log.exception("a step of the engine failed; ending the running requests")
             self._fail_running(error)
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         return outputs
 
     def _step(self) -> None:
@@ -183,7 +187,8 @@ class Engine(EngineBase[SlotBatch]):
     def _fail_running(self, error: Exception) -> None:
         """Ends all requests that hold slots, and empties the batch."""
         failed = RequestFailed(f"{type(error).__name__}: {error}")
-        self._pending, self._pending_jobs = None, {}
+        self._pending = None
+        self._pending_jobs = {}
         with self.lock:
             waiting = self._scheduler.waiting
             running = [job for job in self._jobs if job not in waiting]
@@ -209,7 +214,8 @@ class Engine(EngineBase[SlotBatch]):
             if admitted is None:
                 return
             with self._isolate_errors(admitted):
-                request, slots = admitted.request, self._scheduler.slots_of(admitted)
+                request = admitted.request
+                slots = self._scheduler.slots_of(admitted)
                 n = admitted.samples
                 admitted.followers = {slot: slots[number::n][1:] for number, slot in enumerate(slots[:n])}
                 self._sequence_slot = None  # the request may have got this slot
@@ -247,7 +253,8 @@ class Engine(EngineBase[SlotBatch]):
 
     def _next_prompts(self, count: int) -> list[Job]:
         """Returns the jobs whose prompts are prefilled next, at most `count`."""
-        prefilling, jobs = [*self._scheduler.prefilling], list[Job]()
+        prefilling = [*self._scheduler.prefilling]
+        jobs = list[Job]()
         while prefilling and len(jobs) < count:
             self._prefill_oldest = not self._prefill_oldest
             jobs.append(prefilling[0] if self._prefill_oldest else min(prefilling, key=self._prefill_left))

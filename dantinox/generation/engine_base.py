@@ -65,14 +65,17 @@ class EngineBase(Generic[B]):
           isolate: after an unexpected exception, end only the request that raised it and continue. If the exception belongs to
             no single request, all running requests end. Without `isolate`, `step` raises the exception.
         """
-        self.model, self.batch, self.counters = model, batch, Counter[str]()
+        self.model = model
+        self.batch = batch
+        self.counters = Counter[str]()
         self.lock = threading.RLock()
         self.job_seconds = 1.0  # running mean
         self._scheduler: Scheduler[Job] = Scheduler(batch.count, queue)
         self._jobs: dict[Job, None] = {}  # jobs that have not ended, the oldest first
         self._chunk_seconds, self._max_steps = chunk_seconds, max_steps
         self._dispatch_ahead, self._isolate = dispatch_ahead, isolate
-        self._step_seconds, self._collected = 0.01, time.monotonic()  # running mean of the seconds per token
+        self._step_seconds = 0.01
+        self._collected = time.monotonic()  # running mean of the seconds per token
         self._pending: PendingChunk | None = None
         self._pending_jobs: dict[int, Job] = {}
         self._outputs: list[Output] = []
@@ -92,7 +95,8 @@ class EngineBase(Generic[B]):
     def step(self) -> list[Output]:
         """Dispatches the next chunk and returns the outputs of the previous one."""
         self._step()
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         return outputs
 
     def _step(self) -> None:
@@ -105,7 +109,8 @@ class EngineBase(Generic[B]):
         self._pending, self._pending_jobs = (None, {}) if wait else self._dispatch()
         if pending is not None:
             self._collect(pending, jobs)
-            elapsed, self._collected = time.monotonic() - self._collected, time.monotonic()
+            elapsed = time.monotonic() - self._collected
+            self._collected = time.monotonic()
             self._measure(elapsed / max(1, pending.steps))
             self._failures = 0
         else:
@@ -222,7 +227,8 @@ class EngineBase(Generic[B]):
         """Adds tokens to a sample. Releases the slot when the sample ends, and ends the job when its last sample ends."""
         number = job.rows[slot]
         text = job.texts[number]
-        old_length, masked = len(text.tokens), text.mask is not None
+        old_length = len(text.tokens)
+        masked = text.mask is not None
         parts = text.add_tokens(ids, done, steps)
         if text.must_restart and text.finish_reason is None:
             self._restart(job, slot)

@@ -59,7 +59,8 @@ class ModelBundle:
     ):
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.calibration, self.kv_calibration, self.chat_template = calibration, kv_calibration, chat_template
-        self._load_run, self._draft_runs = load_run, dict[str, ModelBundle]()
+        self._load_run = load_run
+        self._draft_runs = dict[str, ModelBundle]()
         self.loras: dict[str, LoraAdapter] = {}
         self._adapter_slots: tuple[object, AdapterSlots] | None = None  # those of the last offline batch, and their key
         self.read_lora: Callable[..., LoraAdapter] = partial(load_lora, base=None, model=model.config)
@@ -107,7 +108,8 @@ class ModelBundle:
           more: options of the compiled program, passed to `SamplingParams.build`.
         """
         reads_calibration = any(c.generation.strategy == "entropy" and c.router.router_preset == "calibrated" for c in configs)
-        measured, size = self.calibration() if reads_calibration else None, self.model.config.vocab_size
+        measured = self.calibration() if reads_calibration else None
+        size = self.model.config.vocab_size
         return sampling_params(self.tokenizer, configs, sample_index, vocab_size=size, measured=measured, **more)
 
     def kv(self, config: Config) -> tuple[KVSection, KVCalibration | None]:
@@ -225,7 +227,8 @@ class ModelBundle:
         """
         section, vocab_size = request.config.generation, self.model.config.vocab_size
         constraint, reasoning = request.constraint, request.reasoning
-        strings, regexes = find_banned_strings(tuple(section.banned_strings)), compile_regexes(section.banned_regexes)
+        strings = find_banned_strings(tuple(section.banned_strings))
+        regexes = compile_regexes(section.banned_regexes)
         matcher = None if constraint is None else self.matcher(constraint, section)
         gap = None if constraint is None or reasoning is None else self._gap(request, reasoning, constraint.after)
 
@@ -309,7 +312,8 @@ class ModelBundle:
         Raises:
           UserError: the prompt is empty and the tokenizer has no BOS token, or the tokenizer cannot encode the text.
         """
-        ids, before = self.tokenizer.encode(prompt, parse_special=parse_special), self.tokenizer.ids_before_text
+        ids = self.tokenizer.encode(prompt, parse_special=parse_special)
+        before = self.tokenizer.ids_before_text
         if ids:
             return ids if before == (ids[0],) else [*before, *ids]
         if self.tokenizer.bos_id is None:

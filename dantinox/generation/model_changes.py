@@ -98,7 +98,8 @@ class ModelChanges:
 
     def _take_adapters(self) -> list[NewAdapter]:
         with self._lock:
-            new, self._new_adapters = self._new_adapters, []
+            new = self._new_adapters
+            self._new_adapters = []
         return new
 
     # --- only the thread of `Engine.step`

@@ -192,11 +192,13 @@ class RunningBatch:
         """Waits for a chunk and returns the tokens of its rows, without the rows that were stopped in the meantime."""
         outputs = []
         for part in pending.parts:
-            chunk, rows = self._fetch(part), part[2]
+            chunk = self._fetch(part)
+            rows = part[2]
             for slot, row in rows.items():
                 if row.program is None:
                     continue
-                count, info = int(chunk.active_BN[slot].sum()), chunk.info if row.reports else None
+                count = int(chunk.active_BN[slot].sum())
+                info = chunk.info if row.reports else None
                 steps = None if info is None else jax.tree.map(lambda x, slot=slot, n=count: x[slot, :n], info)
                 row.add_history(slot, count, chunk.recurrent)
                 done = bool(chunk.status.done_B[slot])
@@ -209,7 +211,8 @@ class RunningBatch:
     def _add_counts(self, row: Row, slot: int, status: RowStatus, extra: int) -> Counts:
         """Updates a row after a chunk with `extra` tokens more than steps; returns what the features counted in the chunk."""
         row.remaining = max(0, row.remaining - max(0, extra))
-        before, row.counts = row.counts, {name: int(count_B[slot]) for name, count_B in status.counts.items()}
+        before = row.counts
+        row.counts = {name: int(count_B[slot]) for name, count_B in status.counts.items()}
         return {name: count - before.get(name, 0) for name, count in row.counts.items()}
 
     def _fetch(self, part: tuple[Emitted, RowStatus, dict[int, Row]]) -> HostChunk:

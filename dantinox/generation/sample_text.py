@@ -67,7 +67,8 @@ class SampleText:
         """
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
-        self.guides, self.must_restart = [*guides], False
+        self.guides = [*guides]
+        self.must_restart = False
         self._holds = any(isinstance(guide, TextBan) for guide in guides)
         self._keeps_copies = self._holds and len(guides) > 1
         self._queue: list[_Queued] = []
@@ -80,7 +81,8 @@ class SampleText:
         self.mask = self._next_mask()
         self._reasoning = None if reasoning is None else ReasoningTracker(reasoning)
         self._eos = () if section.ignore_eos else tokenizer.stop_ids
-        self._stop_ids, self._keep_stop = stop_token_ids(tokenizer, section), section.keep_stop
+        self._stop_ids = stop_token_ids(tokenizer, section)
+        self._keep_stop = section.keep_stop
         self._min_tokens = section.min_tokens
         self._loop_settings = section if section.loop_stop else None
         # Decode the new tokens as a continuation of the prompt, because some tokenizers drop a space at the start of a text.
@@ -120,7 +122,10 @@ class SampleText:
         Raises:
           UserError: the constraint takes too long to evaluate, or no token can satisfy it.
         """
-        self.must_restart, self._parts, self._released, self._reports = False, [], [], steps is not None
+        self.must_restart = False
+        self._parts = []
+        self._released = []
+        self._reports = steps is not None
         if self._is_plain and steps is None:
             return [TextPart(self._add_plain_tokens(ids, done))]
         before = len(self.tokens)
@@ -205,7 +210,8 @@ class SampleText:
                 self._reasoning.push(new)
             text = self._stops.push(new, active=len(self.tokens) >= self._min_tokens)
             if self._stops.matched_stop is not None:
-                self.finish_reason, self._queue = "stop", []
+                self.finish_reason = "stop"
+                self._queue = []
             self._entropy = max(self._entropy, entropy)
             if step is not None:
                 self._released.append(step)

@@ -76,7 +76,8 @@ class SlotBatch(PrefillBatch):
         self._config = config or model.config
         super().__init__(*plan_slots(model, options, self._config))
         self._bundle, self.logit_processor = model, logit_processor
-        self._cache_dir, self._prefill_programs = options.cache_dir, list[str]()  # the programs as text, if there is a folder
+        self._cache_dir = options.cache_dir
+        self._prefill_programs = list[str]()  # the programs as text, if there is a folder
         sizes = self.context, self.prefill_chunk, options.prefix_cache, options.memory
         self._prefix_bytes = pool_bytes(self.plan.cache_shapes, *sizes)
         self._compiling = Lock()
@@ -154,10 +155,13 @@ class SlotBatch(PrefillBatch):
         Raises:
           UserError: there is no prefix cache or no folder, or (from the function) the file cannot be written.
         """
-        folder, prefixes, weights = self._cache_dir, self._prefixes, self._weights()
+        folder = self._cache_dir
+        prefixes = self._prefixes
+        weights = self._weights()
         if folder is None or prefixes is None:
             raise UserError("the prefix cache of this server is not saved: start it with --cache_dir")
-        found, probe = prefixes.snapshot(), prefixes.probe
+        found = prefixes.snapshot()
+        probe = prefixes.probe
 
         def write() -> int:
             write_blocks(folder, found, fingerprint(self._prefill_programs, weights, probe))
@@ -176,8 +180,10 @@ class SlotBatch(PrefillBatch):
         return [*decodes, ("start", program), ("copy",), *prefills]
 
     def _compile(self, config: Config, kind: str, *key: Any) -> Any:
-        zero, V = int32(0), self.plan.architecture.vocab_size
-        caches, report = self.plan.cache_shapes, min(MAX_ALTERNATIVES, V)
+        zero = int32(0)
+        V = self.plan.architecture.vocab_size
+        caches = self.plan.cache_shapes
+        report = min(MAX_ALTERNATIVES, V)
         if kind == "copy":  # one program per array, so that only one array is copied at a time
             leaves = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(caches)}
             return {shape: copy_slot.lower(leaf, zero, zero).compile() for shape, leaf in leaves.items()}
@@ -262,7 +268,8 @@ class SlotBatch(PrefillBatch):
             the mask of a token depends on the tokens before it.
           followers: the slots of the rows that follow this one, in which their prompts are prefilled.
         """
-        previous, program = self._rows[slot], row_params.program
+        previous = self._rows[slot]
+        program = row_params.program
         row = self._rows[slot] = replace(previous, history=previous.history[: len(output)], followers=tuple(followers))
         changes: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "report_rows": np.asarray([report])}
         row_params = row_params._replace(
@@ -272,7 +279,10 @@ class SlotBatch(PrefillBatch):
         slots = [slot, *followers]
         for place, features in zip(slots, row_features(row_params.config, slots), strict=True):
             self._init_row(place, row_params, output, limit, recurrent if place == slot else None, features)
-        row.remaining, row.program, row.reports, row.counts = limit, program, report, {}
+        row.remaining = limit
+        row.program = program
+        row.reports = report
+        row.counts = {}
         row.subset = ALL_STEPS if report or constrained else row_params.subset
         previous.program = None  # so that its pending chunks are dropped
 
@@ -290,7 +300,8 @@ class SlotBatch(PrefillBatch):
         features: Features,
     ) -> None:
         """Writes the state of a row, whose prompt is in its slot, to the state of its program."""
-        program, row = row_params.program, self._rows[slot]
+        program = row_params.program
+        row = self._rows[slot]
         features += scope_features(self.adapters, [row.scope])
         inputs, numbers = self._row_inputs(slot, row_params, (*row.ids, *output), len(output), limit, recurrent, features)
         self._states[program] = self._programs["start", program](*self._states[program], pack(inputs), numbers)
@@ -331,7 +342,8 @@ class SlotBatch(PrefillBatch):
 
     def replace_weights(self, weights: SplitModel) -> None:
         """Replaces the weights, and empties all slots, because their caches belong to the old weights. Nothing is compiled."""
-        self._model, self.caches = weights, ()
+        self._model = weights
+        self.caches = ()
         self.reset()
         if self._prefixes is not None and self._cache_dir is not None:
             renew_probe(self, self._prefixes, self.plan.architecture, self.context, self.plan.lengths[-1])

@@ -68,7 +68,8 @@ class CacheKey(Generic[T]):
     """A hashable wrapper of a value; two keys are equal if the `repr` of their `parts` is equal."""
 
     def __init__(self, value: T, *parts: object):
-        self.value, self.text = value, repr(parts)
+        self.value = value
+        self.text = repr(parts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CacheKey) and self.text == other.text
@@ -121,7 +122,8 @@ class ServedSettings:
 
     def _check_drafts(self, requested: GenerationSection) -> None:
         """Checks that the drafts of a request are a part of those that the programs of the server can verify."""
-        served, name = self._config.generation, "speculation"
+        served = self._config.generation
+        name = "speculation"
         if requested.speculation == "off":
             return
         if requested.speculation == served.speculation:
@@ -159,7 +161,8 @@ class ServedSettings:
 
     def _row_params(self, key: "CacheKey[Config]") -> RowParams:
         config, tokenizer = key.value, self._bundle.tokenizer
-        program, section = self.program_key(config), config.generation
+        program = self.program_key(config)
+        section = config.generation
         ends = end_ids(tokenizer, section)
         if len(ends) > MAX_END_IDS:
             raise UserError(
@@ -169,7 +172,8 @@ class ServedSettings:
         chain = section.strategy == "chain"
         options: ProgramOptions = {"dynamic_order": True} if chain else {"extra_steps": (*EDIT_STEPS, *section_order(section))}
         options["logit_processor"] = self._logit_processor
-        params, V = self._bundle.params([with_default_seed(config, 0)], **options), self._architecture.vocab_size
+        params = self._bundle.params([with_default_seed(config, 0)], **options)
+        V = self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
         end_ids_1E = np.asarray([[*ends, *[NO_ID] * (MAX_END_IDS - len(ends))]], np.int32)
         width = 1 if section.speculation == "off" else section.draft_tokens + 1
@@ -189,9 +193,11 @@ def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], voc
         return table
     key = name.removesuffix("_before").removesuffix("_by")
     if f"{key}_before" in tables:
-        limit, unit = MAX_SEQUENCES, f"entries of {MAX_SEQUENCE_LENGTH} tokens"
+        limit = MAX_SEQUENCES
+        unit = f"entries of {MAX_SEQUENCE_LENGTH} tokens"
     else:
-        limit, unit = min(MAX_ENTRIES_BY_SETTING.get(key, MAX_ENTRIES), next_power_of_two(vocab_size)), "entries"
+        limit = min(MAX_ENTRIES_BY_SETTING.get(key, MAX_ENTRIES), next_power_of_two(vocab_size))
+        unit = "entries"
     padding_sizes = [limit - table.shape[1], *(MAX_SEQUENCE_LENGTH - size for size in table.shape[2:])]
     if min(padding_sizes) < 0:
         raise UserError(f"generation.{key} must have at most {limit} {unit} in a server", key=f"generation.{key}")

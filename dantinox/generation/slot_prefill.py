@@ -127,7 +127,8 @@ class PrefillBatch(RunningBatch):
         row = self._rows[slot]
         if self._prefixes is not None and self.caches and row.prefilled < row.cacheable:
             self.caches, found = self._prefixes.load(self.caches, slot, row.ids[: row.cacheable], row.scope.key, row.prefilled)
-            row.reused, row.prefilled = row.reused + max(0, found - row.prefilled), max(found, row.prefilled)
+            row.reused = row.reused + max(0, found - row.prefilled)
+            row.prefilled = max(found, row.prefilled)
 
     def assign_sequence(self, slot: int, ids: Sequence[int], scope: PromptScope = NO_SCOPE) -> bool:
         """Assigns a sequence whose whole blocks `prefill` then adds to the prefix cache; returns whether any is missing."""
@@ -174,7 +175,8 @@ class PrefillBatch(RunningBatch):
 
     def _next_chunks(self, slots: Sequence[int]) -> list[Chunk]:
         """Returns the next chunk of each slot, and further chunks for the unused rows of a wide pass."""
-        chunks, prefixes = list[Chunk](), set()
+        chunks = list[Chunk]()
+        prefixes = set()
         for slot in slots:
             self._load_prefix(slot)
             row = self._rows[slot]
@@ -261,7 +263,8 @@ class PrefillBatch(RunningBatch):
         pass must have the same number of rows. This number is 1, unless a pass over several chunks takes about the time of one
         chunk, and the row of a chunk in such a pass changes no bit.
         """
-        most, length = self._row_counts[-1], self.prefill_chunk
+        most = self._row_counts[-1]
+        length = self.prefill_chunk
         if most == 1:
             return (1,)
         random = np.random.default_rng(0)
@@ -310,5 +313,6 @@ class PrefillBatch(RunningBatch):
         self._rows[to] = replace(self._rows[slot], reused=0, prompt_reports=None)
 
     def _copy(self, slot: int, to: int) -> None:
-        programs, slots = self._programs["copy",], (int32(slot), int32(to))
+        programs = self._programs["copy",]
+        slots = (int32(slot), int32(to))
         self.caches = jax.tree.map(lambda leaf: programs[leaf.shape, leaf.dtype](leaf, *slots), self.caches)

@@ -122,7 +122,8 @@ class Times(NamedTuple):
 
     def describe(self, rate: float) -> str:
         """Returns the total and the parts that add up to it; `rate` is the new tokens per second after the first ones."""
-        first, speed = self.first - self.compiling_first, f" ({rate:.1f} tok/s)" if rate else ""
+        first = self.first - self.compiling_first
+        speed = f" ({rate:.1f} tok/s)" if rate else ""
         return (
             f"{self.total:.2f} s: compile {self.compiling:.2f} s, first token {first:.2f} s, then {self.decoding:.2f} s{speed}"
         )
@@ -206,7 +207,8 @@ class StaticBatch(RunningBatch):
         self._capacity, self._vocab_size = plan.slots, model.config.vocab_size
 
         tokens_BT = np.repeat(padded_PT, samples, axis=0)
-        T, widths_B = tokens_BT.shape[1], np.full(self.count, stepper.width)
+        T = tokens_BT.shape[1]
+        widths_B = np.full(self.count, stepper.width)
         sequence_BS = np.pad(tokens_BT, ((0, 0), (0, max(0, plan.slots - T))))
         arrays = {
             "token_B": np.zeros(self.count, np.int32),
@@ -280,7 +282,8 @@ class StaticBatch(RunningBatch):
         return super().dispatch(1 if is_prefill else steps)._replace(is_prefill=is_prefill)
 
     def restart(self, slot: int, tokens: Sequence[int], prompt_length: int, limit: int) -> None:
-        previous, generated = self._rows[slot], len(tokens) - prompt_length
+        previous = self._rows[slot]
+        generated = len(tokens) - prompt_length
         row = self._rows[slot] = replace(previous, program=PROGRAM_NAME, remaining=limit, history=previous.history[:generated])
         self._init_row(slot, tokens, generated, limit, row.history[-1] if row.history else {})
         for follower in row.followers:
@@ -321,7 +324,8 @@ class StaticBatch(RunningBatch):
         else:
             prefilled: Prefilled = _prefill_toks(self._model, self._prompt, state.features, **self._prefill_options)
             state, emitted = sample_first(prefilled.logits, state, params, report=self._options["report"])
-            self.caches, self._prefilled = prefilled.caches, True
+            self.caches = prefilled.caches
+            self._prefilled = True
             self.echo = None if prefilled.echo is None else np.asarray(prefilled.echo)
             self.no_steps = jax.tree.map(lambda x: np.zeros((0, *x.shape[2:]), x.dtype), emitted.info)
         self._states[program] = params, state
@@ -359,7 +363,8 @@ class StaticBatch(RunningBatch):
 
     def resume(self, cache: KVCache) -> None:
         """Sets a cache that already holds the prompts, so that the prefill is skipped."""
-        self.caches, self._prefilled = (cache,), True
+        self.caches = (cache,)
+        self._prefilled = True
 
     def finish(self, rows_B: np.ndarray) -> None:
         """Ends the rows marked in `rows_B` before their next token."""
@@ -440,7 +445,8 @@ class RunTimer:
         """Adds the seconds before now. Traces of functions inside of other functions report their seconds a second time."""
         if not event.startswith("/jax/core/compile/"):
             return
-        end, known = time.perf_counter(), self._compilations
+        end = time.perf_counter()
+        known = self._compilations
         start = max(end - duration_secs, self._start_time)
         while known and known[-1][0] >= start:
             known.pop()

@@ -99,7 +99,8 @@ def import_checkpoint(
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     if max_context is not None and max_context < 1:
         raise UserError(f"max_context must be at least 1, got {max_context}")
-    path, sampling = Path(source), dict[str, float]()
+    path = Path(source)
+    sampling = dict[str, float]()
     if (path / "config.yaml").is_file() and not (path / "config.json").exists():
         if RunDirectory(path).manifest.is_file():
             raise UserError(f"{path} is already a run directory of this version: no import is needed")
@@ -107,7 +108,8 @@ def import_checkpoint(
         return Imported(run, path, "DantinoX 0", arrays)
     if not path.exists() and str(source) in PACKAGED:
         check_new(Path(run_dir))
-        path, sampling = find_packaged_checkpoint(str(source), note), dict(PACKAGED[str(source)].sampling)
+        path = find_packaged_checkpoint(str(source), note)
+        sampling = dict(PACKAGED[str(source)].sampling)
     if path.suffix == ".gguf":
         checkpoint = source_from_gguf(open_gguf(path))
     else:
@@ -136,7 +138,8 @@ def import_run(
     rows = source.config.get("vocab_size")
     if type(rows) is not int or rows < 1:
         raise UserError(f"{where} has vocab_size: {quote(rows)}, expected an integer ≥ 1")
-    origin, template = json.dumps(_origin(source), indent=1, ensure_ascii=False) + "\n", source.chat_template or ""
+    origin = json.dumps(_origin(source), indent=1, ensure_ascii=False) + "\n"
+    template = source.chat_template or ""
     try:
         size = len(template.encode())
         origin.encode()
@@ -144,7 +147,8 @@ def import_run(
         raise UserError(f"{source.path} has a string with a lone surrogate, which is not valid Unicode") from None
     if size > MAX_TEMPLATE_BYTES:
         raise UserError(f"{source.path} has a chat template of {size} bytes; at most {MAX_TEMPLATE_BYTES} are allowed")
-    path, settings = Path(run_dir), hf_config_to_settings(source.config, max_context)
+    path = Path(run_dir)
+    settings = hf_config_to_settings(source.config, max_context)
     vocabulary = _vocabulary_settings(tokenizer, rows, path, where)
     settings |= vocabulary | {"model": settings["model"] | vocabulary["model"]}
     settings["generation"] = _sampling_defaults(source, settings["model"]) | dict(sampling or {})
@@ -238,7 +242,8 @@ def _staged_directory(path: Path) -> Iterator[Path]:
 
 def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the special tokens of a checkpoint by role (`bos_token`, …), its stop tokens, and `add_bos_token`."""
-    tokenizer_config, ids_of = source.tokenizer_config, {**source.config, **source.generation_config}
+    tokenizer_config = source.tokenizer_config
+    ids_of = {**source.config, **source.generation_config}
 
     def name(index: Any) -> str | None:
         return tokenizer.core.id_to_token(index) if type(index) is int and 0 <= index < tokenizer.vocab_size else None
@@ -331,7 +336,8 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
     run = open_run(run_dir)
     if run.weights_or_adapter != run.weights:
         raise UserError(f"{run.path} contains only adapters: use `dantinox merge-lora` and export the merged run")
-    config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
+    config = load_run_config(run)
+    tokenizer = Tokenizer.load(run.tokenizer)
     model = config.architecture(tokenizer.vocab_size)
     weights = load_weights(run.weights, abstract_model(model)[1], widen=partial(widen_arrays, model))
     origin = _origin_of(run, config, tokenizer.vocab_size)

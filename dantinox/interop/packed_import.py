@@ -161,11 +161,13 @@ def _split_rows(blocks: StoredBlocks, sources: RowSources, layout: Layout) -> li
     lead = len(layout.lead)
     for axis in range(lead, max(kind_O.ndim, lead + 1)):
         if kind_O.ndim == lead:  # a table
-            edges, size = [], 1
+            edges = []
+            size = 1
             same = (kind_O == kind_O.flat[0]).all()
         else:
             lines = np.moveaxis(kind_O, axis, 0).reshape(kind_O.shape[axis], -1)
-            same, size = (lines == lines[:, :1]).all(), len(lines)
+            same = (lines == lines[:, :1]).all()
+            size = len(lines)
             edges = [i for i in range(1, size) if lines[i, 0] != lines[i - 1, 0]]
         if same:
             return [

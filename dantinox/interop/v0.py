@@ -122,7 +122,10 @@ def convert_parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> L
 
 def _conversion(path: str, model: ModelConfig) -> tuple[tuple[str, ...], Callable[[np.ndarray], np.ndarray]]:
     """Returns the names that a parameter can have in DantinoX 0, and the function that converts its array."""
-    K, G, H, F = model.kv_heads, model.n_heads // model.kv_heads, model.head_size, model.hidden_dim
+    K = model.kv_heads
+    G = model.n_heads // model.kv_heads
+    H = model.head_size
+    F = model.hidden_dim
     conversions: dict[str, tuple[tuple[str, ...], Callable[[np.ndarray], np.ndarray]]] = {
         "embed": (EMBED, _unchanged),
         "position_embed": (("wpe/embedding",), _unchanged),
@@ -141,7 +144,8 @@ def _conversion(path: str, model: ModelConfig) -> tuple[tuple[str, ...], Callabl
         "ffn/up/*": (("ffn/up_proj/*", "mlp/up_proj/*"), _unchanged),
         "ffn/down/*": (("ffn/down_proj/*", "mlp/down_proj/*"), _unchanged),
     }
-    layer, inner = "", path
+    layer = ""
+    inner = path
     if path.startswith("blocks/"):
         _, number, inner = path.split("/", 2)
         layer = f"blocks/{number}/"
@@ -156,7 +160,9 @@ def _unchanged(array: np.ndarray) -> np.ndarray:
 
 def _convert_qkv(w_DC: np.ndarray, model: ModelConfig) -> np.ndarray:
     """Converts [q | k | v] to `[D, K, G + 2, H]`, and moves the elements of each rotary pair half a head apart."""
-    K, G, H = model.kv_heads, model.n_heads // model.kv_heads, model.head_size
+    K = model.kv_heads
+    G = model.n_heads // model.kv_heads
+    H = model.head_size
     q_DKGH, k_DK1H, v_DK1H = (
         part.reshape(len(w_DC), K, -1, H) for part in np.split(w_DC, [K * G * H, K * G * H + K * H], axis=1)
     )
@@ -188,11 +194,14 @@ def _convert_settings(
     down = _find(weights, arrays, "blocks/0/ffn/down_proj/kernel", "blocks/0/mlp/down_proj/kernel")
     up = _find(weights, arrays, "blocks/0/ffn/up_proj/kernel", "blocks/0/mlp/up_proj/kernel")
     qkv = _find(weights, arrays, "blocks/0/attention/qkv/kernel")
-    dim, heads = embed.shape[-1], _count(path, config, "n_heads")
+    dim = embed.shape[-1]
+    heads = _count(path, config, "n_heads")
     if dim % heads:
         raise UserError(f"{path}: n_heads {heads} does not divide the embedding size {dim} in {weights.name}")
-    head_size, hidden = dim // heads, down.shape[0]
-    position, theta = _position(path, config), 1e4 * float(config.get("rope_scale_factor", config.get("rope_scale", 1.0)))
+    head_size = dim // heads
+    hidden = down.shape[0]
+    position = _position(path, config)
+    theta = 1e4 * float(config.get("rope_scale_factor", config.get("rope_scale", 1.0)))
     if position == "use_rotary_pos":
         _check_angles(theta, weights, arrays, head_size)
     head = arrays.get("head/kernel", arrays.get("lm_head/kernel"))

@@ -30,8 +30,10 @@ def build_wheel(folder: Path, names: Iterable[str] | None = None) -> Path:
       KernelError: there is no compiler, or it fails.
       OSError: the file cannot be written.
     """
-    release, platform = __version__, sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    tag, info = f"py3-none-{platform}", f"{PACKAGE}-{release}.dist-info"
+    release = __version__
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    tag = f"py3-none-{platform}"
+    info = f"{PACKAGE}-{release}.dist-info"
     files = {f"{PACKAGE}/__init__.py": b'"""Compiled kernels of DantinoX."""\n'}
     with tempfile.TemporaryDirectory() as temporary:
         for name in instruction_sets() if names is None else names:

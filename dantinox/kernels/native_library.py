@@ -73,7 +73,8 @@ def allowed_sets() -> dict[str, tuple[frozenset[str], tuple[str, ...]]]:
     Raises:
       UserError: the variable has an unknown value.
     """
-    sets, limit = instruction_sets(), os.environ.get(VARIABLE)
+    sets = instruction_sets()
+    limit = os.environ.get(VARIABLE)
     if limit == "off" or not sets:
         return {}
     if not limit:

@@ -60,7 +60,9 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     B, T, K, G, H = q_BTKGH.shape
-    q_BKGTH, k_BKTH, v_BKTH = q_BTKGH.transpose(0, 2, 3, 1, 4) * H**-0.5, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+    q_BKGTH = q_BTKGH.transpose(0, 2, 3, 1, 4) * H**-0.5
+    k_BKTH = k_BTKH.swapaxes(1, 2)
+    v_BKTH = v_BTKH.swapaxes(1, 2)
     kernel = _splash(T, G, window, softmax.cap)
     segments_BT = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
 
@@ -105,7 +107,9 @@ def kernel_for(
     Raises:
       UserError: the named kernel does not support these queries.
     """
-    T, H, platform_kernel = shape[1], shape[-1], get_platform(platform).attention_kernel
+    T = shape[1]
+    H = shape[-1]
+    platform_kernel = get_platform(platform).attention_kernel
     other_values = value_size is not None and value_size != H
     if name == "auto":
         supported = (

@@ -95,7 +95,8 @@ class RingLayer:
         """
         updated = self.append(k_BTKH, v_BTKH, positions_BT)
         if positions_BT.shape[1] == 1:
-            store, positions_B1S = updated.store, self._slot_positions(positions_BT[:, 0])
+            store = updated.store
+            positions_B1S = self._slot_positions(positions_BT[:, 0])
         else:
             store = self.store.join(type(self.store).from_kv(k_BTKH, v_BTKH, self.store.dtype))
             positions_B1S = jnp.concatenate([self._slot_positions(positions_BT[:, 0] - 1), positions_BT[:, None]], axis=2)
@@ -111,7 +112,8 @@ class RingLayer:
         if positions_BT.shape[1] == 1:
             slots_B1 = jnp.where(positions_BT < 0, self.store.slots, positions_BT % self.store.slots)
             return RingLayer(self.store.write(k_BTKH, v_BTKH, slots_B1[:, :, None]))
-        newest_B1S, first_B11 = self._slot_positions(jnp.max(positions_BT, axis=1)), positions_BT[:, :1, None]
+        newest_B1S = self._slot_positions(jnp.max(positions_BT, axis=1))
+        first_B11 = positions_BT[:, :1, None]
         new = type(self.store).from_kv(k_BTKH, v_BTKH, self.store.dtype).gather_slots(jnp.clip(newest_B1S - first_B11, 0))
         return RingLayer(new.select_slots((newest_B1S >= first_B11) & (newest_B1S >= 0), self.store))
 
@@ -172,7 +174,8 @@ class NoCache:
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX, stored_kv=None):
         """Attends to the tokens of this call; `stored_kv` are the keys and values to store, if they differ from `k` and `v`."""
         dtype = k_BTKH.dtype if self.destination is None or stored_kv is not None else self.destination.store.dtype
-        store, positions_B1T = Store.from_kv(k_BTKH, v_BTKH, dtype), positions_BT[:, None]
+        store = Store.from_kv(k_BTKH, v_BTKH, dtype)
+        positions_B1T = positions_BT[:, None]
         new_k, new_v = stored_kv or (k_BTKH, v_BTKH)
         updated = self if self.destination is None else self.destination.append(new_k, new_v, positions_BT)
         kernel: Any = partial(ring_attention, self.parallelism)
@@ -389,7 +392,8 @@ class KVCache:
         stores = [store for layer in groups for store in layer]
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(self))
         payload = sum(store.payload_bytes for store in stores)
-        B, dtype = jax.tree.leaves(stores)[0].shape[0], stores[0].dtype
+        B = jax.tree.leaves(stores)[0].shape[0]
+        dtype = stores[0].dtype
         slot_counts = [
             (B * span * store.heads, store.sizes)
             for span, layer in zip(self.uncompressed_slots, groups, strict=True)

@@ -118,7 +118,8 @@ class Store:
         With `row`, the inputs are one sequence, which is written to this row of the store.
         """
         B, K = self.v_BKSH.shape[:2]
-        rows, heads = (jnp.arange(B) if row is None else row[None])[:, None, None], jnp.arange(K)[None, None, :]
+        rows = (jnp.arange(B) if row is None else row[None])[:, None, None]
+        heads = jnp.arange(K)[None, None, :]
         k, k_scale_BTK = quantize(self._key(k_BTKH, v_BTKH), self.dtype)
         v, v_scale_BTK = quantize(v_BTKH, self.dtype)
         keys = self.k_BKHS.at[rows, heads, :, slots_BTK].set(k, mode="drop")
@@ -327,7 +328,8 @@ class SegmentedStore:
         used = jnp.max(self.used_B) if self.row is None else self.used_B[self.row]
 
         def apply_to_prefix(count: int) -> Any:
-            segments, row = self.segments[:count], self.row
+            segments = self.segments[:count]
+            row = self.row
             return function(StorePrefix(segments if row is None else tuple(segment.select_row(row) for segment in segments)))
 
         number = jnp.sum(used > jnp.asarray(self._starts[1:], jnp.int32))

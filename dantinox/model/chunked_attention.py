@@ -108,7 +108,9 @@ def _backward(
         size = q_GTH.shape[-1]
         # The derivative of the softmax subtracts Σ over keys of weight · d_weight, which equals out · d_out.
         mean_GT = jnp.sum(out_GTH.astype(jnp.float32) * d_out_GTH.astype(jnp.float32), axis=-1)
-        d_q, d_k_TH, d_v_TH = [], jnp.zeros(k_TH.shape, jnp.float32), jnp.zeros(v_TH.shape, jnp.float32)
+        d_q = []
+        d_k_TH = jnp.zeros(k_TH.shape, jnp.float32)
+        d_v_TH = jnp.zeros(v_TH.shape, jnp.float32)
         for first, low, high in _groups(k_TH.shape[0], span, window):
             k_SH, v_SH = k_TH[low:high], v_TH[low:high]
 
@@ -158,7 +160,8 @@ def _scores(
     Masked scores are the float32 minimum.
     """
     R, H, S = *q_GRH.shape[1:], k_SH.shape[0]
-    query_R1, key_S = (start + jnp.arange(R))[:, None], low + jnp.arange(S)
+    query_R1 = (start + jnp.arange(R))[:, None]
+    key_S = low + jnp.arange(S)
     mask_RS = key_S <= query_R1
     if window is not None:
         mask_RS &= query_R1 - key_S < window
@@ -202,5 +205,6 @@ def over_heads(head: Callable, scores: int, *arrays: Any) -> Any:
     Args:
       scores: the number of scores that a call of `head` holds at a time.
     """
-    N, batch_size = len(jax.tree.leaves(arrays)[0]), max(1, MAX_SCORES // scores)
+    N = len(jax.tree.leaves(arrays)[0])
+    batch_size = max(1, MAX_SCORES // scores)
     return jax.vmap(head)(*arrays) if batch_size >= N else lax.map(lambda x: head(*x), arrays, batch_size=batch_size)

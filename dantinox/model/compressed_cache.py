@@ -143,7 +143,8 @@ class HeadGroup:
         )
         slot_BK = jnp.argmin(jnp.where(valid, priority, -jnp.inf), axis=2)
         slot_BK = jnp.where(positions_B1 < 0, C, slot_BK)  # a finished row writes nothing
-        rows, heads = jnp.arange(B)[:, None], jnp.arange(K)
+        rows = jnp.arange(B)[:, None]
+        heads = jnp.arange(K)
         position_BKS = self.position_BKS.at[rows, heads, slot_BK].set(positions_B1, mode="drop")
         store = self.store.write(k_B1KH, v_B1KH, slot_BK[:, None])
         importance_BKS = self.importance_BKS
@@ -188,7 +189,8 @@ class HeadGroup:
             previous_BKU = jnp.pad(decayed_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
             importance_BKU = jnp.where(position_BKU >= 0, previous_BKU + readout.received_BKS, 0)
             # Max pooling over neighboring tokens.
-            width, sides = (1, 1, self.compression.pool), ((0, 0), (0, 0), (self.compression.pool // 2,) * 2)
+            width = (1, 1, self.compression.pool)
+            sides = ((0, 0), (0, 0), (self.compression.pool // 2,) * 2)
             pooled_BKU = jax.lax.reduce_window(importance_BKU, -jnp.inf, jax.lax.max, width, (1, 1, 1), sides)
         candidates = position_BKU >= 0
         if window is not None:
@@ -250,7 +252,8 @@ class CompressedLayer:
 
     @classmethod
     def empty(cls, batch: int, head_size: int, compression: Compression, layer: int, dtype: DTypeLike) -> "CompressedLayer":
-        groups, first = [], 0
+        groups = []
+        first = 0
         for heads, slots in compression.groups[layer]:
             store = Store.empty(batch, heads, (head_size, head_size), slots, dtype)
             position_BKS = jnp.full((batch, heads, slots), -1, jnp.int32)

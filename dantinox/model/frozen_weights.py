@@ -80,7 +80,8 @@ def _frozen_backward(shape_in: tuple[int, ...], dtype: DTypeLike, residuals: tup
     matrix, like = residuals
     d_y = d_y * matrix["scale"] if _has_output_scale(matrix) else d_y
     d_y, w = _cast_operands(d_y, matrix, shape_in, dtype)
-    axes, outs = len(shape_in), w.ndim - len(shape_in)
+    axes = len(shape_in)
+    outs = w.ndim - len(shape_in)
     contracted = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
     return jnp.tensordot(d_y, w, contracted, preferred_element_type=jnp.float32).astype(like.dtype), None
 

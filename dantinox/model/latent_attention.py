@@ -66,7 +66,10 @@ class LatentAttention(nnx.Module):
         latent, D, N, H = config.latent, config.dim, config.n_heads, config.head_size
         assert latent is not None
         R, P, V, Q = latent.rank, latent.rotated_size, latent.value_size, latent.query_rank
-        self.rank, self.head_size, self.rotated_size, self.window = R, H, P, config.windows[layer]
+        self.rank = R
+        self.head_size = H
+        self.rotated_size = P
+        self.window = config.windows[layer]
         self.kv_a = Linear((D,), (R + P,), dtype=dtype, rngs=rngs)
         norm = partial(RMSNorm, epsilon=latent.norm_epsilon, zero_centered=config.norm_zero_centered)
         self.kv_norm = norm(R)
@@ -78,7 +81,8 @@ class LatentAttention(nnx.Module):
         self.gate = Linear((D,), (N, V), dtype=dtype, rngs=rngs) if config.no_sink else None
         scaling = config.rope_scaling
         self.query_gain = yarn_gain(scaling, scaling.mscale_all_dim) ** 2 if scaling and scaling.mscale_all_dim else 1.0
-        self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros(N, jnp.float32)) if config.sink_logits else None
+        self.cap = config.softcap
+        self.sinks = nnx.Param(jnp.zeros(N, jnp.float32)) if config.sink_logits else None
 
     def __call__(
         self,

@@ -36,7 +36,9 @@ def cast_tensordot(
 
 def _cast_tensordot_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operands: tuple[Any, ...], d_y: jax.Array):
     x, w, cast_w = operands
-    d_y, lead, outs = d_y.astype(dtype), tuple(range(x.ndim - axes)), w.ndim - axes
+    d_y = d_y.astype(dtype)
+    lead = tuple(range(x.ndim - axes))
+    outs = w.ndim - axes
     contracted = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
     cast = w.astype(dtype) if cast_w is None else cast_w
     d_x = jnp.tensordot(d_y, cast, contracted, preferred_element_type=jnp.float32)
@@ -45,7 +47,8 @@ def _cast_tensordot_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, 
         return jnp.tensordot(x, d_y, (lead, lead), preferred_element_type=jnp.float32)
 
     def weight_gradient_on_cpu(x: jax.Array, d_y: jax.Array) -> jax.Array:
-        x_NI, d_y_NO = x.reshape(-1, math.prod(w.shape[:axes])), d_y.reshape(-1, math.prod(w.shape[axes:]))
+        x_NI = x.reshape(-1, math.prod(w.shape[:axes]))
+        d_y_NO = d_y.reshape(-1, math.prod(w.shape[axes:]))
         # With tied weights, XLA would merge the transpose of this result with the multiplication, which CPUs cannot run.
         d_w_IO = jnp.matmul(_transposed_pairs(x_NI), d_y_NO, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(d_w_IO).reshape(w.shape)
@@ -92,7 +95,8 @@ class Linear(nnx.Module):
         bias: bool = False,
     ):
         self.shape_in, self.shape_out = shape_in, shape_out
-        self.dtype, self.out_dtype = dtype, out_dtype or dtype
+        self.dtype = dtype
+        self.out_dtype = out_dtype or dtype
         std = gain / math.sqrt(math.prod(shape_in))
         self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (*shape_in, *shape_out), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(shape_out, jnp.float32)) if bias else None
@@ -107,11 +111,13 @@ def linear_with_kernel(like: Any, kernel: jax.Array) -> Linear:
     """Returns a `Linear` with this kernel, and with the axes, dtypes and bias of a projection in another form."""
 
     def abstract_linear() -> Linear:
-        out_dtype, bias = like.out_dtype, like.bias is not None
+        out_dtype = like.out_dtype
+        bias = like.bias is not None
         return Linear(like.shape_in, like.shape_out, dtype=like.dtype, rngs=nnx.Rngs(0), out_dtype=out_dtype, bias=bias)
 
     linear: Linear = nnx.eval_shape(abstract_linear)
-    linear.kernel, linear.bias = nnx.Param(kernel), like.bias
+    linear.kernel = nnx.Param(kernel)
+    linear.bias = like.bias
     return linear
 
 
@@ -153,7 +159,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array, pmean: Callable[[jax.Array], jax.Array] = lambda square: square) -> jax.Array:
         """Normalizes x; `pmean` averages the mean square over the devices that hold parts of x."""
-        y, axes = x.astype(jnp.float32), tuple(range(-len(self.shape), 0))
+        y = x.astype(jnp.float32)
+        axes = tuple(range(-len(self.shape), 0))
         square = pmean(jnp.mean(jnp.square(y), axis=axes, keepdims=True))
         y = y * jax.lax.rsqrt(square + self.epsilon)
         if self.scale is not None:
@@ -207,7 +214,8 @@ def relu2(x: jax.Array) -> jax.Array:
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
     """Returns (u + 1) · g σ(alpha g), with g = min(gate, limit) and u = clip(up, −limit, limit) (OpenAI 2025, gpt-oss)."""
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    gate = jnp.minimum(gate, limit)
+    up = jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
 

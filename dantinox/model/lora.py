@@ -73,7 +73,10 @@ def layer_projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
 def projection_sizes(model: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     """Returns the input and output size of each projection of a layer without experts."""
     model = model.of_layer(layer)
-    D, F, Q, K = model.dim, model.hidden_dim, model.n_heads * model.head_size, model.kv_heads * model.head_size
+    D = model.dim
+    F = model.hidden_dim
+    Q = model.n_heads * model.head_size
+    K = model.kv_heads * model.head_size
     attention = {"q_proj": (D, Q), "k_proj": (D, K), "v_proj": (D, K), "o_proj": (Q, D)}
     return attention | {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
 
@@ -120,7 +123,8 @@ class AdaptedLinear(nnx.Module):
         `reduce` adds up the partial results of the devices before the bias is added.
         """
         matrix = self.matrix()
-        axes, shape_in = len(self.shape_in), x.shape[x.ndim - len(self.shape_in) :]
+        axes = len(self.shape_in)
+        shape_in = x.shape[x.ndim - len(self.shape_in) :]
         y = frozen_tensordot(x, matrix, shape_in, self.dtype)
         dropped = dropout(x, self.rate, None if self.key is None else self.key[...])
         for name, part in self.parts:
@@ -152,7 +156,8 @@ class AdaptedLinear(nnx.Module):
         """
         factors = jnp.ones(w.shape[len(self.shape_in) :], jnp.float32)
         for name, part in self.parts:
-            adapter, where = getattr(self, name), slice_of_outputs(part)
+            adapter = getattr(self, name)
+            where = slice_of_outputs(part)
             a, b = (jax.lax.stop_gradient(matrix[...]) for matrix in (adapter.lora_a, adapter.lora_b))
             changed = w[where] + self.factor * jnp.tensordot(a, b, 1, precision="highest")
             squares = reduce(self._squares(changed))

@@ -161,7 +161,8 @@ def experts_with_kernel(like: Any, kernel: jax.Array) -> ExpertLinear:
         return ExpertLinear(E, I, like.shape_out, dtype=like.dtype, platform=like.platform, rngs=nnx.Rngs(0), bias=bias)
 
     linear: ExpertLinear = nnx.eval_shape(abstract_linear)
-    linear.kernel, linear.bias = nnx.Param(kernel), like.bias
+    linear.kernel = nnx.Param(kernel)
+    linear.bias = like.bias
     return linear
 
 
@@ -204,7 +205,8 @@ class MixtureOfExperts(nnx.Module):
         assert config.experts is not None
         self.router = Router(config, rngs=rngs)
         self.experts = Experts(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
-        width, shared = config.experts.shared_dim, None
+        width = config.experts.shared_dim
+        shared = None
         if width:
             shared = make_feed_forward(replace(config, hidden_dim=width), dtype=dtype, rngs=rngs, out_gain=out_gain)
         self.shared = nnx.data(shared)
@@ -320,7 +322,9 @@ def tiled_matmul(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
 
 
 def _over_tiles(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
-    M, O, R = len(x_MI), w_EIO.shape[2], _tile(x_MI)  # noqa: E741
+    M = len(x_MI)
+    O = w_EIO.shape[2]  # noqa: E741
+    R = _tile(x_MI)
     padded = jnp.pad(x_MI, ((0, R), (0, 0)))
 
     def expert(y: Array, part: Any) -> tuple[Array, None]:

@@ -72,7 +72,8 @@ def quantize_nf4(kernel: np.ndarray, axes: int) -> dict[str, np.ndarray]:
 
 def _nearest_codes(normalized: np.ndarray) -> np.ndarray:
     """Returns the index of the value that is nearest to each number in [−1, 1], uint8; a tie gets the smaller value."""
-    values, codes = np.array(NF4_VALUES, np.float32), np.zeros(normalized.shape, np.uint8)
+    values = np.array(NF4_VALUES, np.float32)
+    codes = np.zeros(normalized.shape, np.uint8)
     for midpoint in (values[1:] + values[:-1]) / 2:
         codes += normalized > midpoint
     return codes

@@ -79,7 +79,8 @@ def check_parts(module: str, parts: Sequence[Part], layout: Layout) -> int:
     lead, outs = len(layout.lead), len(layout.shape_out)
     axis = 0
     for kind, array in parts:
-        shape, whole = tuple(array.shape), (*layout.lead, *layout.shape_out)
+        shape = tuple(array.shape)
+        whole = (*layout.lead, *layout.shape_out)
         row = layout.row // FORMATS[kind].values * FORMATS[kind].bytes
         if len(shape) != len(whole) + 1 or shape[-1] != row or layout.row % FORMATS[kind].values:
             raise ValueError(f"hold {module} in {kind} with shape {shape}, but this model has {whole} rows of {layout.row}")
@@ -181,11 +182,15 @@ class PackedExperts(PackedParts):
     def __init__(self, linear: ExpertLinear, parts: Sequence[Part], axis: int):
         super().__init__(parts)
         self.experts, self.size_in = linear.kernel.shape[:2]
-        self.shape_out, self.axis, self.dtype, self.platform = linear.shape_out, axis, linear.dtype, linear.platform
+        self.shape_out = linear.shape_out
+        self.axis = axis
+        self.dtype = linear.dtype
+        self.platform = linear.platform
         self.bias = linear.bias
 
     def __call__(self, x_MI: jax.Array, rows: ExpertRows) -> jax.Array:
-        x_MI, outputs = x_MI.astype(jnp.float32), []
+        x_MI = x_MI.astype(jnp.float32)
+        outputs = []
         for kind, raw in self.arrays():
             y_MO = self._product(x_MI, raw.reshape(self.experts, -1, raw.shape[-1]), kind, rows)
             outputs.append(y_MO.reshape(len(x_MI), *raw.shape[1:-1]))
@@ -300,7 +305,8 @@ def pack_modules(model: Any, packed: Mapping[str, Any]) -> None:
     Raises:
       ValueError: a part does not fit the model.
     """
-    layouts, modules = packable_layouts(model), {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
+    layouts = packable_layouts(model)
+    modules = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
     for module, parts in group_parts(packed).items():
         layout = layouts.get(module, layouts.get(f"{module}/kernel"))
         if layout is None:

@@ -43,7 +43,8 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
     * `proportional`: the first frequencies, a fraction `share` of all. It sets the other frequencies to 0 (Gemma 4).
     """
     frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
-    slow, turns = frequencies / scaling.factor, scaling.original_context * frequencies / (2 * math.pi)
+    slow = frequencies / scaling.factor
+    turns = scaling.original_context * frequencies / (2 * math.pi)
     if scaling.kind == "linear":
         return slow, 1.0
     if scaling.kind == "proportional":
@@ -111,7 +112,8 @@ def packed_positions(config: ModelConfig, segments_BT: jax.Array, parallelism: A
     absolute = config.position in ("learned", "sinusoidal") or config.query_scaling_beta
     if not absolute and config.experts is None:  # the load of experts excludes padding
         return positions_1T
-    rows_B1, S = jnp.arange(B)[:, None], T * parallelism.ring
+    rows_B1 = jnp.arange(B)[:, None]
+    S = T * parallelism.ring
     index_BT = jnp.where(segments_BT < 0, S, segments_BT)
     starts_BS = jnp.full((B, S + 1), S, jnp.int32).at[rows_B1, index_BT].min(positions_1T)
     received_BS = starts_BS

@@ -166,7 +166,8 @@ def _around_ring(
       block: updates both results with a product of a block of queries with a chunk of keys.
       queries, keys, query_result, key_result: trees of arrays `[2, N, C, …]`.
     """
-    n, C = parallelism.ring, segments_PNC.shape[-1]
+    n = parallelism.ring
+    C = segments_PNC.shape[-1]
     # Without the barrier, the masks would not depend on the layer. JAX would then compute the masks of all blocks before a loop
     # over layers, and keep them in memory.
     places = parallelism.ring_index(), segments_PNC
@@ -182,7 +183,8 @@ def _around_ring(
         device = (index - distance) % n
         pairs = jnp.stack([jnp.array([1, 0]), jnp.full(2, device > index, jnp.int32)])
         # The result of the keys arrives while the products are computed.
-        arriving, zero = parallelism.ring_shift(results[1]), jax.tree.map(jnp.zeros_like, results[1])
+        arriving = parallelism.ring_shift(results[1])
+        zero = jax.tree.map(jnp.zeros_like, results[1])
         query_result, added = _add_products(block, window, pairs, own, chunks(device, *travelling), (results[0], zero))
         return query_result, jax.tree.map(jnp.add, arriving, added)
 
@@ -226,7 +228,8 @@ def _product(
     block: Block, window: int | None, queries: Chunks, keys: Chunks, query_result: Any, key_result: Any
 ) -> tuple[Any, Any]:
     """Updates the results with the product of a chunk of queries with a chunk of keys, one block of queries at a time."""
-    C, G = queries.positions.shape[0], jax.tree.leaves(queries.arrays)[0].shape[2]
+    C = queries.positions.shape[0]
+    G = jax.tree.leaves(queries.arrays)[0].shape[2]
     R = max(size for size in range(1, min(C, QUERY_BLOCK) + 1) if C % size == 0)
 
     def split(x_C: Array) -> Array:

@@ -84,7 +84,8 @@ class RowAdaptedLinear(nnx.Module):
 
     def __init__(self, linear: Any, stack: AdapterStack, parts: Mapping[str, Projection], number_B: jax.Array):
         self.linear, self.shape_in, self.shape_out = linear, linear.shape_in, linear.shape_out
-        self.a, self.b = nnx.Variable(stack.a), nnx.Dict({name: nnx.Variable(b) for name, b in stack.b.items()})
+        self.a = nnx.Variable(stack.a)
+        self.b = nnx.Dict({name: nnx.Variable(b) for name, b in stack.b.items()})
         self.number_B = nnx.Variable(number_B)
         self.spans = tuple(sorted((*_span(projection, self.shape_out), name) for name, projection in parts.items()))
 
@@ -95,14 +96,17 @@ class RowAdaptedLinear(nnx.Module):
         return (y + self._adapters(x_BTI)).astype(y.dtype)
 
     def _adapters(self, x_BTI: jax.Array) -> jax.Array:
-        number_B, lead = self.number_B[...], x_BTI.shape[:2]
+        number_B = self.number_B[...]
+        lead = x_BTI.shape[:2]
         inner_BTR = jnp.einsum("bti,bir->btr", x_BTI, self.a[...][number_B])
         inner = dict(zip(sorted(self.b), jnp.split(inner_BTR, len(self.b), axis=-1), strict=True))
         outer = {name: jnp.einsum("btr,bro->bto", inner[name], b[...][number_B]) for name, b in self.b.items()}
         if len(self.shape_out) == 1:
             return outer[self.spans[0][-1]]
-        heads, (count, size) = (*lead, *self.shape_out[:-2]), self.shape_out[-2:]
-        pieces, end = [], 0
+        heads = (*lead, *self.shape_out[:-2])
+        count, size = self.shape_out[-2:]
+        pieces = []
+        end = 0
         for start, stop, name in (*self.spans, (count, count, None)):
             pieces.append(jnp.zeros((*heads, start - end, size), jnp.float32))
             if name is not None:

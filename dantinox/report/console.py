@@ -31,7 +31,9 @@ def steady_progress(
     After `seconds` without a new line, the last line is repeated with the time since it was first shown.
     """
     stopped, lock = threading.Event(), threading.Lock()
-    last, started, shown = "starting", time.monotonic(), time.monotonic()
+    last = "starting"
+    started = time.monotonic()
+    shown = time.monotonic()
 
     def note(line: str) -> None:
         nonlocal last, started, shown
@@ -83,7 +85,9 @@ class Progress:
           interval: seconds between two lines.
         """
         self.show, self.task, self.total, self.unit, self.interval = show, task, total, unit, interval
-        self.first, self.done, self.started = done, done, time.monotonic()
+        self.first = done
+        self.done = done
+        self.started = time.monotonic()
         self.shown = self.started
         show(f"{task}: {human_count(total)} {unit}")
 
@@ -94,7 +98,8 @@ class Progress:
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """Adds `count` completed units. If it is time to show a line, `note` is appended to the line."""
-        self.done, now = self.done + count, time.monotonic()
+        self.done = self.done + count
+        now = time.monotonic()
         if now - self.shown < self.interval:
             return
         self.shown = now

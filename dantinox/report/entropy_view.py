@@ -159,7 +159,8 @@ def _to_glyphs(pieces: Iterable[Piece]) -> list[Glyph]:
                 shown = BASE + shown  # a combining mark without a base character
             mark = strategy if strategy and strategy != before else ""
             glyphs.append(Glyph(shown, entropy, mark, starts, character == "\n"))
-            starts, before = False, strategy
+            starts = False
+            before = strategy
     return glyphs
 
 

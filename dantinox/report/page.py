@@ -53,7 +53,8 @@ def empty_page() -> str:
 
 
 def _page(data: Mapping[str, Any]) -> str:
-    style, script = read_asset("page.css"), "".join(map(read_asset, SCRIPTS))
+    style = read_asset("page.css")
+    script = "".join(map(read_asset, SCRIPTS))
     hashes = {"style_hash": source_hash(style), "script_hash": source_hash(script)}
     content = {"style": style, "script": script, "data": escape_json(data), **html_fragments()}
     return Template(read_asset("page.html")).substitute(**hashes, **content)

@@ -106,7 +106,8 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
       UserError: matplotlib is not installed, a run has no loss yet, or a file cannot be read or written.
     """
     figure = new_figure(8, 4.8)
-    axes, curves = figure.add_subplot(), None
+    axes = figure.add_subplot()
+    curves = None
     lines: dict[str, tuple[Line, Line]] = {}
     for name, paths in logs.items():
         intervals, evaluations = read_columns(*paths)
@@ -180,7 +181,8 @@ def _axis_mapping(intervals: Columns, evaluations: Columns, by: str) -> Callable
     timed = np.isfinite(intervals["ms_per_step"])
     steps, milliseconds = intervals["step"][timed], intervals["ms_per_step"][timed]
     newer = steps > np.maximum.accumulate(np.concatenate([[0.0], steps[:-1]])) if steps.size else np.zeros(0, bool)
-    steps, milliseconds = np.concatenate([[0.0], steps[newer]]), milliseconds[newer]
+    steps = np.concatenate([[0.0], steps[newer]])
+    milliseconds = milliseconds[newer]
     minutes = np.concatenate([[0.0], np.cumsum(milliseconds * np.diff(steps)) / 60e3])
 
     def at(wanted: np.ndarray) -> np.ndarray:

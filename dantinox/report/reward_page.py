@@ -73,7 +73,8 @@ def _svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
 
 def _table(lines: str) -> str:
     """Returns the answers of a step as a table. The prompt is shown once for all of its answers."""
-    rows, before = [], None
+    rows = []
+    before = None
     for sample in map(json.loads, lines.splitlines()):
         if sample["prompt"] != before:
             before = sample["prompt"]

@@ -142,7 +142,8 @@ def _scaled(count: float, units: Sequence[str]) -> str:
     """Formats a number with three significant digits and a unit."""
     power = 0
     while abs(count) >= 999.5 and power < len(units) - 1:
-        count, power = count / 1000, power + 1
+        count = count / 1000
+        power = power + 1
     digits = 0 if power == 0 or abs(count) >= 99.95 else 1 if abs(count) >= 9.995 else 2
     return f"{count:.{digits}f}{units[power]}"
 

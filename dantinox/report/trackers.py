@@ -57,7 +57,9 @@ class _TensorBoard:
         self.files = _library("tensorboardX.event_file_writer", "tensorboard")
         self.events = _library("tensorboardX.proto.event_pb2", "tensorboard")
         self.summary = _library("tensorboardX.summary", "tensorboard")
-        self.folder, self.config, self.writer = folder, config, None
+        self.folder = folder
+        self.config = config
+        self.writer = None
 
     def begin(self, step: int, last_step: int, rows: Iterable[Row]) -> None:
         self.end(False)
@@ -170,7 +172,8 @@ class _WeightsAndBiases:
             warnings.warn(f"Weights & Biases failed, training continues without it: {first_line(error)}", stacklevel=2)
 
     def end(self, failed: bool) -> None:
-        run, self.run = self.run, None
+        run = self.run
+        self.run = None
         if run is not None:
             run.finish(exit_code=int(failed))
 

@@ -141,7 +141,8 @@ def read_adapter(
         raise UserError(f"{path} holds no adapters")
     deltas: dict[str, list[AdapterDelta]] = {}
     for (layer, target), group in sorted(groups.items()):
-        projection, (ins, outs) = known[int(layer)][target], projection_sizes(model, int(layer))[target]
+        projection = known[int(layer)][target]
+        ins, outs = projection_sizes(model, int(layer))[target]
         module = f"layers.{layer}.{PEFT_MODULES[projection.module.partition('/')[0]]}.{target}"
         rank, scale = scaling(module)
         shapes = {"lora_A": (rank, ins), "lora_B": (outs, rank)} | ({"lora_magnitude_vector": (outs,)} if dora else {})
@@ -188,7 +189,8 @@ def load_run_weights(
     """
     if config.lora.rank is None:
         return load_weights(run.weights, shapes, place, partial(widen_arrays, config.architecture(vocab_size)))
-    base, lora = open_base(config.training.init_from, run), config.trained_architecture(vocab_size).lora
+    base = open_base(config.training.init_from, run)
+    lora = config.trained_architecture(vocab_size).lora
     assert lora is not None
     deltas, metadata = read_adapter(
         run.adapter, config.architecture(vocab_size), lambda module: (lora.rank, lora.scale), lora.dora

@@ -191,7 +191,8 @@ def save_kv_calibration(path: str | Path, record: Mapping[str, Any]) -> None:
     Raises:
       UserError: the file cannot be written, or the manifest is damaged.
     """
-    path, content = Path(path), json.dumps({"format_version": KV_FILE_FORMAT, **record}, allow_nan=False) + "\n"
+    path = Path(path)
+    content = json.dumps({"format_version": KV_FILE_FORMAT, **record}, allow_nan=False) + "\n"
     if (path.parent / MANIFEST).exists():
         write_file(path.parent, path.name, content)
     else:
@@ -209,7 +210,8 @@ def load_kv_calibration(
             return None
         return np.array(list(found[name].values()), np.float64).reshape(config.num_blocks, -1, *columns)
 
-    entropy_LN, slots = by_layer("head_entropies"), tuple(found.get("loss_slots", ()))
+    entropy_LN = by_layer("head_entropies")
+    slots = tuple(found.get("loss_slots", ()))
     assert entropy_LN is not None
     return KVCalibration(
         entropy_LN, by_layer("coverage"), by_layer("loss", len(slots)), slots, Path(path), by_layer("distance")
@@ -245,7 +247,8 @@ def read_kv_calibration(
     found: dict[str, Any] = file.model_dump(exclude_none=True)
     for key, letter in HEAD_SIGNALS.items():
         if key in found:
-            names, values = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter), found[key]
+            names = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter)
+            values = found[key]
             if missing := [name for name in names if name not in values]:
                 raise UserError(f"the calibration {path} lacks {missing[0]} in {key}, a head of this model: {hint}")
             if surplus := values.keys() - set(names):

@@ -199,7 +199,8 @@ def clear_failed_start(run: RunDirectory) -> None:
 
 def _make_numbered(first: Path) -> Path:
     """Creates the directory `first`, or the first of `first_2`, `first_3` … that does not exist."""
-    path, number = first, 1
+    path = first
+    number = 1
     while True:
         try:
             path.mkdir()

@@ -47,7 +47,8 @@ def hash_file(path: Path, size: int | None = None) -> Entry:
     Raises:
       OSError: the file cannot be read.
     """
-    digest, count = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    count = 0
     with open(path, "rb", buffering=0) as file:
         buffer = memoryview(bytearray(min(READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
         while read := file.readinto(buffer if size is None else buffer[: size - count]):
@@ -151,7 +152,8 @@ def write_file(
       UserError: the file cannot be written, in which case the old file is intact; or the manifest is damaged.
     """
     data = data.encode() if isinstance(data, str) else data
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
 
     def read() -> Iterator[bytes | memoryview]:
         nonlocal size

@@ -64,7 +64,8 @@ class SafetensorsFile:
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.tensors: dict[str, Tensor] = {}
         self._places: dict[str, tuple[int, int]] = {}
-        self.path, self._content = path, np.memmap(path, np.uint8, mode="r")
+        self.path = path
+        self._content = np.memmap(path, np.uint8, mode="r")
         for name, array in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if (code := array["dtype"]) not in DTYPES:
                 raise UserError(f"{path} has {escape_name(name)} as {code}, expected one of {', '.join(DTYPES)}")
@@ -104,7 +105,8 @@ def safetensors_pieces(
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in order:
-        start, end = end, end + tensors[name].nbytes
+        start = end
+        end = end + tensors[name].nbytes
         header[name] = {
             "dtype": DTYPE_CODES[tensors[name].dtype],
             "shape": list(tensors[name].shape),

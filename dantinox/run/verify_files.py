@@ -135,7 +135,8 @@ def _check_stray_files(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
         if os.path.lexists(run.checkpoints):
             yield f"{run.checkpoints} is not a directory"
         return
-    steps, unfinished = {str(step) for step in saved_steps(run.checkpoints)}, set()
+    steps = {str(step) for step in saved_steps(run.checkpoints)}
+    unfinished = set()
     for path in sorted(run.checkpoints.iterdir()):
         if path.name.startswith(DAMAGED_PREFIX):
             found.remarks.append(f"{path} is damaged and was set aside by a resumed run")
@@ -158,7 +159,8 @@ def _errors_as_problems(problems: Iterator[str]) -> Iterator[str]:
 
 def _count_file(path: Path, found: VerifyReport) -> None:
     if path.is_file():
-        found.files, found.bytes = found.files + 1, found.bytes + path.stat().st_size
+        found.files = found.files + 1
+        found.bytes = found.bytes + path.stat().st_size
 
 
 def accept_run(run: RunDirectory) -> list[str]:

@@ -263,7 +263,9 @@ class MsgpackReader:
     """
 
     def __init__(self, content: Any):
-        self.content, self.at, self.end = content, 0, len(content)
+        self.content = content
+        self.at = 0
+        self.end = len(content)
 
     def arrays(self) -> dict[str, StoredArray]:
         """Returns the arrays by path."""

@@ -148,7 +148,8 @@ def candidates_given_token(
       config: the router numbers of the row.
       draws: the number of tokens to draw (static).
     """
-    n, weighted_V = config.candidates, config.score_logprob * raw_V
+    n = config.candidates
+    weighted_V = config.score_logprob * raw_V
     position_key, draws_key = jax.random.split(key)
     worse_V, equal_V, no_better_V = (
         jnp.where(chosen_V, logits_V, -jnp.inf)

@@ -106,13 +106,15 @@ def sample(
     edits = _shared_order(params, plan[:first])
     others: Order = _shared_order(params, plan[first:])
     if params.order is not None:
-        edits, others = _shared_order(params, EDIT_STEPS), RowOrders.build(params.order, params.enabled, active_B)
+        edits = _shared_order(params, EDIT_STEPS)
+        others = RowOrders.build(params.order, params.enabled, active_B)
     edited_BV = run_steps(_apply_step, edits, allowed_BV, context)
     final_BV, log_mass_B = run_chain(_apply_step, others, edited_BV, context, active_B)
     # Greedy rows enable only edits and penalties. If these all come first, the greedy token does not depend on later steps.
     greedy_first = params.order is None and not any(name in GREEDY_STEPS for name in plan[first:])
     token_B = jax.vmap(first_argmax)(edited_BV if greedy_first else final_BV).astype(jnp.int32)
-    greedy_B, drawable_BV = params.temperature < GREEDY_BELOW, final_BV
+    greedy_B = params.temperature < GREEDY_BELOW
+    drawable_BV = final_BV
     if params.stochastic and keys_B is not None:
         processed_BV = drawable_BV = run_steps(_apply_step, _shared_order(params, last), final_BV, context)
         if routes is not None and params.score_fn is None:
@@ -134,7 +136,8 @@ def sample(
     token_B = jnp.where(empty_B, 0, token_B)
     reported = None
     if report is not None:
-        make_report, inputs = jax.vmap(partial(step_info, report)), (raw_BV, drawable_BV, token_B, greedy_B)
+        make_report = jax.vmap(partial(step_info, report))
+        inputs = (raw_BV, drawable_BV, token_B, greedy_B)
         if params.report_rows is None:
             reported = make_report(*inputs)
         else:
@@ -298,7 +301,8 @@ def _apply_step(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
 
 def run_step(name: str, x_N: Array, row: Context, **overrides: Any) -> Array:
     """Applies one step to a row or its window; `overrides` replace arguments that are otherwise read from the context."""
-    step, choices = STEPS[name], dict(row.params.choices)
+    step = STEPS[name]
+    choices = dict(row.params.choices)
     arguments = {
         parameter: choices[key] if key in choices else row.params.numbers[key] for parameter, key in step.arguments.items()
     }
@@ -325,13 +329,15 @@ def _distances(x_N: Array, row: Context, name: str) -> Array:
 
 
 def _repeated(x_N: Array, row: Context, name: str) -> Array:
-    state, window = row.state, row.params.numbers["dry_range"]
+    state = row.state
+    window = row.params.numbers["dry_range"]
     repeated_V = history.longest_repeats(state.text, state.length, state.repeats, state.breaker, window, _vocab_size(x_N, row))
     return _at_window(repeated_V, row)
 
 
 def _biases(x_N: Array, row: Context, name: str) -> Array:
-    V, ids_K = x_N.shape[0], _token_table(row, name)
+    V = x_N.shape[0]
+    ids_K = _token_table(row, name)
     return jnp.zeros(V).at[jnp.where(ids_K < 0, V, ids_K)].add(_token_table(row, name, "_by"), mode="drop")
 
 

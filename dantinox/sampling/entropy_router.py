@@ -259,7 +259,8 @@ def route(metrics: Metrics, config: RouterConfig) -> Route:
     metrics = jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), metrics)
     c, attn = config, metrics.attention
     if attn is None:
-        c, attn = without_attention(config), AttentionMetrics(*[0.0] * 6)
+        c = without_attention(config)
+        attn = AttentionMetrics(*[0.0] * 6)
     T0, p0, k0 = c.base_temperature, c.base_top_p, c.base_top_k
     uncertain = metrics.entropy / c.entropy_scale + metrics.varentropy / c.varentropy_scale
 

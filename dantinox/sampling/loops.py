@@ -65,7 +65,8 @@ def loop_runs(text_S: Array, length: Number, n_generated: Number) -> Array:
     Args:
       text_S: prompt and output; the first `length` tokens are valid, and the last `n_generated` of them are generated.
     """
-    position_S, length = jnp.arange(text_S.shape[0]), jnp.asarray(length)
+    position_S = jnp.arange(text_S.shape[0])
+    length = jnp.asarray(length)
     first = length - n_generated
 
     def run_length(period: Array) -> Array:

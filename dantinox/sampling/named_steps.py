@@ -56,7 +56,8 @@ def process_logits(
     padded_BV = np.pad(logits_BV, ((0, 0), (0, -V % PADDING)), constant_values=-np.inf)
     for row_V, (prompt_ids, output_ids) in zip(padded_BV, histories, strict=True):
         changed_V = _SANITIZE(row_V)[0]
-        length, counts_V = len(prompt_ids) + len(output_ids), np.bincount(np.asarray(output_ids, int), minlength=len(row_V))
+        length = len(prompt_ids) + len(output_ids)
+        counts_V = np.bincount(np.asarray(output_ids, int), minlength=len(row_V))
         tokens_1S = np.zeros((1, -(-max(length, 1) // PADDING) * PADDING), np.int32)
         tokens_1S[0, :length] = prompt_ids + output_ids
         in_prompt_V = np.isin(np.arange(len(row_V)), prompt_ids)
@@ -96,7 +97,8 @@ def _check_logits(logits_BV: Any) -> np.ndarray:
         array = np.asarray(logits_BV)
         shape = f"shape {array.shape} of {array.dtype}"
     except ValueError:
-        array, shape = np.empty(0), "rows of different length"
+        array = np.empty(0)
+        shape = "rows of different length"
     real = jnp.issubdtype(array.dtype, np.integer) or jnp.issubdtype(array.dtype, np.floating)
     if array.ndim != 2 or array.shape[1] == 0 or not real:
         raise UserError(f"logits must be numbers [B, V] with V at least 1, got {shape}")

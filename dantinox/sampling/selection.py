@@ -86,7 +86,8 @@ def _by_top_k(count: int, x_V: Array) -> tuple[Array, Array]:
 def _by_ranks(count: int, x_V: Array) -> tuple[Array, Array]:
     keys_V = ordered_keys(x_V)
     edge = threshold_key(keys_V, jnp.ones(keys_V.shape, jnp.float32), lambda sums: sums >= count)
-    above_V, at_V = keys_V > edge, keys_V == edge
+    above_V = keys_V > edge
+    at_V = keys_V == edge
     remaining = count - jnp.sum(above_V.astype(jnp.float32))
     V = x_V.shape[0]
     ranks_NC = _running_counts(above_V | (at_V & (_running_counts(at_V).reshape(-1)[:V] <= remaining)))

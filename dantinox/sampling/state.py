@@ -178,7 +178,8 @@ def update(
     """
     active_B = jnp.ones(token_B.shape, bool) if active_B is None else active_B
     assert state.length is not None
-    rows_B, position_B = jnp.arange(token_B.shape[0]), state.length
+    rows_B = jnp.arange(token_B.shape[0])
+    position_B = state.length
     new: dict[str, Array] = {"n_generated": state.n_generated + active_B, "length": position_B + active_B}
     if state.last_seen is not None:
         ids_B = jnp.where(active_B, token_B, state.last_seen.shape[1])

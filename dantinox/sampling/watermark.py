@@ -23,7 +23,8 @@ from dantinox.sampling.steps import Number, clip_finite, log_mass
 
 TABLE_BITS, TABLE_SEED = 16, 0
 # Only the lowest 16 bits of the hash select an entry of the table, so 32-bit numbers suffice for the 64-bit generator.
-MULTIPLIER, INCREMENT = 6364136223846793005 % 2**32, 1
+MULTIPLIER = 6364136223846793005 % 2**32
+INCREMENT = 1
 MAX_CONTEXTS = 1024  # a context that occurred among this many last contexts is not marked again
 MAX_NGRAM = 16
 FEW = 256  # up to this many remaining tokens, only these are hashed
@@ -48,7 +49,8 @@ def synthid(logits_V: Array, history_S: Array, length: Number, n_generated: Numb
       keys_K: the keys, padded with -1.
       ngram: length of the hashed sequences, from 2 to 16.
     """
-    V, depth = logits_V.shape[0], jnp.sum(keys_K >= 0)
+    V = logits_V.shape[0]
+    depth = jnp.sum(keys_K >= 0)
     context_M = recent_tokens(history_S, length, n_generated)
     hash_ = jnp.uint32(1)
     for i in range(MAX_NGRAM - 1):
@@ -70,7 +72,8 @@ def synthid(logits_V: Array, history_S: Array, length: Number, n_generated: Numb
 
 def _tournament(logits_N: Array, ids_N: Array, hash_: Array, keys_K: Array, depth: Array) -> Array:
     """Returns ln P of the tokens `ids_N` after a layer for each of the first `depth` keys."""
-    table, hash_N = jnp.asarray(g_table(), jnp.float32), _accumulate(hash_, ids_N)
+    table = jnp.asarray(g_table(), jnp.float32)
+    hash_N = _accumulate(hash_, ids_N)
 
     # The factor 1 + g − Σ g·P is z for g = 0 and 1 + z for g = 1, where z is the share of the zeros. It is never 0.
     def play(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -166,7 +169,8 @@ def detect(tokens: Sequence[int], keys: Sequence[int], ngram: int) -> Detection:
             f"a watermark needs at least one key and {ngram} tokens, got {len(keys)} keys and {len(tokens)} tokens"
         )
     g_NK, counts_N = g_values(tokens, keys, ngram)
-    mean_K, N = g_NK[counts_N].mean(axis=0), int(counts_N.sum())
+    mean_K = g_NK[counts_N].mean(axis=0)
+    N = int(counts_N.sum())
     weights_K = np.linspace(FIRST_WEIGHT, LAST_WEIGHT, len(keys))
     weights_K /= weights_K.sum()
     base = float(g_table().mean())

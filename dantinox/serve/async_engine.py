@@ -125,7 +125,8 @@ class AsyncEngine:
         self.run, self.name = run, name
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         self._batch = SlotBatch(run, options, self._config, logit_processor=logit_processor)
-        self._cache_dir, self.lora_paths = options.cache_dir, dict(lora_paths or {})
+        self._cache_dir = options.cache_dir
+        self.lora_paths = dict(lora_paths or {})
         self._snapshots: list[Future[Callable[[], int]]] = []  # requested by `save_prefixes`
         self._engine = Engine(run, self._batch, queue=options.queue, isolate=True)
         self._engine.compile = self._request_compilation
@@ -427,7 +428,8 @@ class AsyncEngine:
             self._save_at_end()
         except BaseException as error:
             with self._lock:
-                self._state, self._doing = "failed", f"{type(error).__name__}: {error}"
+                self._state = "failed"
+                self._doing = f"{type(error).__name__}: {error}"
             self.on_failure()
             raise
         finally:

@@ -39,7 +39,8 @@ class EmbeddingQueue:
 
     def __init__(self, make: Callable[[], Embedder]):
         """Creates an empty queue; `make` returns the embedder, which is compiled when it is first needed."""
-        self._make, self._lock = make, Lock()
+        self._make = make
+        self._lock = Lock()
         self._embedder: Embedder | None = None
         self._jobs: deque[EmbeddingJob] = deque()
         self._running: EmbeddingJob | None = None
@@ -77,7 +78,8 @@ class EmbeddingQueue:
     def step(self) -> bool:
         """Computes the next chunk of the first request; returns False if there is nothing to compute."""
         with self._lock:
-            job, embedder = next(iter(self._jobs), None), self._embedder
+            job = next(iter(self._jobs), None)
+            embedder = self._embedder
         if embedder is None or job is None:
             return False
         try:

@@ -28,8 +28,11 @@ class ResponseStream:
     """
 
     def __init__(self, request: GenerationRequest, stats: RequestStats, cancel: Callable[[], None]):
-        self.request, self.stats, self.prompt = request, stats, list[TokenRecord]()
-        self._cancel, self._loop = cancel, asyncio.get_running_loop()
+        self.request = request
+        self.stats = stats
+        self.prompt = list[TokenRecord]()
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
         self._unread: deque[Delta | BaseException | None] = deque()
         self._reader: asyncio.Future[None] | None = None  # ends the wait of the reader
         self._ended = False

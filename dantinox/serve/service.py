@@ -192,7 +192,8 @@ class Service:
 
     def check_lengths(self, prompts: Iterable[Sequence[int]], param: str) -> None:
         """Raises RequestError (400) for a prompt that fills the context; `param` is the field of the prompts."""
-        longest, context = max(map(len, prompts), default=0), self.context
+        longest = max(map(len, prompts), default=0)
+        context = self.context
         if longest >= context:
             raise http_error("context", context, longest, param=param)
 
@@ -285,11 +286,13 @@ class Service:
 
     def _max_tokens(self, request: GenerationRequest) -> int:
         """Returns the largest number of tokens that a prompt and its continuations can have."""
-        generation, prompt = request.config.generation, len(request.ids)
+        generation = request.config.generation
+        prompt = len(request.ids)
         return prompt + generation.n * max(0, min(generation.max_new_tokens, self.context - prompt))
 
     async def _generate(self, reply: Reply, record: RequestRecord) -> AsyncGenerator[tuple[int, Delta], None]:
-        waiting, live = deque(enumerate(reply.requests)), dict[int, ResponseStream]()
+        waiting = deque(enumerate(reply.requests))
+        live = dict[int, ResponseStream]()
         tasks: dict[int, asyncio.Task[Delta | None]] = {}
         queue_has_room = True  # False after a request is refused
         try:
@@ -372,7 +375,9 @@ class _EventStream:
 
 def _check_size(name: str, value: object) -> None:
     """Raises RequestError for a number, list or string that is too large."""
-    max_entries, characters, parts = MAX_ENTRIES_OF.get(name, MAX_ENTRIES), 0, [value]
+    max_entries = MAX_ENTRIES_OF.get(name, MAX_ENTRIES)
+    characters = 0
+    parts = [value]
     while parts:
         part = parts.pop()
         if isinstance(part, int | float) and abs(part) > MAX_NUMBER:

@@ -92,7 +92,9 @@ class PackedRows:
         """
         row_P = best_fit(occupied_P, length + 1)
         order_P = np.argsort(row_P, kind="stable")
-        self._length, self._starts_P, self._sizes_P = length, starts_P[order_P], sizes_P[order_P]
+        self._length = length
+        self._starts_P = starts_P[order_P]
+        self._sizes_P = sizes_P[order_P]
         self.count = int(row_P.max()) + 1
         self._first_R = np.searchsorted(row_P[order_P], np.arange(self.count + 1))  # the index of the first chunk of each row
 
@@ -112,7 +114,8 @@ class PairRows:
 
     def __init__(self, starts_P: np.ndarray, sizes_P: np.ndarray, length: int):
         self._starts_N2, self._sizes_N2 = starts_P.reshape(-1, 2, 1), sizes_P.reshape(-1, 2, 1)
-        self._offsets_T1, self.count = np.arange(length + 1), len(starts_P) // 2
+        self._offsets_T1 = np.arange(length + 1)
+        self.count = len(starts_P) // 2
 
     def read(self, chosen_N: np.ndarray, epoch_random: int) -> np.ndarray:
         indices_N2T = self._starts_N2[chosen_N] + self._offsets_T1
@@ -179,7 +182,9 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
             if not open_rows[free]:
                 free_sizes ^= 1 << free
         else:
-            free, row, rows = capacity, rows, rows + 1
+            free = capacity
+            row = rows
+            rows = rows + 1
         row_of[chunk] = row
         open_rows[free - size].append(row)
         free_sizes |= 1 << (free - size)
@@ -190,7 +195,8 @@ class ShuffledRows:
     """Rows in a shuffled order that depends only on (seed, stream, epoch) and differs between epochs."""
 
     def __init__(self, rows: Rows, seed: int, stream: int = 0):
-        self.rows, self._key = rows, seed + (stream << 32)
+        self.rows = rows
+        self._key = seed + (stream << 32)
         self._epochs: dict[int, tuple[int, np.ndarray]] = {}
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
@@ -276,7 +282,9 @@ def assign_sources(weights: Sequence[int], counts: list[int], rows: int) -> list
     Args:
       counts: the rows that each source has so far.
     """
-    total, order, first = sum(weights), [], sum(counts)
+    total = sum(weights)
+    order = []
+    first = sum(counts)
     deadlines = [-(-(count + 1) * total // weight) for count, weight in zip(counts, weights, strict=True)]
     for number in range(first + 1, first + rows + 1):
         released = (

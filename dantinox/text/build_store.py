@@ -87,7 +87,8 @@ class _CorpusPlan(NamedTuple):
             for number, (corpus, extent, val_start) in enumerate(zip(self.corpora, self.extents, self.val_starts, strict=True)):
                 position = 0
                 for document, text in corpus.read_text(extent.digest):
-                    start, position = position, position + len(text)
+                    start = position
+                    position = position + len(text)
                     if start < val_start and 0 in parts:
                         yield TextChunk(0, (number, document), text[: val_start - start])
                     if position > val_start and 1 in parts:
@@ -117,7 +118,8 @@ def prepare_data(
     Raises:
       UserError: there is no corpus, it is invalid or too small, or the directory cannot be written.
     """
-    directory, objective = Path(directory), config.data_objective
+    directory = Path(directory)
+    objective = config.data_objective
     with fetch_datasets(config.data, directory, all_fields=objective != "next_token") as data:
         config = config.model_copy(update={"data": data})
         if objective == "next_token":
@@ -137,7 +139,8 @@ def prepare_data(
                 tokenizer = train_tokenizer(config.tokenizer, lambda: iter(()))
             chat = ChatTemplate.from_name(data.chat_template or chat_template, tokenizer)
             found = Conversations.scan(_corpora(config), data)
-            digests, options = found.digests, store_options(chat, objective, data)
+            digests = found.digests
+            options = store_options(chat, objective, data)
             if objective == "grpo":
                 encode = partial(found.encode, prompt_examples, partial(encode_prompt_records, template=chat), progress)
             else:
@@ -235,7 +238,8 @@ def _make_tokenizer(config: Config, plan: _CorpusPlan, directory: Path, progress
 
     if not is_bpe:  # takes no longer than reading the corpus
         return train_tokenizer(config.tokenizer, documents)
-    digests, kept = [extent.digest for extent in plan.extents], directory / TOKENIZER
+    digests = [extent.digest for extent in plan.extents]
+    kept = directory / TOKENIZER
     inputs = {
         "sources": digests,
         "val_starts": plan.val_starts,
@@ -275,7 +279,8 @@ def _group_chunks(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
         full = size + len(chunk.text) > BATCH_CHARACTERS or len(group) == BATCH_CHUNKS
         if group and (full or group[0].part != chunk.part or group[0].document[0] != chunk.document[0]):
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
         group.append(chunk)
         size += len(chunk.text)
     if group:
@@ -324,7 +329,9 @@ def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress |
       skip: the number of groups at the start that are not encoded.
     """
     begin, end = (np.array(ids, np.int32) for ids in (tokenizer.ids_before_text, tokenizer.ids_after_document))
-    part, document, done = 0, (-1, 0), 0
+    part = 0
+    document = (-1, 0)
+    done = 0
     groups = itertools.chain(_group_chunks(_split_chunks(plan, tokenizer)), [[]])
     for number, (group, following) in enumerate(itertools.pairwise(groups)):
         text = "".join(chunk.text for chunk in group)
@@ -333,7 +340,9 @@ def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress |
                 encoded = tokenizer.encode_batch([chunk.text for chunk in group], dropout=group[0].part == 0)
             except UnknownCharacter as error:  # report the position in the corpus instead of the group
                 raise UnknownCharacter(error.character, done + text.index(error.character)) from None
-            pieces, started, before = [], 0, document
+            pieces = []
+            started = 0
+            before = document
             next_documents = [chunk.document for chunk in (*group[1:], *following[:1])]
             for chunk, ids, next_document in itertools.zip_longest(group, encoded, next_documents):
                 if chunk.document != before:
@@ -346,7 +355,9 @@ def _encode_corpus(plan: _CorpusPlan, tokenizer: Tokenizer, progress: Progress |
             started += group[0].document == document and group[0].part != part  # a document that is split between the parts
             ids = np.concatenate(pieces)
             yield Encoded(group[0].part, group[0].document[0], ids, Counts(len(ids), started, len(text), len(text.encode())))
-        part, document, done = group[-1].part, group[-1].document, done + len(text)
+        part = group[-1].part
+        document = group[-1].document
+        done = done + len(text)
         if progress and number >= skip:
             progress("encoding the corpus", done, plan.characters)
 
@@ -393,6 +404,7 @@ def _open_store(directory: Path, header: Header, config: Config, tokenizer: Toke
             return PromptStore(tokens, marks, records, (train, val), mixture=shared["mixture"], **sizes)
         form = RECORD_FORMS[header["options"]["objective"]]
         return ConversationStore(tokens, marks, name=header["file"], form=form, **shared)
-    parts, packing = (tokens[: train.tokens], tokens[train.tokens :]), config.data.packing == "best_fit"
+    parts = (tokens[: train.tokens], tokens[train.tokens :])
+    packing = config.data.packing == "best_fit"
     before, _ = header["options"].get("around", [[tokenizer.bos_id], []])
     return TokenStore(*parts, eos_id=tokenizer.eos_id, bos_id=before[0] if before else None, packing=packing, **shared)

@@ -25,7 +25,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TEMPLATE_BYTES = 1 << 20
 RENDERER = Path(__file__).with_name("rendering.py")
 # The limits of one conversation: seconds of CPU time, bytes of memory, characters of output.
-CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS = 5, 1 << 30, 1 << 24
+CPU_SECONDS = 5
+MEMORY_BYTES = 1 << 30
+MAX_CHARACTERS = 1 << 24
 REQUEST_BYTES = 1 << 18  # of the conversations in one request, if they are several
 
 _JSON = json.JSONEncoder(allow_nan=False)
@@ -282,7 +284,8 @@ class ChatTemplate:
           turns: the indices of the messages in the mask.
           ids_N, ends_N: the result of `encode_specials`.
         """
-        full_text, mask_N = next(iter(texts.values())), np.zeros(len(ids_N), bool)
+        full_text = next(iter(texts.values()))
+        mask_N = np.zeros(len(ids_N), bool)
         for turn in turns:
             before, after = texts[turn, True], texts[turn + 1, False]
             if not (after.startswith(before) and full_text.startswith(after)):

@@ -100,11 +100,15 @@ class ConversationStore(TokenStore):
         Raises:
           UserError: all conversations are too long.
         """
-        self._ids, self._marks, self._pad = ids.view(np.ndarray), marks.view(np.ndarray), 0 if pad_id is None else pad_id
+        self._ids = ids.view(np.ndarray)
+        self._marks = marks.view(np.ndarray)
+        self._pad = 0 if pad_id is None else pad_id
         self.name, (self.train, self.val) = name, counts
         self.training_ids, self.validation_ids = self._ids[: self.train.tokens], self._ids[self.train.tokens :]
         self.batch_size, self.sequence_length = batch_size, sequence_length
-        self.form, self.pairs, self.left_out = form, form != "conversation", 0
+        self.form = form
+        self.pairs = form != "conversation"
+        self.left_out = 0
         self.conversations = sum(part.documents for part in counts) // (2 if self.pairs else 1)
         self._pair_starts = np.flatnonzero(self._marks & FIRST_TOKEN)[::2]  # index of the first token of each pair
         self.reference = np.zeros((len(self._pair_starts) if self.pairs else 0, 2), np.float32)

@@ -246,7 +246,8 @@ def template_fields(record: Mapping[str, Any]) -> tuple[Tools, Mapping[str, Any]
     Raises:
       UserError: a field is invalid.
     """
-    tools, variables = record.get("tools") or [], record.get("chat_template_kwargs") or {}
+    tools = record.get("tools") or []
+    variables = record.get("chat_template_kwargs") or {}
     if isinstance(tools, str):  # datasets store lists of unlike objects as JSON
         with contextlib.suppress(ValueError, RecursionError):
             tools = json.loads(tools) or []
@@ -316,7 +317,8 @@ def with_mismatched_completions(
     for conversation in conversations:
         if same and _prompt(conversation) != _prompt(same[0]):
             yield from mismatched(conversation)
-            earlier, same = same[-1], []
+            earlier = same[-1]
+            same = []
         same.append(conversation)
     if earlier is None:
         raise UserError(f"all records of {corpus} have the same prompt: kto needs completions of at least two prompts")
@@ -363,7 +365,8 @@ def encode_conversations(conversations: Sequence[TrainingConversation], template
     Raises:
       UserError: a conversation is invalid; the message ends with its file and line.
     """
-    encoded, inputs = [], [_template_inputs(conversation) for conversation in conversations]
+    encoded = []
+    inputs = [_template_inputs(conversation) for conversation in conversations]
     results = encode_with_loss_masks(template, inputs)
     for (where, messages, *_, label), (_, in_loss, *_), result in zip(conversations, inputs, results, strict=True):
         if isinstance(result, UserError):
@@ -393,7 +396,9 @@ def _weight(number: int, message: Message) -> int:
     """Returns the `weight` of a message, 0 or 1, and checks that the message has a content or tool calls."""
     if not isinstance(message, Mapping):
         raise UserError(f"message {number} must be an object with role and content, got {quote(message)}")
-    content, weight, is_answer = message.get("content"), message.get("weight"), message.get("role") == "assistant"
+    content = message.get("content")
+    weight = message.get("weight")
+    is_answer = message.get("role") == "assistant"
     if not isinstance(content, str) and not (content is None and is_answer and message.get("tool_calls")):
         raise UserError(f"the content of message {number} must be text, got {quote(content)}")
     weight = int(is_answer) if weight is None else weight

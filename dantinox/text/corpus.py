@@ -79,7 +79,8 @@ class Corpus:
         Raises:
           UserError: no file can be read.
         """
-        good, first = [], None
+        good = []
+        first = None
         for source in self.sources:
             alone = replace(self, sources=(source,))
             try:
@@ -135,7 +136,8 @@ class Corpus:
         """
         document = -1
         for source, content in self._contents(total or hashlib.sha256(), expected):
-            empty, field = True, self.text_field if source.content is None else FIELD
+            empty = True
+            field = self.text_field if source.content is None else FIELD
             for starts, text in _records(source, field, content) if source.records else _text(source, content):
                 empty = False
                 document += starts
@@ -164,7 +166,9 @@ class Corpus:
         Raises:
           UserError: a file is not text, a record is invalid, or the corpus has no text other than white space.
         """
-        total, sizes, blank = hashlib.sha256(), array("q"), True
+        total = hashlib.sha256()
+        sizes = array("q")
+        blank = True
         for document, text in self.read_text(total=total):
             blank = blank and text.isspace()
             if document == len(sizes):
@@ -211,13 +215,15 @@ def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
             raise UserError(f"{source.path} is not UTF-8 text: byte {position - pending + error.start} is invalid") from None
         position += len(block)
         if may_have_mark and text:
-            text, may_have_mark = text.removeprefix("\ufeff"), False
+            text = text.removeprefix("\ufeff")
+            may_have_mark = False
         if block and len(text) < max(2, BLOCK_BYTES):  # read on, because a short text may have no good split point
             continue
         end = find_split(text, 0, len(text) - 1) if block else len(text)
         if end:
             yield starts, text[:end]
-        starts, text = False, text[end:]
+        starts = False
+        text = text[end:]
 
 
 def _where(source: Source, number: int) -> str:

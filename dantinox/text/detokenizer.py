@@ -84,5 +84,7 @@ class WindowDetokenizer:
 
     def flush(self) -> str:
         piece = self._core.decode(self._window)[len(self._emitted_text) :]
-        self._window, self._emitted, self._emitted_text = [], 0, ""
+        self._window = []
+        self._emitted = 0
+        self._emitted_text = ""
         return piece

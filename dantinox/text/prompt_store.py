@@ -76,13 +76,15 @@ class PromptStore(TokenStore):
         Raises:
           UserError: all training prompts of a source, or all validation prompts, are too long.
         """
-        self._ids, self._records = ids.view(np.ndarray), records
+        self._ids = ids.view(np.ndarray)
+        self._records = records
         self.train, self.val = counts
         self.batch_size, self.sequence_length, self.answer_tokens = batch_size, context, answer_tokens
         self._starts = np.append(np.flatnonzero(marks.view(np.ndarray) & FIRST_TOKEN), len(ids))
         sizes = np.diff(self._starts)
         fits = sizes + answer_tokens <= context
-        self.conversations, self.left_out = len(sizes), int(np.count_nonzero(~fits))
+        self.conversations = len(sizes)
+        self.left_out = int(np.count_nonzero(~fits))
         ends = np.cumsum([tokens for tokens, _ in mixture or [(self.train.tokens, 1.0)]])
         parts = np.split(np.arange(len(sizes)), np.searchsorted(self._starts, ends))
         *sources, self._val = (part[fits[part]] for part in parts)
@@ -144,7 +146,8 @@ class _Indices:
     """The rows of an epoch of prompts: one index per row."""
 
     def __init__(self, indices: np.ndarray):
-        self._indices, self.count = indices, len(indices)
+        self._indices = indices
+        self.count = len(indices)
 
     def read(self, chosen_N: np.ndarray, epoch_random: int) -> np.ndarray:
         return self._indices[chosen_N][:, None]

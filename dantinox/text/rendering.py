@@ -95,7 +95,8 @@ def render(template: jinja2.Template, values: dict[str, Any]) -> str:
     Raises:
       ValueError: the text is longer than `MAX_CHARACTERS`.
     """
-    text, size = [], 0
+    text = []
+    size = 0
     for part in template.generate(values):
         text.append(part)
         size += len(part)

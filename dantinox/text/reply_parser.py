@@ -47,7 +47,8 @@ class MarkedParser:
 
     def __init__(self, form: ReplyFormat, schemas: Schemas | None, reasoning_is_open: bool, continues: bool = False):
         self._form, self._schemas = form, schemas
-        self._in_reasoning, self._buffer = reasoning_is_open, ""
+        self._in_reasoning = reasoning_is_open
+        self._buffer = ""
         self._skips_space = not continues  # at the start, and after a marker
         self._answered = False  # whether the reply has answer text
         self._reader: CallReader | None = None
@@ -104,7 +105,8 @@ class MarkedParser:
             self._note(kind, text)
             return [Part(kind, text)] if text else None  # type: ignore[arg-type]
         at, marker = found
-        text, self._buffer = self._buffer[:at].rstrip(), self._buffer[at + len(marker) :]
+        text = self._buffer[:at].rstrip()
+        self._buffer = self._buffer[at + len(marker) :]
         self._note(kind, text)
         self._skips_space = True
         if kind == "reasoning":
@@ -113,7 +115,8 @@ class MarkedParser:
             self._in_reasoning = True
         else:
             if marker not in self._form.tools.begin_markers:  # a bare call: the marker is part of it
-                self._buffer, marker = marker + self._buffer, ""
+                self._buffer = marker + self._buffer
+                marker = ""
             self._begin_calls(marker)
         return [Part(kind, text)]  # type: ignore[arg-type]
 
@@ -124,17 +127,21 @@ class MarkedParser:
 
     def _begin_calls(self, marker: str) -> None:
         assert self._schemas is not None
-        self._reader, self._section = self._form.tools.reader(self._schemas), marker
+        self._reader = self._form.tools.reader(self._schemas)
+        self._section = marker
 
     def _read_calls(self, reader: CallReader) -> list[Part]:
-        text, self._buffer = self._buffer, ""
+        text = self._buffer
+        self._buffer = ""
         self._section += text
         parts = reader.push(text)
         if reader.rejected:
             self._reader, self._answered, self._skips_space = None, True, False
             return [Part("content", self._section)]
         if reader.rest is not None:
-            self._reader, self._buffer, self._skips_space = None, reader.rest, True
+            self._reader = None
+            self._buffer = reader.rest
+            self._skips_space = True
             if not reader.recognized:
                 self._answered = True
                 return [Part("content", self._section[: len(self._section) - len(reader.rest)])]
@@ -148,7 +155,9 @@ class HarmonyParser:
     """
 
     def __init__(self, schemas: Schemas | None, continues: bool = False):
-        self._schemas, self._buffer, self._header = schemas, "", ""
+        self._schemas = schemas
+        self._buffer = ""
+        self._header = ""
         self._kind: str | None = "content" if continues else None  # of the current message; None in a header
 
     def push(self, text: str) -> list[Part]:
@@ -159,7 +168,8 @@ class HarmonyParser:
         return [part for part in parts if part.text]
 
     def finish(self) -> list[Part]:
-        text, self._buffer = self._buffer, ""
+        text = self._buffer
+        self._buffer = ""
         if self._kind is None:  # an incomplete header has no text
             text = text if text and not text.lstrip().startswith(("<|", "assistant")) else ""
         return [Part(self._kind or "content", text)] if text else []  # type: ignore[arg-type]
@@ -184,5 +194,7 @@ class HarmonyParser:
             text, self._buffer = self._buffer[:size], self._buffer[size:]
             return [Part(kind, text)] if text else None  # type: ignore[arg-type]
         at, end = found_end
-        text, self._buffer, self._kind = self._buffer[:at], self._buffer[at + len(end) :], None
+        text = self._buffer[:at]
+        self._buffer = self._buffer[at + len(end) :]
+        self._kind = None
         return [Part(kind, text)]  # type: ignore[arg-type]

@@ -42,7 +42,8 @@ class Written(NamedTuple):
 
     def add(self, item: Encoded, data: Sequence[bytes]) -> "Written":
         """Returns the content after an item is written as `data`."""
-        counts, sources = [list(numbers) for numbers in self.counts], list(self.sources)
+        counts = [list(numbers) for numbers in self.counts]
+        sources = list(self.sources)
         counts[item.part] = [number + more for number, more in zip(counts[item.part], item.added, strict=True)]
         sources[item.source] += len(item.ids) if item.part == 0 else 0
         sizes = [size + len(part) for size, part in zip(self.sizes, data, strict=True)]

@@ -106,7 +106,10 @@ class TokenStore:
             short = f"the validation text has {len(val)} tokens, fewer than 2"
             raise UserError(f"{short}: raise data.val_fraction, or add text to data.path")
         self.training_ids, self.validation_ids = train.view(np.ndarray), val.view(np.ndarray)
-        self._eos, self.bos_id, self._pad, self.packing = eos_id, bos_id, 0 if pad_id is None else pad_id, packing
+        self._eos = eos_id
+        self.bos_id = bos_id
+        self._pad = 0 if pad_id is None else pad_id
+        self.packing = packing
         self.batch_size, self.sequence_length = batch_size, sequence_length
         self.train, self.val = counts or (Counts(len(train), 0, 0, 0), Counts(len(val), 0, 0, 0))
         self._order_rows(seed, mixture)
@@ -159,7 +162,8 @@ class TokenStore:
             count = min(size, targets - start)
             ids = np.full(size + 1, self._pad, np.int32)
             ids[: count + 1] = self.validation_ids[start : start + count + 1]
-            inputs, outputs = ids[:-1].copy(), ids[1:].copy()
+            inputs = ids[:-1].copy()
+            outputs = ids[1:].copy()
             inputs[count:] = self._pad
             valid = np.arange(size) < count
             tokens_BT, targets_BT = inputs.reshape(batch_size, length), outputs.reshape(batch_size, length)

@@ -110,7 +110,8 @@ class Tokenizer:
         Raises:
           UserError: a file cannot be read, or is not a tokenizer.
         """
-        content, config = read_text(path, MAX_FILE_BYTES, "the tokenizer file"), Path(path).with_name(TOKENIZER_CONFIG)
+        content = read_text(path, MAX_FILE_BYTES, "the tokenizer file")
+        config = Path(path).with_name(TOKENIZER_CONFIG)
         return cls(content, str(path), read_json(config, MAX_FILE_BYTES) if config.is_file() else None)
 
     def token_to_id(self, token: Any) -> int | None:
@@ -214,7 +215,8 @@ class Tokenizer:
 
     def encode_specials_batch(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns `encode_specials` of several texts."""
-        split, joined = [self._special_pattern.split(text) for text in texts], []
+        split = [self._special_pattern.split(text) for text in texts]
+        joined = []
         for parts in split:
             plain = [part.replace("\0", "") for part in parts[::2]]
             for part in plain if self.kind == "char" else ():
@@ -263,7 +265,9 @@ class Tokenizer:
           parts: the text; every second part is the name of a special token.
           ids_N, encoding: the tokens, and the result of the library that contains them.
         """
-        origins, ends, offset = [np.zeros(0, np.int64)], [], 0  # positions of encoded characters, ends of special tokens
+        origins = [np.zeros(0, np.int64)]
+        ends = []
+        offset = 0  # positions of encoded characters, ends of special tokens
         for number, part in enumerate(parts):
             if number % 2:
                 origins.append(np.concatenate([np.full(len(SPECIAL_PREFIX), offset), offset + np.arange(len(part))]))
@@ -482,7 +486,8 @@ def _character_table(vocab: dict[str, int]) -> tuple[np.ndarray, int | None]:
 def _encoder(tree: dict[str, Any], name: str) -> Core:
     """Returns a copy of the tokenizer in which special tokens have the same ids but names that no text contains."""
     names = {token["content"]: SPECIAL_PREFIX + token["content"] for token in tree["added_tokens"] if token["special"]}
-    model, vocab = dict(tree["model"]), tree["model"]["vocab"]
+    model = dict(tree["model"])
+    vocab = tree["model"]["vocab"]
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(token, token): index for token, index in vocab.items()}
     else:

@@ -145,7 +145,8 @@ class JSONCalls:
         encoded = self._arguments.startswith('"')
         if not self._named or encoded or self._passed == len(self._arguments):
             return []
-        new, self._passed = self._arguments[self._passed :], len(self._arguments)
+        new = self._arguments[self._passed :]
+        self._passed = len(self._arguments)
         return [Part("arguments", new)]
 
 
@@ -156,7 +157,9 @@ class WholeCalls:
         """`parse` returns the calls (name, arguments) of a section, or raises ValueError."""
         self.rest: str | None = None
         self.recognized = self.rejected = False
-        self._end, self._parse, self._text = end, parse, ""
+        self._end = end
+        self._parse = parse
+        self._text = ""
 
     def push(self, text: str) -> list[Part]:
         searched = max(0, len(self._text) - len(self._end))
@@ -188,7 +191,9 @@ class NamedCalls:
     def __init__(self, separator: str, end: str):
         self.rest: str | None = None
         self.recognized = self.rejected = False
-        self._separator, self._end, self._head = separator, end, ""
+        self._separator = separator
+        self._end = end
+        self._head = ""
         self._in_arguments = False
 
     def push(self, text: str) -> list[Part]:
@@ -211,7 +216,8 @@ class NamedCalls:
         return parts + ([Part("arguments", passed)] if passed else [])
 
     def finish(self) -> list[Part]:
-        held, self._head = self._head, ""
+        held = self._head
+        self._head = ""
         return [Part("arguments", held)] if held and self._in_arguments else []
 
 
@@ -345,10 +351,12 @@ def _gemma_value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
 def _gemma_key(text: str, at: int, quote: str) -> tuple[str, int]:
     if text.startswith(quote, at):
         end = text.index(quote, at + len(quote))
-        key, at = text[at + len(quote) : end], end + len(quote)
+        key = text[at + len(quote) : end]
+        at = end + len(quote)
     else:
         colon = text.index(":", at)
-        key, at = text[at:colon].strip(), colon
+        key = text[at:colon].strip()
+        at = colon
     at = _skip_space(text, at)
     if text[at : at + 1] != ":":
         raise ValueError("a key without a value")

@@ -89,7 +89,8 @@ def _listed(schema: Any, document: Mapping[str, Any], depth: int) -> tuple[dict[
     """Returns the properties of a schema and of those that it combines, and the names that all of these require."""
     if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return {}, set()
-    properties, required = dict(schema.get("properties", {})), set(schema.get("required", ()))
+    properties = dict(schema.get("properties", {}))
+    required = set(schema.get("required", ()))
     for inner in (_resolve(schema.get("$ref"), document), *schema.get("allOf", ())):
         more, needed = _listed(inner, document, depth + 1)
         properties = properties | more | properties  # keeps the order and the schemas of the first

@@ -92,7 +92,8 @@ def _sample_text(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> li
         chunks.append(chunk)
         size += len(chunk)
         while size > limit and len(chunks) > 1:
-            chunks, stride = chunks[::2], 2 * stride
+            chunks = chunks[::2]
+            stride = 2 * stride
             size = sum(map(len, chunks))
     return chunks
 

@@ -101,7 +101,9 @@ class Checkpoints:
 
     def __init__(self, path: Path, keep_last: int, logs: Sequence[Path] = ()):
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every step, and the errors that it raises
-        self.path, self._keep_last, self._logs = path.absolute(), keep_last, tuple(logs)
+        self.path = path.absolute()
+        self._keep_last = keep_last
+        self._logs = tuple(logs)
         self._writer = ThreadPoolExecutor(1, "manifest")
         self._manifest: Future[None] | None = None  # of the last step that was saved
         self._link = contextlib.ExitStack()  # removes the link of `_orbax_path`
@@ -146,7 +148,8 @@ class Checkpoints:
         import orbax.checkpoint as orbax
 
         self.wait()
-        args, record = orbax.args, facts | {"progress": asdict(progress)}
+        args = orbax.args
+        record = facts | {"progress": asdict(progress)}
         arguments = args.Composite(state=args.StandardSave(_state_dict(state)), facts=args.JsonSave(record))
         updates, small = int(state.step), _smallest_arrays(state.parameters)
         metrics = None if val_loss is None else {"val_loss": val_loss}
@@ -260,7 +263,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until everything is on disk."""
-        manifest, self._manifest = self._manifest, None
+        manifest = self._manifest
+        self._manifest = None
         if manifest is None:
             return
         self._guard_disk(manifest.result)
@@ -311,7 +315,8 @@ class Checkpoints:
     def _load(self, step: int, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
         import orbax.checkpoint as orbax
 
-        args, expected = orbax.args, _state_dict(abstract)
+        args = orbax.args
+        expected = _state_dict(abstract)
         self._check_shapes(step, expected)
         arguments = args.Composite(state=args.StandardRestore(_with_sharding(expected)), facts=args.JsonRestore())
         with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:

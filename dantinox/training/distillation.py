@@ -63,13 +63,15 @@ def distill_losses(
         targets_N: jax.Array,
         mask_N: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        student_NV, teacher_NV = student_logits(x_ND), jax.lax.stop_gradient(teacher_logits(teacher_ND))
+        student_NV = student_logits(x_ND)
+        teacher_NV = jax.lax.stop_gradient(teacher_logits(teacher_ND))
         divergence_N = mask_N * token_divergence(student_NV, teacher_NV, settings)
         return divergence_N, *token_losses(student_NV, targets_N, mask_N, model.config.platform)
 
     arrays = map_chunks(losses, [model, teacher], chunk_logits, x_ND, teacher_ND, targets_N, mask_N)
     divergence, nats, squares = (jnp.sum(array_N) for array_N in arrays)
-    count, w = jnp.sum(mask_N), settings.data_weight
+    count = jnp.sum(mask_N)
+    w = settings.data_weight
     metrics = jnp.stack([divergence, nats])
     return LossSums((1 - w) * divergence + w * nats, squares, count, sum_routing(model, aux, count), metrics)
 
@@ -88,7 +90,8 @@ def token_divergence(student_NV: jax.Array, teacher_NV: jax.Array, settings: Dis
     Args:
       student_NV, teacher_NV: float32 logits. Padding that only one of the vocabularies has is ignored.
     """
-    V, tau = min(student_NV.shape[-1], teacher_NV.shape[-1]), settings.temperature
+    V = min(student_NV.shape[-1], teacher_NV.shape[-1])
+    tau = settings.temperature
     student_NV, teacher_NV = student_NV[:, :V], teacher_NV[:, :V]
     log_q, log_p = jax.nn.log_softmax(student_NV / tau), jax.nn.log_softmax(teacher_NV / tau)
     if settings.top_k is not None and settings.top_k < V:

@@ -28,7 +28,8 @@ def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
         make_sampler(config, tokenizer)
         for line in plan_lines(config, tokenizer, store):
             note(line)
-        steps, length = total_steps(config, store.windows_per_epoch), None
+        steps = total_steps(config, store.windows_per_epoch)
+        length = None
         if isinstance(store, PromptStore):
             build_rewards(config.grpo)
             length = rollout_length(config, store.longest)

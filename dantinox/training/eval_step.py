@@ -54,7 +54,8 @@ def make_eval_step(
       config: the settings of the objective.
       teacher: the teacher, if the objective is distill.
     """
-    layout, (build, _) = layout or Layout(model), abstract_model(model)
+    layout = layout or Layout(model)
+    build, _ = abstract_model(model)
     objective = OBJECTIVES[config.training.objective]
 
     def evaluate(parameters: Parameters, batch: Batch, base: Parameters, teacher_weights: Parameters) -> LossSums:
@@ -78,7 +79,8 @@ def make_reference_step(
     Args:
       logprobs: (model, batch) → an array with one row per row or pair of the batch.
     """
-    layout, (build, _) = layout or Layout(model), abstract_model(model)
+    layout = layout or Layout(model)
+    build, _ = abstract_model(model)
 
     def reference(parameters: Parameters, batch: Any, base: Parameters) -> jax.Array:
         return logprobs(layout.build_model(build, parameters | base), batch)

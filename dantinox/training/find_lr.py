@@ -65,7 +65,8 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         raise UserError("find-lr compares losses of the same data, so it does not support distill.data: samples")
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
         tokenizer, store = prepare_data(config, directory, starting_tokenizer(config), chat_template=base_template(config))
-        model, t = config.trained_architecture(tokenizer.vocab_size), config.training
+        model = config.trained_architecture(tokenizer.vocab_size)
+        t = config.training
         progress(f"compiling, then at most {steps} steps of {t.batch_size} × {config.model.max_context} tokens")
 
         def factor(step: Any) -> jax.Array:
@@ -100,7 +101,8 @@ def analyze_losses(key: str, rates: list[float], losses: list[float]) -> RateTes
     Raises:
       UserError: the loss did not fall.
     """
-    smoothed, mean = [], 0.0
+    smoothed = []
+    mean = 0.0
     for number, loss in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
         smoothed.append(mean / (1 - SMOOTHING**number))

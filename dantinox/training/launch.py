@@ -133,7 +133,8 @@ def _read_settings(config: Config | str | Path, resume: bool) -> Config:
 
 def _load_prepared(run: RunDirectory) -> PreparedRun:
     """Loads the run that rank 0 has prepared. The other processes call it."""
-    config, tokenizer = load_run_config(run), Tokenizer.load(run.tokenizer)
+    config = load_run_config(run)
+    tokenizer = Tokenizer.load(run.tokenizer)
     store = open_store(config, run.data, tokenizer)
     if store is None:
         raise UserError(
@@ -199,7 +200,8 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
     has_tokens = any(run.data.glob("tokens*"))  # not only those of an interrupted build
     if has_tokens:
         run.check(*(run.path / name for name in run.tokens(recorded=True)))
-    saved, requested = load_run_config(run), config
+    saved = load_run_config(run)
+    requested = config
     config = resume_config(saved, requested)
     if config.training.max_minutes != requested.training.max_minutes:
         console.note("training.max_minutes has no effect: a resumed run keeps its number of steps")
@@ -232,26 +234,30 @@ def _check_rebuilt(run: RunDirectory) -> None:
 
 def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Iterator[str]:
     """Yields a table of the model, the data, the length and the optimizer, and a warning if there are very few steps."""
-    t, m = config.training, config.architecture(tokenizer.vocab_size)
+    t = config.training
+    m = config.architecture(tokenizer.vocab_size)
     feed_forward = f"{m.activation} {m.hidden_dim}"
     if m.experts is not None:
         feed_forward += f", {m.experts.top_k} of {m.experts.count} experts"
     steps = total_steps(config, store.windows_per_epoch)
     tokens = steps * t.batch_size * m.max_context
     text = f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"
-    epochs, rows = tokens / store.train.tokens, f"{t.batch_size} × {m.max_context} tokens"
+    epochs = tokens / store.train.tokens
+    rows = f"{t.batch_size} × {m.max_context} tokens"
     if isinstance(store, PromptStore):
         samples = rows_per_step(config) // t.batch_size
         answers = f"{t.batch_size} prompts with {samples} answers of at most {store.answer_tokens} tokens each"
         text = f"{human_count(store.train.documents)} training prompts, {human_count(store.val.documents)} for validation"
         text += f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
-        epochs, rows = steps * t.batch_size / store.windows_per_epoch, answers
+        epochs = steps * t.batch_size / store.windows_per_epoch
+        rows = answers
     elif isinstance(store, ConversationStore):
         what = {"conversation": "conversations", "pair": "pairs", "label": "labeled completions"}[store.form]
         text += f" in {store.conversations} {what}" + f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
         epochs = steps * t.batch_size / store.windows_per_epoch
         rows = f"{t.batch_size} {what} of {m.max_context} tokens" if store.pairs else rows
-    adapters, lora = [], config.trained_architecture(tokenizer.vocab_size).lora
+    adapters = []
+    lora = config.trained_architecture(tokenizer.vocab_size).lora
     if lora is not None:
         on = f"on {', '.join(lora.targets)}; the weights of {t.init_from} are frozen, in {lora.held}"
         adapters = [("adapters", f"rank {lora.rank}, scale {lora.scale:g}{', DoRA' * lora.dora}, {on}")]

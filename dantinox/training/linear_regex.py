@@ -35,7 +35,8 @@ def compile_linear_regex(pattern: str, whole: bool, what: str) -> Callable[[str]
         raise UserError(f"{what} has the invalid expression {quote(pattern)}: {first_line(ValueError(reason))}")
 
     def matches(text: str) -> bool:
-        matcher, ids = start.deep_copy(), list(text.encode("utf-8", "replace"))  # a byte is a token
+        matcher = start.deep_copy()
+        ids = list(text.encode("utf-8", "replace"))  # a byte is a token
         consumed = matcher.try_consume_tokens(ids)
         if matcher.is_error():
             hint = "use smaller counted repetitions"
@@ -50,16 +51,20 @@ def _with_any_text_around(pattern: str) -> str:
     before, after = ANY_TEXT, ANY_TEXT
     if not _has_alternatives(pattern):  # in `^a|b$`, an anchor belongs to one alternative
         if pattern.startswith("^"):
-            before, pattern = "", pattern[1:]
+            before = ""
+            pattern = pattern[1:]
         backslashes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
         if pattern.endswith("$") and backslashes % 2 == 0:
-            after, pattern = "", pattern[:-1]
+            after = ""
+            pattern = pattern[:-1]
     return f"{before}(?:{pattern}){after}"
 
 
 def _has_alternatives(pattern: str) -> bool:
     """Whether an expression contains `|` outside of groups and character classes."""
-    depth, in_class, characters = 0, False, iter(pattern)
+    depth = 0
+    in_class = False
+    characters = iter(pattern)
     for character in characters:
         if character == "\\":
             next(characters, None)

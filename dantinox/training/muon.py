@@ -42,13 +42,15 @@ def muon(
     """
 
     def init(parameters: Parameters) -> MuonState | NorMuonState:
-        steps, momentum = jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, parameters)
+        steps = jnp.zeros((), jnp.int32)
+        momentum = jax.tree.map(jnp.zeros_like, parameters)
         if not training.muon_normalize:
             return MuonState(steps, momentum)
         return NorMuonState(steps, momentum, {name: jnp.zeros_like(_mean_squares(name, p)) for name, p in parameters.items()})
 
     def update(gradients: Parameters, state: Any, parameters: Any) -> tuple[Parameters, MuonState | NorMuonState]:
-        rate, steps = learning_rate(state.steps), state.steps + 1
+        rate = learning_rate(state.steps)
+        steps = state.steps + 1
         momentum = jax.tree.map(_interpolate, state.momentum, gradients)
         directions = orthogonalize(jax.tree.map(_interpolate, momentum, gradients), training.muon_steps, layout)
         next_state: MuonState | NorMuonState = MuonState(steps, momentum)
@@ -80,7 +82,8 @@ def normalize_sizes(directions: Parameters, squares: Parameters) -> tuple[Parame
 
     def normalized(name: str, d: jax.Array) -> jax.Array:
         first, _ = fan_axes(name, d.ndim) or (0, 1)
-        x, axes = d / (jnp.sqrt(squares[name]) + 1e-10), tuple(range(first, d.ndim))
+        x = d / (jnp.sqrt(squares[name]) + 1e-10)
+        axes = tuple(range(first, d.ndim))
         norm, new_norm = (jnp.sqrt(jnp.sum(jnp.square(y), axis=axes, keepdims=True)) for y in (d, x))
         return x * (norm / (new_norm + 1e-20))
 

@@ -77,7 +77,8 @@ class MatrixSides(NamedTuple):
 
 def _matrix_sides(name: str, shape: tuple[int, ...], layout: Layout | None) -> MatrixSides:
     *_, inputs, outputs = matrix_shape(name, shape) or shape
-    transposed, scale = inputs > outputs, math.sqrt(max(1.0, outputs / inputs))
+    transposed = inputs > outputs
+    scale = math.sqrt(max(1.0, outputs / inputs))
     if layout is None or layout.mesh is None:
         return MatrixSides(min(inputs, outputs), transposed, scale)
     first, second = fan_axes(name, len(shape)) or (0, 1)
@@ -175,7 +176,8 @@ def _inverse_root(grams_MNN: jax.Array, polynomials: int) -> jax.Array:
     A is first divided by its Frobenius norm, which is at least its largest eigenvalue. A step that maps X to p(A) X also maps
     A = X Xᵀ to p(A) A p(A). All matrices here are polynomials of the first A, so they commute.
     """
-    matmul, steps = partial(jnp.matmul, precision=PRECISION[polynomials]), POLAR_STEPS[polynomials]
+    matmul = partial(jnp.matmul, precision=PRECISION[polynomials])
+    steps = POLAR_STEPS[polynomials]
     norm_M11 = jnp.linalg.norm(grams_MNN, axis=(1, 2), keepdims=True) + 1e-20
     a_MNN = grams_MNN / norm_M11
     identity = root_MNN = jnp.eye(a_MNN.shape[-1])

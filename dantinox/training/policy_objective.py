@@ -27,7 +27,8 @@ def grpo_losses(model: Transformer, rollout: Rollout, config: Config, *, rngs: n
     The policy is the softmax of the logits divided by `generation.temperature`. Filters such as top-p are not part of it. The
     entropy of an answer is the mean entropy of the policy at its tokens, in nats.
     """
-    grpo, count = config.grpo, count_answers(rollout)
+    grpo = config.grpo
+    count = count_answers(rollout)
     logp_RT, entropy_RT, aux = _policy(model, rollout, config.generation.temperature, rngs)
     sums = policy_sums(logp_RT, rollout, grpo.options, grpo.kl_weight)
     lengths_R = jnp.maximum(jnp.sum(rollout.mask_RT, axis=1), 1)

@@ -34,7 +34,8 @@ def dpo(logp_P2: jax.Array, pairs: Preferences, config: Config) -> tuple[jax.Arr
     With label smoothing ε the loss is −(1 − ε) ln σ(m) − ε ln σ(−m). Sources: Rafailov et al. 2023, DPO, equation 7; Mitchell
     2023, "A note on DPO with noisy preferences & relationship to IPO".
     """
-    smoothing, margin_P = config.training.label_smoothing, preference_beta(config) * _difference(logp_P2 - pairs.reference_P2)
+    smoothing = config.training.label_smoothing
+    margin_P = preference_beta(config) * _difference(logp_P2 - pairs.reference_P2)
     return (1 - smoothing) * jax.nn.softplus(-margin_P) + smoothing * jax.nn.softplus(margin_P), margin_P
 
 
@@ -43,7 +44,8 @@ def ipo(logp_P2: jax.Array, pairs: Preferences, config: Config) -> tuple[jax.Arr
 
     Source: Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human Preferences", equation 17.
     """
-    tau, h_P = preference_beta(config), _difference(logp_P2 - pairs.reference_P2)
+    tau = preference_beta(config)
+    h_P = _difference(logp_P2 - pairs.reference_P2)
     return jnp.square(h_P - 1 / (2 * tau)), tau * h_P
 
 
@@ -86,10 +88,12 @@ def kto_losses(model: Transformer, examples: LabeledCompletions, config: Config,
     `KTO_METRICS`; a reward is β r. Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization",
     section 4.1 (the loss λ_y − v).
     """
-    t, beta = config.training, preference_beta(config)
+    t = config.training
+    beta = preference_beta(config)
     logp_P, aux = _row_logprobs_and_aux(model, _conversation(examples, 0), rngs)
     reward_P = beta * (logp_P - examples.reference_P2[:, 0])
-    example_P, desirable_P = example_mask(examples), examples.desirable_P.astype(jnp.float32)
+    example_P = example_mask(examples)
+    desirable_P = examples.desirable_P.astype(jnp.float32)
     weight_P = jnp.where(examples.desirable_P, t.kto_desirable_weight, t.kto_undesirable_weight)
     sign_P = 2 * desirable_P - 1
     loss_P = weight_P * jax.nn.sigmoid(sign_P * (beta * examples.kl_P - reward_P))

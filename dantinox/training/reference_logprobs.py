@@ -26,7 +26,8 @@ def compute_reference_logprobs(
     Returns:
       float32 `[pairs, 2]`; 0 for pairs that are too long.
     """
-    logprobs, program = np.zeros_like(store.reference), make_reference_step(model, layout)
+    logprobs = np.zeros_like(store.reference)
+    program = make_reference_step(model, layout)
     for indices, pairs in store.all_pairs(rows):
         placed = layout.put_batch(partial(select_rows, pairs), rows)
         logprobs[indices] = fetch_to_host(program(parameters, placed, frozen))[: len(indices)]

@@ -102,12 +102,16 @@ class RolloutBatches:
         config = self._config = step.config
         if step.layout.mesh is not None:
             raise UserError(f"training.objective: grpo runs on one device, got {step.layout.devices}: make only one visible")
-        self._store, self._layout, self._frozen, self._stop = store, step.layout, frozen, stop
+        self._store = store
+        self._layout = step.layout
+        self._frozen = frozen
+        self._stop = stop
         self._logprobs = make_reference_step(step.model, step.layout, partial(answer_logprobs, config=config))
         self._reference = step.initial_parameters(starting_weights(), frozen) if config.grpo.kl_weight > 0 else None
         self._rewards = build_rewards(config.grpo)
         self._is_logged = step.is_logged
-        self._pad, self._length = tokenizer.pad_id or 0, step.length
+        self._pad = tokenizer.pad_id or 0
+        self._length = step.length
         self._rollouts, self._greedy = (
             Rollouts(config, step.model, tokenizer, store.longest, samples=samples, prompts=prompts)
             for samples, prompts in ((config.grpo.samples, store.batch_size), (1, store.validation_rows))
@@ -135,7 +139,8 @@ class RolloutBatches:
             len(sampled_RT),
             t.grad_accum,
         )
-        metrics, updates = _group_metrics(groups), self._config.grpo.updates
+        metrics = _group_metrics(groups)
+        updates = self._config.grpo.updates
         if updates > 1 or self._is_logged(step + 1):  # else nothing reads these log-probabilities
             old_RT = self._logprobs(state.parameters, placed, self._frozen)
             metrics["sampler_gap"] = float(jnp.max(placed.mask_RT * jnp.abs(old_RT - sampled_RT)))
@@ -147,7 +152,8 @@ class RolloutBatches:
             "seconds_sampling": sampled - started,
             "seconds_scoring": time.perf_counter() - sampled,
         }
-        self.groups, self._ready = groups, time.perf_counter()
+        self.groups = groups
+        self._ready = time.perf_counter()
         return placed
 
     def finish_step(self, loss: jax.Array) -> float:
@@ -165,7 +171,9 @@ class RolloutBatches:
         Returns:
           The mean reward times −1, and the metrics with the prefix `val_`. The first is None if a stop signal arrived.
         """
-        weights, seed, groups = state.weights | self._frozen, self._config.training.seed, list[Group]()
+        weights = state.weights | self._frozen
+        seed = self._config.training.seed
+        groups = list[Group]()
         for prompts in self._store.validation(self._greedy.prompts_per_call, self._config.training.eval_tokens):
             seeds = [rollout_seed(seed, 1, prompt.number) for prompt in prompts]
             try:
@@ -196,7 +204,8 @@ class RolloutBatches:
         With dynamic sampling (Yu et al. 2025, DAPO, section 3.2), groups of equal rewards are replaced by groups of further
         prompts, as long as `grpo.max_sampling_rounds` allows.
         """
-        seed, rounds = self._config.training.seed, 0
+        seed = self._config.training.seed
+        rounds = 0
         found: list[Group] = []
         while True:
             prompts = self._store.batch(number, stream=rounds)

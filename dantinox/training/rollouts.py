@@ -62,7 +62,8 @@ class Rollouts:
         self._config = with_generation(
             config.model_copy(update={"kv": KVSection(), "router": router}), n=samples, matmul_kernel=kernel
         )
-        self._longest, self._slots = longest, min(longest + generation.max_new_tokens, model.max_context)
+        self._longest = longest
+        self._slots = min(longest + generation.max_new_tokens, model.max_context)
         parts = -(-prompts // max(1, MAX_ROWS // samples))
         self.prompts_per_call = -(-prompts // parts)
 

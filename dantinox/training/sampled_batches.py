@@ -36,7 +36,10 @@ class SampledBatches:
         if step.layout.mesh is not None:
             raise UserError(f"distill.data: samples runs on one device, got {step.layout.devices}: make only one visible")
         self._config, self._layout, self._length = step.config, step.layout, step.length
-        self._store, self._frozen, self._stop, self._pad = store, frozen, stop, tokenizer.pad_id or 0
+        self._store = store
+        self._frozen = frozen
+        self._stop = stop
+        self._pad = tokenizer.pad_id or 0
         self._rollouts = Rollouts(step.config, step.model, tokenizer, store.longest, samples=1, prompts=store.batch_size)
         self.skipped_batches = 0
 
@@ -46,7 +49,8 @@ class SampledBatches:
         Raises:
           SamplingInterrupted: a stop signal arrived.
         """
-        t, number = self._config.training, step + self.skipped_batches
+        t = self._config.training
+        number = step + self.skipped_batches
         seeds = [rollout_seed(t.seed, 0, number, place) for place in range(t.batch_size)]
         rows = self._sample(self._store.batch(number), seeds, state.parameters)
         placed: Batch = self._layout.put_batch(partial(select_rows, rows), t.batch_size, t.grad_accum)

@@ -88,7 +88,8 @@ def _keyword(name: str, schema: Mapping[str, Any], what: str, depth: int) -> Che
         return lambda value: not applies(value) or holds(measure(value), content)
     if name in UNIONS:
         require(isinstance(content, list) and bool(content), "a list of schemas")
-        parts, combine = [inner(part) for part in content], UNIONS[name]
+        parts = [inner(part) for part in content]
+        combine = UNIONS[name]
         return lambda value: combine(sum(part(value) for part in parts), len(parts))
     if name == "type":
         kinds = content if isinstance(content, list) else [content]

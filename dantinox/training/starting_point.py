@@ -97,11 +97,13 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
                 f"the checkpoint was trained {relation} {str(old)[:12]} ({key}), but that run now has "
                 f"{str(new)[:12]}: restore its original weights"
             )
-    old, new = saved.get("tokenizer_sha256"), now["tokenizer_sha256"]
+    old = saved.get("tokenizer_sha256")
+    new = now["tokenizer_sha256"]
     if old != new:
         raise UserError(f"the checkpoint was trained with tokenizer {str(old)[:12]}, the run directory now has {new[:12]}")
     versions = saved.get("versions", {})
-    before, here = saved.get("devices", ONE_DEVICE), now["devices"]
+    before = saved.get("devices", ONE_DEVICE)
+    here = now["devices"]
     devices_changed = (
         f"the run was trained on {before} and continues on {here}, where sums have another order: results will not be bit-exact"
     )

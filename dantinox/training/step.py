@@ -119,10 +119,14 @@ class TrainStep:
         length: int | None = None,
         teacher: Teacher | None = None,
     ):
-        self.config, self.model, self.layout, self.teacher = config, model, layout or Layout(model), teacher
+        self.config = config
+        self.model = model
+        self.layout = layout or Layout(model)
+        self.teacher = teacher
         self.steps = steps
         self.objective = OBJECTIVES[config.training.objective]
-        self.rows, self.length = rows_per_step(config), length or config.model.max_context
+        self.rows = rows_per_step(config)
+        self.length = length or config.model.max_context
         if (updates := updates_per_step(config)) > 1:
             of_step = factor or schedule(config.training, steps)
             factor = lambda update: of_step(update // updates)  # noqa: E731
@@ -173,7 +177,8 @@ class TrainStep:
         frozen: Parameters = {},  # noqa: B006
     ) -> TrainState:
         """Returns the state before the first step, with the parameters that `initial_parameters` returns."""
-        layout, parameters = self.layout, self.initial_parameters(weights, frozen)
+        layout = self.layout
+        parameters = self.initial_parameters(weights, frozen)
         shardings = None if layout.mesh is None else layout.shardings(self.shapes)
         moments = jax.jit(self.optimizer.init, out_shardings=None if shardings is None else shardings.optimizer)(parameters)
         zero, *sums = (layout.replicate(np.zeros(*of)) for of in (((), np.int32), (2, np.float32), (2, np.float32)))
@@ -199,13 +204,15 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         training, model, layout = self.config.training, self.model, self.layout
         key = jax.random.fold_in(random_key(training.seed), state.step)
-        replicated, trained = PartitionSpec(), trainable_parameters(layout.specs, model)
+        replicated = PartitionSpec()
+        trained = trainable_parameters(layout.specs, model)
         inputs = trained, layout.batch_spec, replicated, frozen_parameters(layout.specs, model), teacher_specs(self.teacher)
         outputs = trained, replicated, replicated, replicated
         gradient = layout.shard_map(self._gradient, inputs, outputs)
         gradients, loss, counts_LE, metrics = gradient(state.parameters, batch, key, base, teacher_weights)
         updates, moments = self.optimizer.update(gradients, state.optimizer, state.parameters)
-        parameters, norm = optax.apply_updates(state.parameters, updates), optax.tree.norm(gradients)
+        parameters = optax.apply_updates(state.parameters, updates)
+        norm = optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
             kinds = model.period if model.scan_layers else model.num_blocks
             parameters = update_router_biases(parameters, counts_LE, self.config.moe.bias_update_rate, kinds)
@@ -227,7 +234,10 @@ class TrainStep:
         Returns:
           The gradients, the loss, the expert counts and the metrics.
         """
-        model, layout, t, moe = self.model, self.layout, self.config.training, self.config.moe
+        model = self.model
+        layout = self.layout
+        t = self.config.training
+        moe = self.config.moe
         build, _ = abstract_model(model)
         count = jnp.maximum(layout.parallelism.psum_batch(self.objective.divisor(batch)), 1.0)
         batch = add_kl(self.objective, lambda: layout.build_model(build, parameters | base), batch, layout, t.grad_accum)
@@ -259,7 +269,10 @@ class TrainStep:
         Args:
           validation_rows: the number of rows to evaluate; None: unknown. A call of the evaluation has at most as many rows.
         """
-        config, model, layout, t = self.config, self.model, self.layout, self.config.training
+        config = self.config
+        model = self.model
+        layout = self.layout
+        t = self.config.training
         rows, length = self.rows, self.length
         tokens = EVAL_TOKENS_PER_CALL * layout.row_shards
         eval_rows = max(1, tokens // (self.objective.conversations * length)) * layout.batch_shards
@@ -298,7 +311,8 @@ def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: flo
     moves_LE = rate * jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
     updated = {}
     for name in [name for name in parameters if name.endswith("ffn/router/bias")]:
-        bias, kind = parameters[name], int(name.split("/")[1])
+        bias = parameters[name]
+        kind = int(name.split("/")[1])
         updated[name] = bias + moves_LE[kind::kinds].reshape(bias.shape)
     return parameters | updated
 
@@ -335,17 +349,20 @@ class Programs:
     def __init__(self, step: TrainStep, validation_rows: int | None = None):
         """Compiles the programs. `validation_rows` is an argument of `TrainStep.traced`."""
         traced = step.traced(validation_rows)
-        train, evaluation = traced["train"], traced.get("evaluation")
+        train = traced["train"]
+        evaluation = traced.get("evaluation")
         train_lowered = train.program.lower()
         self.eval_rows = 0
         self._evaluate: Future[Any] = Future()
         if evaluation is not None:
-            self.eval_rows, eval_lowered = evaluation.rows, evaluation.program.lower()
+            self.eval_rows = evaluation.rows
+            eval_lowered = evaluation.program.lower()
             # XLA often leaves a core idle while it compiles, so evaluation and step are compiled in parallel.
             Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
         # The arguments are those of `TrainStep.program`.
         self.train: Callable[..., tuple[TrainState, Metrics]] = compile_program(train_lowered, train.options)
-        base, all_weights = frozen_parameters(step.layout.shapes, step.model), abstract_model(replace(step.model, lora=None))[1]
+        base = frozen_parameters(step.layout.shapes, step.model)
+        all_weights = abstract_model(replace(step.model, lora=None))[1]
         teacher_weights = {} if step.teacher is None else step.teacher.shapes
         self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, tree_bytes(all_weights) // 4, teacher_weights)
 

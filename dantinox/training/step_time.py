@@ -62,7 +62,8 @@ def limit_steps(config: Config, vocab_size: int, steps: int, note: Callable[[str
 def seconds_per_step(step: Callable[[], Metrics]) -> float:
     """Returns the mean time of a step, measured over at least `MEASURED_SECONDS` after a first step that is not measured."""
     step().loss.block_until_ready()
-    count, started = 0, time.perf_counter()
+    count = 0
+    started = time.perf_counter()
     while (passed := time.perf_counter() - started) < MEASURED_SECONDS:
         step().loss.block_until_ready()
         count += 1

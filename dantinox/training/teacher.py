@@ -75,7 +75,8 @@ def open_teacher(
     source = open_base(config.distill.teacher, run, "teacher")
     if fingerprint is not None:
         check_tokenizer("distill.teacher", source, fingerprint)
-    saved, vocab_size = load_run_config(source), Tokenizer.load(source.tokenizer).vocab_size
+    saved = load_run_config(source)
+    vocab_size = Tokenizer.load(source.tokenizer).vocab_size
     held = config.distill.teacher_weights
     frozen = None if held == "float32" else LoraConfig(1, 1.0, (), held=held)
     model = replace(saved.architecture(vocab_size, layout.model.platform), lora=frozen, remat="none", kernel="auto")

@@ -122,7 +122,8 @@ def map_chunks(
       models: the models whose logits the losses need. Their platform is that of the first.
       arrays: arrays with a leading axis of tokens. The last chunk is padded with zeros.
     """
-    N, platform = len(arrays[0]), get_platform(models[0].config.platform)
+    N = len(arrays[0])
+    platform = get_platform(models[0].config.platform)
     size = max(platform.min_loss_chunk_tokens, chunk_logits // sum(model.config.vocab_size for model in models))
     if size >= N:
         return losses(*(model.logits for model in models), *arrays)

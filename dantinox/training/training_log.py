@@ -40,7 +40,9 @@ class Clock:
     """Measures seconds per step, without evaluations, samples and checkpoints."""
 
     def __init__(self) -> None:
-        self.steps, self._since, self._average = 0, time.perf_counter(), 0.0
+        self.steps = 0
+        self._since = time.perf_counter()
+        self._average = 0.0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -54,7 +56,8 @@ class Clock:
         now = time.perf_counter()
         if self.steps:
             self._average = (now - self._since) / self.steps
-        self.steps, self._since = 0, now
+        self.steps = 0
+        self._since = now
         return self._average
 
 
@@ -117,7 +120,8 @@ class TrainingLog:
         """
         if not self.recent:
             return {"tokens": step * self.tokens_per_step, "memory_gb": used_gb()}
-        metrics, seconds = jax.device_get(self.recent[-1]), self.clock.seconds_per_step()
+        metrics = jax.device_get(self.recent[-1])
+        seconds = self.clock.seconds_per_step()
         tokens = self.tokens_per_step
         rates = {name: float(rate) for name, rate in metrics.rates.items()}
         row: dict[str, Any] = {"ms_per_step": 1e3 * seconds, "lr": rates.pop("lr"), "grad_norm": float(metrics.grad_norm)}

@@ -61,14 +61,16 @@ def attention_stats(
     transformer = model.prepared(config.generation)
     features, constants = model.adapter_features([lora])
     plan = plan_cache(transformer.config, config.kv, padded_length(len(ids)))
-    split, first = split_model(transformer), len(ids) - generated - 1  # the position of the query of the first step
+    split = split_model(transformer)
+    first = len(ids) - generated - 1  # the position of the query of the first step
     prompt_1T = np.zeros((1, padded_length(max(first, 1))), np.int32)
     prompt_1T[0, :first] = ids[:first]
     cache = _prefill(split, (prompt_1T, np.asarray([first], np.int32)), features, constants, plan=plan)
     parts = []
     for begin in range(first, len(ids) - 1, CHUNK):
         count = min(CHUNK, len(ids) - 1 - begin)
-        tokens_1W, positions_1W = np.zeros((1, CHUNK), np.int32), np.full((1, CHUNK), -1, np.int32)
+        tokens_1W = np.zeros((1, CHUNK), np.int32)
+        positions_1W = np.full((1, CHUNK), -1, np.int32)
         tokens_1W[0, :count], positions_1W[0, :count] = ids[begin : begin + count], np.arange(begin, begin + count)
         cache, stats_WLH = _read_tokens(split, cache, tokens_1W, positions_1W, features, constants)
         parts.append(jax.tree.map(lambda x, count=count: np.asarray(x)[:count], stats_WLH))

@@ -116,13 +116,15 @@ def extend(beams: Beams, logits_RV: jax.Array, rules: BeamRules) -> tuple[Beams,
     Returns:
       The new beams, and for each the row of the beam that it extends, `[P · K]`.
     """
-    (P, K), V = beams.logprob_PK.shape, logits_RV.shape[1]
+    P, K = beams.logprob_PK.shape
+    V = logits_RV.shape[1]
     logprob_RV = jnp.where(logits_RV == -jnp.inf, -jnp.inf, jax.nn.log_softmax(logits_RV))
     extended_PX = (beams.logprob_PK[:, :, None] + logprob_RV.reshape(P, K, V)).reshape(P, K * V)
     count = K * min(1 + rules.eos_PE.shape[1], V)
     # Without the barrier, XLA sorts all extensions, because parts of the result are used separately.
     logprob_PC, index_PC = jax.lax.optimization_barrier(jax.lax.top_k(extended_PX, count))
-    parent_PC, token_PC = index_PC // V, index_PC % V
+    parent_PC = index_PC // V
+    token_PC = index_PC % V
     tokens_PCN = jnp.take_along_axis(beams.tokens_PKN, parent_PC[:, :, None], axis=1).at[:, :, beams.length].set(token_PC)
     length_P = jnp.full(P, beams.length + 1)
     ends_PC = (token_PC[:, :, None] == rules.eos_PE[:, None]).any(2) | (length_P >= rules.limit_P)[:, None]
@@ -268,7 +270,10 @@ class BeamRun:
             check_request(request)
             model.check_ids(request.ids)
         section = requests[0].config.generation
-        self._model, self._requests, self._n, self._beams = model, requests, section.n, section.num_beams
+        self._model = model
+        self._requests = requests
+        self._n = section.n
+        self._beams = section.num_beams
         self.numbers = [number for number in numbers for _ in range(section.n)]
         self.results: list[Result] = []
         kv, calibration = model.kv(requests[0].config)
@@ -308,7 +313,8 @@ class BeamRun:
             ended_PKN, score_PK, length_PK = jax.device_get((beams.ended_PKN, beams.score_PK, beams.ended_length_PK))
         self.times = timer.times
         has_room_P = np.array(self._limits) > 0  # the search finds at least one token; ln 1 is the score of none
-        length_PK, score_PK = length_PK * has_room_P[:, None], np.where(has_room_P[:, None], score_PK, 0.0)
+        length_PK = length_PK * has_room_P[:, None]
+        score_PK = np.where(has_room_P[:, None], score_PK, 0.0)
         sequences = [[ended_PKN[p, k, : length_PK[p, k]].tolist() for k in range(self._n)] for p in range(len(self._requests))]
         self.results = self._build_results(sequences, score_PK, cache.report())
         for row, result in enumerate(self.results):
@@ -325,7 +331,8 @@ class BeamRun:
     def _build_results(
         self, sequences: Sequence[Sequence[list[int]]], score_PK: np.ndarray, cache: CacheReport
     ) -> list[Result]:
-        times, new = self.times, sum(len(tokens) for best in sequences for tokens in best)
+        times = self.times
+        new = sum(len(tokens) for best in sequences for tokens in best)
         stats: GenerationStats = {
             "prompt_tokens": 0,
             "new_tokens": 0,

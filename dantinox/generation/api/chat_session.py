@@ -81,7 +81,9 @@ class Chat:
           overrides: settings that override the settings of the run, as in `LoadedModel.generate`.
           lora: the name of an adapter of the model; None: the base model.
         """
-        self.model, self.is_completion, self._lora = run, template is None, lora
+        self.model = run
+        self.is_completion = template is None
+        self._lora = lora
         self.iterate: Callable[[Callable[[], Parts]], Parts] = lambda start: start()
         self.template: Template = PlainTextTemplate(run) if template is None else template
         self._base = with_generation(run.config, n=1, token_healing=False)
@@ -203,7 +205,8 @@ class Chat:
 
     def clear(self) -> None:
         """Starts a new conversation with the same settings and the same system message."""
-        self.messages, self._num_dropped = [], 0
+        self.messages = []
+        self._num_dropped = 0
 
     def set_system(self, text: str) -> None:
         """Sets the system message; an empty text removes it.
@@ -213,7 +216,8 @@ class Chat:
         """
         if self.is_completion and text:
             raise UserError("this model has no chat template, so it has no system message: start the text with it")
-        self.system, self._num_dropped = text, 0
+        self.system = text
+        self._num_dropped = 0
 
     def _build_prompt(self, turn: Sequence[Message]) -> tuple[list[int], int]:
         """Returns the prompt tokens and the number of tokens left for the answer.
@@ -275,7 +279,8 @@ class Chat:
                 f"{path} must alternate user and assistant messages, after an optional system message, got {quote(roles)}"
             )
         self.set_system(system)
-        self.messages, self._file = turns, path.absolute()
+        self.messages = turns
+        self._file = path.absolute()
 
 
 def _read_messages(path: Path) -> list[Message]:

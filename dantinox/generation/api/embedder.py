@@ -76,7 +76,8 @@ class Embedder:
         """Compiles the programs; any thread may call it before the first `start`."""
         cache = jax.eval_shape(self._make_cache)
         state_RD = jax.ShapeDtypeStruct((self._rows, self._dim), jnp.float32)
-        zero, first = jnp.int32(0), jnp.asarray(True)
+        zero = jnp.int32(0)
+        first = jnp.asarray(True)
         for length in self._lengths:
             tokens_RT = jax.ShapeDtypeStruct((self._rows, length), jnp.int32)
             weights_RT = jax.ShapeDtypeStruct((self._rows, length), jnp.float32)
@@ -89,7 +90,10 @@ class Embedder:
         assert 1 <= len(ids) <= self._rows and all(1 <= len(row) <= self.context for row in ids)
         if self._cache is None:
             self._cache = jax.jit(self._make_cache)()
-        self._ids, self._pooling, self._position, self.done = list(ids), pooling, 0, False
+        self._ids = list(ids)
+        self._pooling = pooling
+        self._position = 0
+        self.done = False
         self._pooled_RD = jnp.zeros((self._rows, self._dim), jnp.float32)
 
     def step(self) -> int:

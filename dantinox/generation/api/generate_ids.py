@@ -180,7 +180,8 @@ class _NoTokenizer:
     """A stand-in for the tokenizer: every token has an empty text, and encoding a text raises an error."""
 
     def __init__(self, vocab_size: int, eos_ids: Sequence[int]):
-        self.vocab_size, self.stop_ids = vocab_size, tuple(eos_ids)
+        self.vocab_size = vocab_size
+        self.stop_ids = tuple(eos_ids)
 
     def detokenizer(self, visible_ids: frozenset[int]) -> "_NoTokenizer":
         return self

@@ -476,7 +476,8 @@ class LoadedModel(ModelBundle):
             self.heal(replace(request, config=with_default_seed(request.config, random_seed))) for request in requests
         ]
         for number, request in enumerate(seeded_requests):
-            config, report = request.config, (request.logprobs, request.echo, request.score_fn, request.show_candidates)
+            config = request.config
+            report = (request.logprobs, request.echo, request.score_fn, request.show_candidates)
             if request.logit_processor is not None:
                 check_logit_processor(request.logit_processor)
             shared = [getattr(config.generation, name) for name in (*PER_BATCH_SETTINGS, *DRAFT_SETTINGS)]

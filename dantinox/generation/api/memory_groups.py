@@ -52,7 +52,8 @@ class DividedRun:
           starts: for each batch, the function that creates it.
           numbers: the indices of the requests of all results, in the order of the batches.
         """
-        self._starts, self.numbers = starts, list(numbers)
+        self._starts = starts
+        self.numbers = list(numbers)
         self.results: list[Result] = []
         self.times = Times()
         self._summaries: list[str] = []
@@ -60,7 +61,8 @@ class DividedRun:
     def parts(self) -> Iterator[tuple[int, TextPart]]:
         """Decodes the batches and yields `(row, text)` when text becomes final; `row` is an index of `results`."""
         for start in self._starts:
-            run, first = start(), len(self.results)
+            run = start()
+            first = len(self.results)
             for row, part in run.parts():
                 yield first + row, part
             self.results += run.results
@@ -88,14 +90,18 @@ def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad:
     free = free_bytes()
     if free is None:
         return None
-    architecture, first = model.model.config, requests[0]
+    architecture = model.model.config
+    first = requests[0]
     lengths = np.array([len(request.ids) for request in requests])
     limits = np.array([request.config.generation.max_new_tokens for request in requests])
     limits = np.clip(architecture.max_context - lengths, 0, limits)
-    slots, prompt = slots_needed(lengths, limits, pad), pad(int(lengths.max()))
+    slots = slots_needed(lengths, limits, pad)
+    prompt = pad(int(lengths.max()))
     _check_reports(first, int(limits.sum()), free)
-    row, width = _row_bytes(model, first, slots), first.rows_per_sample
-    together, section = max(1, PREFILL_BATCH_TOKENS // prompt), first.config.generation
+    row = _row_bytes(model, first, slots)
+    width = first.rows_per_sample
+    together = max(1, PREFILL_BATCH_TOKENS // prompt)
+    section = first.config.generation
     activations = prompt * _activation_bytes(architecture)
     usable = int(MEMORY_SHARE * (free - min(COMPILER_BYTES, int(COMPILER_SHARE * free))))
 
@@ -117,7 +123,8 @@ def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad:
 def _row_bytes(model: ModelBundle, request: GenerationRequest, slots: int) -> int:
     """Returns the bytes of a row while it is decoded."""
     architecture, section, kv = model.model.config, request.config.generation, request.config.kv
-    arrays, cache = VOCABULARY_ARRAYS, _cache_bytes(architecture, kv.dtype, slots) * _kept_share(kv, slots)
+    arrays = VOCABULARY_ARRAYS
+    cache = _cache_bytes(architecture, kv.dtype, slots) * _kept_share(kv, slots)
     if not section.use_cache:
         cache = slots * _activation_bytes(architecture)  # each step computes the whole sequence
     elif section.speculation != "off" and not kv.compresses:

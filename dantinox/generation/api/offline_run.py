@@ -43,7 +43,8 @@ class OfflineEngine(EngineBase[StaticBatch]):
         return jobs
 
     def _restart(self, job: Job, slot: int) -> None:
-        ids, text = job.request.ids, job.texts[job.rows[slot]]
+        ids = job.request.ids
+        text = job.texts[job.rows[slot]]
         self.batch.restart(slot, [*ids, *text.all_tokens], len(ids), job.limit - len(text.all_tokens))
 
     def _measure(self, step_seconds: float) -> None:
@@ -69,7 +70,10 @@ def make_batch(
     Raises:
       UserError: a prompt fills the context, or a setting is invalid.
     """
-    architecture, first, P, n = model.model.config, requests[0], len(requests), len(samples)
+    architecture = model.model.config
+    first = requests[0]
+    P = len(requests)
+    n = len(samples)
     # First the prompts of all requests, then the second prompts of their samples, if they have some, and so on.
     by_request = [model.prompts(request, architecture.max_context) for request in requests]
     prompts = [ids for column in zip(*by_request, strict=True) for ids in column]
@@ -225,7 +229,8 @@ class BatchRun:
         requests = dict(zip(self._jobs, self._requests, strict=True))
         results = []
         for row, (job, number) in enumerate(self._samples):
-            request, sample = job.request, job.texts[number]
+            request = job.request
+            sample = job.texts[number]
             steps = jax.tree.map(lambda *parts: np.concatenate(parts), *reports[row]) if reports[row] else self.batch.no_steps
             results.append(
                 Result(

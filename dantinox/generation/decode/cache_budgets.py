@@ -74,19 +74,23 @@ def allocate_by_loss(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float
     slots_X = heads_X * size_S[large_X] + (K - heads_X) * size_S[small_X]
     steps_X = np.ceil(slots_X * KNAPSACK_STEPS / max(share * L * K * size_S[-1], L * K * size_S[0]) - 1e-9).astype(np.int64)
     # For each number of steps: the smallest increase over the layers so far, and the split of this layer that achieves it.
-    min_rise_W, choices = np.zeros(KNAPSACK_STEPS + 1), []
+    min_rise_W = np.zeros(KNAPSACK_STEPS + 1)
+    choices = []
     for curve_KS in curves_LKS:
         gain_SSK = -np.sort(curve_KS.T[:, None] - curve_KS.T, axis=-1)
         gain_SSK = np.cumsum(np.concatenate([np.zeros((S, S, 1)), gain_SSK[..., :-1]], axis=-1), axis=-1)
         rise_X = curve_KS.sum(axis=0)[small_X] - gain_SSK.ravel()
-        before_W, min_rise_W, choice_W = min_rise_W, np.full(KNAPSACK_STEPS + 1, np.inf), np.full(KNAPSACK_STEPS + 1, -1)
+        before_W = min_rise_W
+        min_rise_W = np.full(KNAPSACK_STEPS + 1, np.inf)
+        choice_W = np.full(KNAPSACK_STEPS + 1, -1)
         for x in _pareto_optimal(steps_X, rise_X):
             rise_W = before_W[: KNAPSACK_STEPS + 1 - steps_X[x]] + rise_X[x]
             better_W = rise_W < min_rise_W[steps_X[x] :]
             min_rise_W[steps_X[x] :][better_W] = rise_W[better_W]
             choice_W[steps_X[x] :][better_W] = x
         choices.append(choice_W)
-    slots_LK, remaining = np.zeros((L, K)), KNAPSACK_STEPS
+    slots_LK = np.zeros((L, K))
+    remaining = KNAPSACK_STEPS
     for layer in reversed(range(L)):
         x = choices[layer][remaining]
         gain_K = curves_LKS[layer, :, small_X[x]] - curves_LKS[layer, :, large_X[x]]
@@ -189,7 +193,8 @@ def _split_heads(requests_K: np.ndarray) -> Layer:
 
 def _water_level(weights_LK: np.ndarray, floors_L1: np.ndarray, caps_L1: np.ndarray, total: int) -> float:
     """Returns the highest level at which the padded requests fit, by bisection to the last bit."""
-    low, high = 0.0, 2 * float((caps_L1 / weights_LK).max())
+    low = 0.0
+    high = 2 * float((caps_L1 / weights_LK).max())
     while low < (middle := (low + high) / 2) < high:
         requests_LK = _round_to_units(np.clip(middle * weights_LK, floors_L1, caps_L1), floors_L1, caps_L1)
         if _padded_totals(requests_LK).min(axis=1).sum() <= total:
@@ -269,7 +274,9 @@ def _resplit(layer: Layer, shares_K: np.ndarray, floor: int, cap: int, remaining
     allowed_HS = (floor <= small_HS) & (small_HS <= large_HS) & (small_HS < cap) & (spare_HS >= 0) & (spare_HS < SLOT_UNIT)
     if not allowed_HS.any():
         return None
-    heads_X, small_X, large_X = np.nonzero(allowed_HS)[0] + 1, small_HS[allowed_HS], large_HS[allowed_HS]
+    heads_X = np.nonzero(allowed_HS)[0] + 1
+    small_X = small_HS[allowed_HS]
+    large_X = large_HS[allowed_HS]
     slots_XK = np.where(np.arange(K) < heads_X[:, None], large_X[:, None], small_X[:, None])
     shortfall_X = _shortfall(shares_K, slots_XK)
     x = np.lexsort((((slots_XK - shares_K) ** 2).sum(axis=1), shortfall_X))[0]

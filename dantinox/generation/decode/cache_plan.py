@@ -123,8 +123,12 @@ def _min_slots_per_head(kv: KVSection) -> int:
 def _compression(
     config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None, round_up: bool
 ) -> Compression:
-    K, caps_L, floor, tokens = config.kv_heads, uncompressed_slots(config, slots), _min_slots_per_head(kv), kv.budget_tokens
-    full, minimum = K * sum(caps_L), min_total(caps_L, K, floor)
+    K = config.kv_heads
+    caps_L = uncompressed_slots(config, slots)
+    floor = _min_slots_per_head(kv)
+    tokens = kv.budget_tokens
+    full = K * sum(caps_L)
+    minimum = min_total(caps_L, K, floor)
     total = int((kv.budget or 1) * full) if tokens is None else K * sum(min(tokens, cap) for cap in caps_L)
     if minimum == full:  # nothing can be evicted at this length
         total = full

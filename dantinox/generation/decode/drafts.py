@@ -179,7 +179,9 @@ def ngram_drafts(sequence_BS: jax.Array, position_B: jax.Array, size: int, count
       The drafts `[B, count]`, and the rows `[B]` with a match.
     """
     B, S = sequence_BS.shape
-    index_S, rows_B1, position_B1 = jnp.arange(S), jnp.arange(B)[:, None], position_B[:, None]
+    index_S = jnp.arange(S)
+    rows_B1 = jnp.arange(B)[:, None]
+    position_B1 = position_B[:, None]
     # Where the `size` tokens that end at a position equal the newest ones. The padding shifts the text to the right by `back`.
     matches_BS = (index_S >= size - 1) & (index_S < position_B1)
     for back in range(size):
@@ -395,7 +397,8 @@ class _DraftLoop(NamedTuple):
     def _sample(self, sampled: _Sampled, logits: StepLogits, tokens_BW: jax.Array, length_B: jax.Array) -> _Sampled:
         """Draws the token after one position of each active row, which stays active if it equals the next draft token."""
         j, state, buffers, count_B, active_B = sampled
-        B, size = len(count_B), buffers.tokens.shape[1]
+        B = len(count_B)
+        size = buffers.tokens.shape[1]
         new_state, emitted = sample_step(  # which advances only rows that are not done
             jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, j * B, B), logits),
             replace(state, done_B=~active_B),
@@ -420,7 +423,8 @@ class _DraftLoop(NamedTuple):
           The cache of the draft model, the number of tokens in it `[B]`, and the drafts `[B, draft_tokens]`.
         """
         count, width = self.stepper.draft_tokens, self.stepper.width
-        drafts, tokens_BS = find(state.features, DraftState), find(state.features, Text).tokens_BS
+        drafts = find(state.features, DraftState)
+        tokens_BS = find(state.features, Text).tokens_BS
         end_B = jnp.where(chosen_B, state.position_B, 0)
 
         def read(carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:

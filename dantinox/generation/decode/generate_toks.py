@@ -441,7 +441,8 @@ def sample_step(
     step_logits: StepLogits, state: DecodeState, params: SamplingParams, report: int | None
 ) -> tuple[DecodeState, Emitted]:
     """Draws the next token of every active row and updates the state of the rows."""
-    active_B, logits_BV = ~state.done_B, step_logits.logits
+    active_B = ~state.done_B
+    logits_BV = step_logits.logits
     for feature in state.features:
         logits_BV = feature.logits(logits_BV)
     token_B, sampler, drawn = sample(

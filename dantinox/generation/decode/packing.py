@@ -47,7 +47,8 @@ def pack(tree: Any) -> np.ndarray:
 
 def unpack(words_BN: jax.Array, layout: Layout) -> Any:
     """Returns the tree that was packed; inside a program."""
-    leaves, first = [], 0
+    leaves = []
+    first = 0
     for dtype, shape in layout.arrays:
         part = jax.lax.slice_in_dim(words_BN, first, first + math.prod(shape), axis=1)
         leaves.append(_values(part, dtype).reshape(len(words_BN), *shape))

@@ -356,7 +356,8 @@ def native_gain(dtype: str) -> float:
 def _measure_native_gain(dtype: str, size: int = 2048, copies: int = 4, repeats: int = 8) -> float:
     """Measures both alternately. The weights are larger than the CPU's caches."""
     linear = Linear((size,), (size,), dtype=jnp.float32, rngs=nnx.Rngs(0))
-    row, runs = jnp.ones((1, size), jnp.float32), []
+    row = jnp.ones((1, size), jnp.float32)
+    runs = []
     for native in (False, True):
         layer = LowPrecisionLinear(linear, dtype, native=native)
         graph, state = nnx.split(layer)
@@ -404,7 +405,8 @@ def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
         return model
     model = nnx.clone(model)
     for block, layer in zip(model.blocks, order, strict=True):
-        attention, index_K = block.attention, jnp.asarray(layer)
+        attention = block.attention
+        index_K = jnp.asarray(layer)
         for name, by_output in (("qkv", True), ("gate", True), ("out", False)):
             linear = getattr(attention, name)
             if linear is not None:
@@ -429,7 +431,8 @@ def _permute_linear(linear: Any, index_K: jax.Array, by_output: bool) -> Any:
     linear = nnx.clone(linear)
     if by_output and linear.bias is not None:
         linear.bias = nnx.Param(linear.bias[...][index_K])
-    K, kernel = len(index_K), linear.kernel[...]
+    K = len(index_K)
+    kernel = linear.kernel[...]
     if isinstance(linear, Linear):
         linear.kernel = nnx.Param(jnp.take(kernel, index_K, axis=1 if by_output else 0))
         return linear

@@ -137,7 +137,8 @@ class TextBan:
         self._partial, self._first = "", 0  # as in `_Held`, after the held text
         self._position = 0  # of the next token
         self._excluded: dict[int, set[int]] = {}  # position → tokens that must not come there
-        self._restarts, self._max_restarts = 0, RESTARTS_PER_TOKEN * (limit + 16)
+        self._restarts = 0
+        self._max_restarts = RESTARTS_PER_TOKEN * (limit + 16)
         self.done = False
 
     @property
@@ -181,7 +182,8 @@ class TextBan:
 
     def _match_regexes(self, window: str) -> int | None:
         """Returns where the first match begins in the held text, or None."""
-        text, offset = self._context + window, len(self._context)
+        text = self._context + window
+        offset = len(self._context)
         starts = []
         for pattern in self._regexes:
             try:
@@ -194,7 +196,9 @@ class TextBan:
 
     def _partial_start(self, window: str) -> int:
         """Returns the first position of the held text at which a regular expression may still match."""
-        text, offset, first = self._context + window, len(self._context), len(window)
+        text = self._context + window
+        offset = len(self._context)
+        first = len(window)
         for pattern in self._regexes:
             try:
                 found = pattern.search(text, pos=offset, partial=True, timeout=REGEX_SECONDS)
@@ -210,10 +214,12 @@ class TextBan:
         place = next(place for place, end in enumerate(ends) if end > start)
         while place and not self._tokens[place - 1].text:  # a token without text may be a part of the next character
             place -= 1
-        count, first = len(self._tokens) - place, self._tokens[place]
+        count = len(self._tokens) - place
+        first = self._tokens[place]
         self._tokens = self._tokens[:place]
         self._window = "".join(held.text for held in self._tokens)
-        self._partial, self._first = self._fitting(first.partial), first.first
+        self._partial = self._fitting(first.partial)
+        self._first = first.first
         self._position -= count
         self._excluded = {at: tokens for at, tokens in self._excluded.items() if at <= self._position}
         self._excluded.setdefault(self._position, set()).add(first.token)
@@ -231,16 +237,19 @@ class TextBan:
 
         A token is held if a banned text might begin in it, now or after the tokens behind it were discarded.
         """
-        start, held = self._offset + len(window), 0
+        start = self._offset + len(window)
+        held = 0
         first = max(self._first, start - MAX_HELD_CHARACTERS)
         for token in reversed(self._tokens):
             if (start <= first and token.text) or held == MAX_HELD_TOKENS:
                 break
             start -= len(token.text)
-            first, held = min(first, start, token.first), held + 1
+            first = min(first, start, token.first)
+            held = held + 1
         if start > self._offset:
             self._context = (self._context + window[: start - self._offset])[-CONTEXT_CHARACTERS:]
-        self._window, self._offset = window[start - self._offset :], start
+        self._window = window[start - self._offset :]
+        self._offset = start
         del self._tokens[: len(self._tokens) - held]
         self._partial = self._fitting(self._partial)
         self._first = max(start, self._first)

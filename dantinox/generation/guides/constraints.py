@@ -272,7 +272,8 @@ class _VocabularyAdapter:
             ids = []
         if b"".join(self._pieces[i] for i in ids) == data:  # false if the tokenizer adds a space in front
             return ids
-        ids, start = [], 0
+        ids = []
+        start = 0
         while start < len(data):
             ends = range(min(start + self._longest, len(data)), start, -1)
             end = next((end for end in ends if data[start:end] in self._ids), None)

@@ -57,7 +57,8 @@ class _Parser:
     """A recursive descent parser with the rules of `llama_grammar_parser`."""
 
     def __init__(self, source: str):
-        self._source, self._at = source, 0
+        self._source = source
+        self._at = 0
 
     def rules(self) -> dict[str, Node]:
         """Returns the expression of each rule; the last one of a name counts."""
@@ -335,7 +336,8 @@ class _Writer:
         """Returns a reference to the terminal of a regular expression; if that allows the empty text, it is optional."""
         if node == Seq(()):
             return _Place('""', node)
-        name, optional = self._terminals.setdefault(node, f"T{len(self._terminals)}"), is_nullable(node, self._nullable)
+        name = self._terminals.setdefault(node, f"T{len(self._terminals)}")
+        optional = is_nullable(node, self._nullable)
         if name not in self._lines:
             text = self._terminal(node)
             self._lines[name] = f"({text}) & /(?s:.+)/" if optional else text

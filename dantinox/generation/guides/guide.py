@@ -135,8 +135,12 @@ class AfterTrigger:
         gap: "Gap | None" = None,
     ):
         """`matcher` is at the start of the constraint; it is copied for each trigger."""
-        self._start, self._constraint, self._vocab_size, self._gap = matcher, constraint, vocab_size, gap or NO_GAP
-        self._reasoning, self._in_reasoning = reasoning, reasoning is not None and reasoning.is_open
+        self._start = matcher
+        self._constraint = constraint
+        self._vocab_size = vocab_size
+        self._gap = gap or NO_GAP
+        self._reasoning = reasoning
+        self._in_reasoning = reasoning is not None and reasoning.is_open
         self._matcher: Matcher | None = None  # None: the text is free
         self._tail = ""  # the end of the text that may be the beginning of a marker
         self._at_start = True  # whether there is no text yet besides reasoning
@@ -145,7 +149,8 @@ class AfterTrigger:
 
     def copy(self) -> "AfterTrigger":
         copied = copy.copy(self)
-        copied._matcher, copied._excluded = None if self._matcher is None else self._matcher.copy(), set(self._excluded)
+        copied._matcher = None if self._matcher is None else self._matcher.copy()
+        copied._excluded = set(self._excluded)
         return copied
 
     def mask(self) -> np.ndarray | None:
@@ -168,7 +173,8 @@ class AfterTrigger:
             self._leave_constraint(self._matcher)
             return RESTART_AFTER
         before = self._tail, self._at_start, self._in_reasoning
-        rest, gap = self._find_trigger(self._tail + text), self._gap
+        rest = self._find_trigger(self._tail + text)
+        gap = self._gap
         matcher = None if rest is None else self._start.copy()
         if rest:
             rest, gap = gap.split(rest)
@@ -176,9 +182,12 @@ class AfterTrigger:
             self._tail, self._at_start, self._in_reasoning = before
             self._excluded.add(token)
             return RESTART_BEFORE
-        restart, self._excluded = bool(self._excluded) or matcher is not None, set()
+        restart = bool(self._excluded) or matcher is not None
+        self._excluded = set()
         if matcher is not None:
-            self._matcher, self._tail, self._gap = matcher, "", gap
+            self._matcher = matcher
+            self._tail = ""
+            self._gap = gap
             if matcher.done:
                 self._leave_constraint(matcher)
         return RESTART_AFTER if restart else KEEP
@@ -190,7 +199,8 @@ class AfterTrigger:
             if self._in_reasoning and reasoning is not None:
                 markers: tuple[str, ...] = (reasoning.end,)
             else:
-                opening, stripped = self._constraint.opening, text.lstrip()
+                opening = self._constraint.opening
+                stripped = text.lstrip()
                 if opening and self._at_start and stripped.startswith(opening):
                     return stripped
                 markers = after if reasoning is None else (*after, reasoning.begin)
@@ -208,7 +218,8 @@ class AfterTrigger:
 
     def _leave_constraint(self, matcher: Matcher) -> None:
         self.done = not self._constraint.repeats or matcher.ended
-        self._matcher, self._gap = None, NO_GAP
+        self._matcher = None
+        self._gap = NO_GAP
 
 
 class ReasoningTracker:
@@ -221,15 +232,18 @@ class ReasoningTracker:
     """
 
     def __init__(self, reasoning: Reasoning):
-        self._reasoning, self._tail = reasoning, ""
-        self.is_open, self.count = reasoning.is_open, 0
+        self._reasoning = reasoning
+        self._tail = ""
+        self.is_open = reasoning.is_open
+        self.count = 0
 
     def push(self, text: str) -> None:
         """Processes the text of one token."""
         marker = self._reasoning.end if self.is_open else self._reasoning.begin
         tail = self._tail + text
         if marker in tail:
-            self.is_open, self._tail = not self.is_open, ""
+            self.is_open = not self.is_open
+            self._tail = ""
             return
         self.count += self.is_open
         self._tail = tail[len(tail) - overlap(tail, (marker,)) :]
@@ -245,7 +259,8 @@ class ReasoningBudget:
     done, held = False, 0
 
     def __init__(self, reasoning: Reasoning, budget: int, vocab_size: int):
-        self._tracker, self._closing = ReasoningTracker(reasoning), reasoning.closing
+        self._tracker = ReasoningTracker(reasoning)
+        self._closing = reasoning.closing
         self._budget, self._vocab_size = budget, vocab_size
         self._forced: int | None = (
             0 if reasoning.is_open and budget == 0 else None

@@ -216,7 +216,8 @@ class _Automaton:
         return len(self.moves) - 1
 
     def closure(self, state: int) -> set[int]:
-        found, todo = {state}, [state]
+        found = {state}
+        todo = [state]
         while todo:
             new = set(self.empty_moves[todo.pop()]) - found
             found |= new
@@ -287,7 +288,8 @@ def _matches_beyond(before: _Automaton, other: _Automaton, after: Ranges, limit:
 
     Also returns the number of pairs of moves, at most `limit`, or raises OverflowError.
     """
-    seen, work = {(0, 0)}, 0
+    seen = {(0, 0)}
+    work = 0
     todo = deque(seen)
     while todo:
         one, two = todo.popleft()

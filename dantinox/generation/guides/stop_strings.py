@@ -13,7 +13,8 @@ class StopFinder:
     """
 
     def __init__(self, stops: Sequence[str], keep: bool = False):
-        self._stops, self._keep = tuple(stops), keep
+        self._stops = tuple(stops)
+        self._keep = keep
         self._buffer = ""
         self.matched_stop: str | None = None
 
@@ -37,12 +38,14 @@ class StopFinder:
             passed += self._buffer[: start + len(stop)]
             self._buffer = self._buffer[start + len(stop) :]
         split = len(self._buffer) - overlap(self._buffer, self._stops)
-        passed, self._buffer = passed + self._buffer[:split], self._buffer[split:]
+        passed = passed + self._buffer[:split]
+        self._buffer = self._buffer[split:]
         return passed
 
     def flush(self) -> str:
         """Returns the text that is still held back; call it at the end of the text."""
-        buffered, self._buffer = self._buffer, ""
+        buffered = self._buffer
+        self._buffer = ""
         return buffered
 
     def _find_first(self) -> tuple[int, str] | None:

@@ -30,7 +30,8 @@ class PieceIndex:
             )
         self.pieces = tokenizer.token_pieces.inner
         order = sorted((piece, token) for token, piece in enumerate(self.pieces) if piece)
-        self._sorted, self._ids = [piece for piece, _ in order], np.asarray([token for _, token in order], np.int32)
+        self._sorted = [piece for piece, _ in order]
+        self._ids = np.asarray([token for _, token in order], np.int32)
 
     def is_extended(self, data: bytes) -> bool:
         """Whether the bytes of some token begin with `data` and are longer."""
@@ -48,7 +49,8 @@ class PieceIndex:
             piece = self.pieces[token] if token < len(self.pieces) else b""
             if not piece or not self.is_extended(piece + data):
                 break
-            data, count = piece + data, count + 1
+            data = piece + data
+            count = count + 1
         return count
 
     def matches(self, data: bytes) -> np.ndarray:
@@ -113,7 +115,8 @@ class HealedPrefix:
             return KEEP if self._constraint is None else self._constraint.push(token, text)
         excess = self._excess(token)
         if not excess:
-            self._rest, self._excluded = self._rest[len(self._index.pieces[token]) :], set()
+            self._rest = self._rest[len(self._index.pieces[token]) :]
+            self._excluded = set()
             return KEEP
         verdict = KEEP
         if isinstance(self._constraint, WholeText):

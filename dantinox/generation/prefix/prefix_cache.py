@@ -52,14 +52,16 @@ class PrefixCache:
           limit: the most bytes of the pool, enough for a block.
           context: the most tokens of a sequence.
         """
-        self.size, self.probe = size, ""
+        self.size = size
+        self.probe = ""
         self.same_bits: tuple[int, ...] = ()
         self._context, self._shapes = context, caches
         capacity = limit // block_bytes(caches, size)
         self._tree = PrefixTree(capacity, size)
         self._make_pool = jax.jit(lambda: make_pool(caches, capacity, size))
         self.pool: Pool = self._make_pool()
-        zero, index_N = np.int32(0), np.zeros(-(-context // size), np.int32)
+        zero = np.int32(0)
+        index_N = np.zeros(-(-context // size), np.int32)
         self._load = load_blocks.lower(caches, self.pool, zero, zero, index_N, zero, size=size).compile()
         self._store = store_blocks.lower(self.pool, caches, zero, zero, index_N, zero, size=size).compile()
         self._has_rings = _has_rings(caches)
@@ -78,7 +80,8 @@ class PrefixCache:
         Returns:
           The caches, which are donated, and the number of tokens in the known blocks.
         """
-        known, first = self.match(ids, salt), prefilled // self.size
+        known = self.match(ids, salt)
+        first = prefilled // self.size
         if len(known) > first:
             caches = self._load(caches, self.pool, *self._arguments(slot, first, known[first:]))
         return caches, len(known) * self.size
@@ -124,7 +127,8 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Removes all blocks and allocates the pool again, for use after a program failed."""
-        evictions, self._tree = self._tree.evictions, PrefixTree(self._tree.capacity, self.size)
+        evictions = self._tree.evictions
+        self._tree = PrefixTree(self._tree.capacity, self.size)
         self._tree.evictions = evictions
         self.pool = self._make_pool()
 
@@ -169,7 +173,8 @@ def pool_bytes(caches: Caches, context: int, chunk: int, requested: int | None, 
     """
     if requested == 0 or context < PREFIX_BLOCK or any(cache.compressed for cache in caches):
         return 0
-    least, free = block_bytes(caches, chunk), free_bytes(memory)
+    least = block_bytes(caches, chunk)
+    free = free_bytes(memory)
     if requested is None:
         most = POOL_SLOTS * tree_bytes(caches)
         limit = most if free is None else min(most, free // POOL_SHARE)
@@ -214,7 +219,8 @@ def make_prefix_cache(
       lengths: the lengths of the programs for prefill chunks, ascending; the last one is a whole chunk.
       whole_chunks: whether blocks are whole chunks in any case.
     """
-    caches, chunk = batch.caches, lengths[-1]
+    caches = batch.caches
+    chunk = lengths[-1]
     depends_on_place = (
         whole_chunks or _has_rings(caches) or architecture.experts is not None or architecture.softcap is not None
     )

@@ -75,7 +75,8 @@ def write_blocks(folder: Path, found: BlockRows, fingerprint: str) -> None:
     Raises:
       UserError: the file cannot be written; the old file is then unchanged.
     """
-    blocks, salts = found.blocks, sorted({block.salt for block in found.blocks})
+    blocks = found.blocks
+    salts = sorted({block.salt for block in found.blocks})
     size = len(blocks[0].tokens) if blocks else 0
     arrays = {
         "parents": np.array([block.parent for block in blocks], np.int32),

@@ -33,7 +33,8 @@ def quantize(name: str, array: np.ndarray) -> np.ndarray:
     step = CHUNK // kind.values
 
     def convert(start: int) -> None:
-        part, target = np.asarray(values[start : start + step], np.float32), blocks[start : start + step]
+        part = np.asarray(values[start : start + step], np.float32)
+        target = blocks[start : start + step]
         with np.errstate(all="ignore"):
             for field, content in encode(part).items():
                 target[field] = content
@@ -144,10 +145,13 @@ def _search_affine(x_nG: np.ndarray, top: int, first: float, steps: int) -> tupl
     weights_nG = np.sqrt(_sum(x_nG * x_nG) / np.float32(32)) + np.abs(x_nG)
     weighted_x_nG = weights_nG * x_nG
     sum_w, sum_x = _sum(weights_nG), _sum(weighted_x_nG)
-    low, high = np.minimum(x_nG.min(0), np.float32(0)), x_nG.max(0)
+    low = np.minimum(x_nG.min(0), np.float32(0))
+    high = x_nG.max(0)
     flat = high == low
     inverse = np.float32(top) / (high - low)
-    scale, level_nG, work_nG = ONE / inverse, np.empty_like(x_nG), np.empty_like(x_nG)
+    scale = ONE / inverse
+    level_nG = np.empty_like(x_nG)
+    work_nG = np.empty_like(x_nG)
 
     def round_levels(inverse: np.ndarray, low: np.ndarray) -> None:
         np.subtract(x_nG, low, out=level_nG)
@@ -163,7 +167,9 @@ def _search_affine(x_nG: np.ndarray, top: int, first: float, steps: int) -> tupl
         return _sum(np.multiply(work_nG, weights_nG, out=work_nG))
 
     round_levels(inverse, low)
-    best, best_inverse, best_low = error(scale, low), inverse, low  # the last two give the levels of the best step
+    best = error(scale, low)
+    best_inverse = inverse
+    best_low = low  # the last two give the levels of the best step
     for step in range(steps + 1):
         inverse = (np.float32(first) + np.float32(0.1) * np.float32(step) + np.float32(top)) / (high - low)
         round_levels(inverse, low)
@@ -197,7 +203,8 @@ def _affine_k(x: np.ndarray, top: int, first: float, steps: int) -> tuple[dict[s
     d, m = ((factor.astype(np.float32)[:, None] * six).reshape(-1) for factor, six in zip(factors, sixes, strict=True))
     rounded_nG = np.clip(np.rint((x_nG + m) / d), np.float32(0), np.float32(top))
     levels = np.where(d == 0, level_nG, rounded_nG).astype(np.uint8).T.reshape(-1, 8, 32)
-    (s, z), high = sixes, np.uint8(0xC0)
+    s, z = sixes
+    high = np.uint8(0xC0)
     low_bits = s[:, 4:] & np.uint8(15) | z[:, 4:] << np.uint8(4)
     packed = [s[:, :4] | s[:, 4:] << np.uint8(2) & high, z[:, :4] | z[:, 4:] << np.uint8(2) & high, low_bits]
     return {"d": factors[0], "dmin": factors[1], "scales": np.concatenate(packed, -1)}, levels
@@ -228,7 +235,9 @@ def _search_symmetric(x_nG: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarr
     largest = _largest(x_nG, 0)
     zero = np.abs(largest) < SMALLEST
     squares_nG = x_nG * x_nG
-    cubes_nG, level_nG, work_nG = squares_nG * x_nG, np.empty_like(x_nG), np.empty_like(x_nG)
+    cubes_nG = squares_nG * x_nG
+    level_nG = np.empty_like(x_nG)
+    work_nG = np.empty_like(x_nG)
 
     def round_levels(inverse: np.ndarray) -> None:
         np.rint(np.multiply(x_nG, inverse, out=level_nG), out=level_nG)

@@ -127,7 +127,8 @@ def _q2_k(b: np.ndarray) -> np.ndarray:
 
 
 def _q3_k(b: np.ndarray) -> np.ndarray:
-    low, high = _nibbles(b["scales"][:, :8]), _unpack(b["scales"][:, 8:], 2).reshape(-1, 16)
+    low = _nibbles(b["scales"][:, :8])
+    high = _unpack(b["scales"][:, 8:], 2).reshape(-1, 16)
     scales = _scale(b["d"]) * ((low | high << np.uint8(4)).astype(np.int8) - np.int8(32))
     values = _unpack(b["qs"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
     values = values | _unpack(b["hmask"], 1).reshape(-1, 16, 16) << np.uint8(2)
@@ -186,7 +187,8 @@ def _mxfp4(b: np.ndarray) -> np.ndarray:
 def _nvfp4(b: np.ndarray) -> np.ndarray:
     """Scales are unsigned E4M3, but 0x7f means zero, not NaN. They are halved here, because `E2M1` holds doubled values."""
     code = np.arange(256)
-    exponent, mantissa = (code >> 3) & 15, (code & 7).astype(np.float32)
+    exponent = (code >> 3) & 15
+    mantissa = (code & 7).astype(np.float32)
     table = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7)).astype(np.float32) / 2
     table[0x7F] = 0
     return table[b["d"]][..., None] * E2M1[_nibbles(b["qs"].reshape(-1, 4, 8))]

@@ -153,7 +153,8 @@ def _split_qkv(file: GGUFFile) -> GGUFFile:
         if ".attn_qkv." not in name or not stored.shape or total < 1 or stored.shape[0] % total:
             tensors[name] = stored
             continue
-        start, row = stored.offset, stored.size // stored.shape[0]
+        start = stored.offset
+        row = stored.size // stored.shape[0]
         for part, count in zip("qkv", (heads, key_heads, key_heads), strict=True):
             rows = count * (stored.shape[0] // total)
             new = name.replace(".attn_qkv.", f".attn_{part}.")

@@ -75,7 +75,8 @@ def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     config |= {hf_key: meta(key, defaults.get(key), key_type(key)) for key, hf_key in sizes.items()}
     if config["hidden_size"] % heads and not meta.has("attention.key_length"):
         raise UserError(f"{file.path} must have {family.arch}.attention.key_length: {heads} heads do not divide the width")
-    layers, mtp_layers = config["num_hidden_layers"], count_mtp_layers(meta)
+    layers = config["num_hidden_layers"]
+    mtp_layers = count_mtp_layers(meta)
     if mtp_layers >= layers:
         raise UserError(f"{file.path} has {layers} layers, of which {mtp_layers} are multi-token prediction layers")
     config["num_hidden_layers"] = layers - mtp_layers
@@ -134,7 +135,8 @@ def _find_family(meta: Metadata, file: GGUFFile) -> Family:
             raise UserError(f"{file.path} has granitemoe.rope.scaling.finetuned: false, which is not supported")
         family = known["granitemoehybrid"]
     if meta.arch in WITH_SCORE_FUNCTION:
-        layers, tokens = meta("block_count") - count_mtp_layers(meta), meta.entries.get("tokenizer.ggml.tokens")
+        layers = meta("block_count") - count_mtp_layers(meta)
+        tokens = meta.entries.get("tokenizer.ggml.tokens")
         vocab_size = meta("vocab_size", len(tokens) if isinstance(tokens, list) else 0)
         flash = layers in GLM_FLASH[0] and vocab_size == GLM_FLASH[1]
         scores = meta("expert_gating_func", SOFTMAX if meta.arch == "deepseek2" and not flash else SIGMOID)
@@ -336,7 +338,8 @@ def _fit_llama3(factors: np.ndarray, theta: float, file: GGUFFile) -> dict[str, 
 
 def frequency_tensors(config: Config, model: ModelConfig, family: Family) -> dict[str, np.ndarray]:
     """Returns the rotary frequency divisors that GGUF stores as tensors."""
-    scaling, half = model.rope_scaling, model.rotated_size // 2
+    scaling = model.rope_scaling
+    half = model.rotated_size // 2
     if family.arch == "gemma4":
         half = (model.global_head_size or model.head_size) // 2
         share, factor = (1.0, 1.0) if scaling is None else (scaling.share, scaling.factor)

@@ -18,7 +18,9 @@ from dantinox.files import UserError, check_writable, escape_name, staged_write,
 from dantinox.interop.gguf.ggml_quantize import has_finite_scales, quantize
 from dantinox.interop.gguf.ggml_types import TYPES, UNSUPPORTED_TYPES, dequantize
 
-MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = 32
 # The type codes of metadata values: first numbers, with their NumPy types, then strings and arrays.
 NUMBER_TYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
@@ -77,7 +79,8 @@ def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarra
     shape, kind, offset, size = file.tensors[name]
     if part is not None:
         size //= shape[0]
-        shape, offset = shape[1:], offset + part * size
+        shape = shape[1:]
+        offset = offset + part * size
     raw = np.asarray(file.content[offset : offset + size])
     if kind in PLAIN_DTYPES:
         return raw.view(PLAIN_DTYPES[kind]).reshape(shape)
@@ -180,7 +183,9 @@ class _Reader:
     """Reads a file sequentially, and checks that every read is inside the file."""
 
     def __init__(self, content: mmap.mmap, path: Path) -> None:
-        self.content, self.path, self.position = content, path, 0
+        self.content = content
+        self.path = path
+        self.position = 0
 
     def skip(self, size: int, what: str) -> int:
         """Skips `size` bytes and returns the position of the first skipped byte."""

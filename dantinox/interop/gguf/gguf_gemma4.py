@@ -90,7 +90,8 @@ def _proportional_rope(file: GGUFFile, size: int) -> dict[str, Any]:
         raise UserError(f"{file.path} lacks {LLAMA3}")
     factors = read_tensor(file, LLAMA3)
     count = int(np.sum(factors < MAX_NUMBER / 2))
-    factor, expected = float(str(factors[0])), np.where(np.arange(size // 2) < count, factors[0], factors[-1])
+    factor = float(str(factors[0]))
+    expected = np.where(np.arange(size // 2) < count, factors[0], factors[-1])
     if factors.shape != (size // 2,) or not count or factor < 1 or not np.array_equal(factors, expected):
         raise UserError(f"{file.path} has {LLAMA3}, which does not follow the frequency scaling of Gemma 4")
     if count == size // 2 and factor == 1:
@@ -100,7 +101,8 @@ def _proportional_rope(file: GGUFFile, size: int) -> dict[str, Any]:
 
 def gemma4_metadata(model: ModelConfig) -> dict[str, Any]:
     """Returns the metadata that `gemma4_config` reads."""
-    size, layers = model.global_head_size or model.head_size, [model.of_layer(i) for i in range(model.num_blocks)]
+    size = model.global_head_size or model.head_size
+    layers = [model.of_layer(i) for i in range(model.num_blocks)]
     experts = model.experts
     found: dict[str, Any] = {
         "feed_forward_length": [layer.experts.shared_dim if layer.experts else layer.hidden_dim for layer in layers],

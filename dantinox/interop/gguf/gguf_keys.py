@@ -39,7 +39,8 @@ class Metadata:
     """The metadata of a file's architecture. The object records which keys were read."""
 
     def __init__(self, file: GGUFFile) -> None:
-        self.name, self.entries = str(file.path), file.metadata
+        self.name = str(file.path)
+        self.entries = file.metadata
         self.arch = self.entries.get("general.architecture")
         self.used: set[str] = set()
 

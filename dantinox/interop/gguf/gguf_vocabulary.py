@@ -110,7 +110,8 @@ def _byte_level_metadata(tree: dict[str, Any], names: Mapping[int, str]) -> dict
 
     llama.cpp requires at least one merge.
     """
-    model, steps = tree["model"], _list_steps(tree["pre_tokenizer"], "pretokenizers")
+    model = tree["model"]
+    steps = _list_steps(tree["pre_tokenizer"], "pretokenizers")
     complete = not model["unk_token"] or model["vocab"].keys() >= set(byte_letters())  # if true, no text is encoded as <unk>
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if not complete or any(model[key] for key in options):
@@ -320,7 +321,8 @@ def _tokens_stripping_right(metadata: Mapping[str, Any], tokens: list[str], adde
 
 def _build(tree: dict[str, Any], tokens: list[str], types: list[int], file_name: str) -> Core:
     """Builds the tokenizer, and checks that every token keeps its id from the file."""
-    vocab, added = tree["model"]["vocab"], [token["id"] for token in tree["added_tokens"]]
+    vocab = tree["model"]["vocab"]
+    added = [token["id"] for token in tree["added_tokens"]]
     outside = [index for index in added if tokens[index] not in vocab]
     if outside != list(range(len(vocab), len(vocab) + len(outside))):  # the library can only assign consecutive ids
         vocab |= {tokens[index]: index for index in outside}

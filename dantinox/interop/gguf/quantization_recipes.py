@@ -47,7 +47,8 @@ def tensor_types(file_type: str, row_lengths: Mapping[str, int], layers: int, ex
     tied = "output.weight" not in row_lengths
 
     def choose(name: str) -> str:
-        base, length = FILE_TYPES[file_type].base, row_lengths[name]
+        base = FILE_TYPES[file_type].base
+        length = row_lengths[name]
         if "per_layer_model_proj" in name:
             return "BF16"
         if name == "output.weight" or (tied and name in ("token_embd.weight", "per_layer_token_embd.weight")):

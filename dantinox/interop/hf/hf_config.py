@@ -45,7 +45,8 @@ def find_family(config: Mapping[str, Any]) -> Family:
             nearest, missing = UNSUPPORTED_FAMILIES[name]
             raise UserError(f"config.json has model_type: {name}, which is not supported: it is {nearest} with {missing}")
         raise UserError(f"config.json has model_type: {quote(name)}, expected one of {', '.join(FAMILIES)}")
-    family, classes = FAMILIES[name], config.get("architectures") or [FAMILIES[name].architecture]
+    family = FAMILIES[name]
+    classes = config.get("architectures") or [FAMILIES[name].architecture]
     if classes != [family.architecture]:
         raise UserError(f"config.json has architectures: {quote(classes)}; only {family.architecture} of {name} generates text")
     return family
@@ -55,7 +56,8 @@ class _Keys:
     """The keys of a `config.json` that have not been converted yet."""
 
     def __init__(self, config: Mapping[str, Any], family: Family):
-        self.remaining, self.family = deepcopy(dict(config)), family
+        self.remaining = deepcopy(dict(config))
+        self.family = family
 
     def take(self, names: str, default: Any = None) -> Any:
         """Removes a key; returns its value or, if it is absent, transformers' default. `a|b` are two names of one key."""
@@ -65,7 +67,8 @@ class _Keys:
 
     def finish(self) -> None:
         """Raises a `UserError` if a remaining key may change the model."""
-        ignored, supported = IGNORED_KEYS.union(self.family.ignored), SUPPORTED_VALUES | dict(self.family.supported)
+        ignored = IGNORED_KEYS.union(self.family.ignored)
+        supported = SUPPORTED_VALUES | dict(self.family.supported)
         for key, value in self.remaining.items():
             allowed = supported.get(key, ())
             if value is None or key in ignored or value in (allowed if isinstance(allowed, tuple) else (allowed,)):
@@ -182,7 +185,8 @@ def _rope_settings(keys: _Keys, model_settings: Mapping[str, Any]) -> dict[str, 
     found["attention.rope_theta"] = scaling.pop("rope_theta", theta)
     if family.ntk_alpha and "dynamic" in (scaling.get("rope_type"), scaling.get("type")) and scaling.get("alpha"):
         # With `alpha`, the scaling is NTK-aware with a constant base, and transformers ignores the other keys.
-        alpha, size = _check_positive(scaling["alpha"], "alpha"), model_settings["model.head_size"]
+        alpha = _check_positive(scaling["alpha"], "alpha")
+        size = model_settings["model.head_size"]
         theta = _check_positive(found["attention.rope_theta"], "rope_theta")
         found["attention.rope_theta"] = theta * alpha ** (_check_integer(size, "head_dim", least=4) / (size - 2))
         scaling = {}
@@ -303,7 +307,8 @@ def _head_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
     """Returns the `config.json` keys that `_head_settings` reads, and `vocab_size_per_layer_input`."""
     if not family.per_layer_heads:
         return {}
-    size, heads = model.global_head_size or model.head_size, model.global_kv_heads
+    size = model.global_head_size or model.head_size
+    heads = model.global_kv_heads
     written: dict[str, Any] = {"global_head_dim": size, "vocab_size_per_layer_input": model.vocab_size}
     written["num_global_key_value_heads"] = heads
     if heads is not None and not model.k_eq_v:  # else transformers ignores `num_global_key_value_heads`
@@ -314,7 +319,8 @@ def _head_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _check_vocabulary(keys: _Keys, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raises a `UserError` if the per-layer embeddings have a different vocabulary size."""
-    found, expected = keys.take("vocab_size_per_layer_input"), config.get("vocab_size", 262144)
+    found = keys.take("vocab_size_per_layer_input")
+    expected = config.get("vocab_size", 262144)
     if settings["model.per_layer_dim"] and found != expected:
         raise UserError(
             f"config.json has vocab_size_per_layer_input: {quote(found)}; only the vocab_size, {quote(expected)}, is supported"
@@ -323,7 +329,8 @@ def _check_vocabulary(keys: _Keys, config: Mapping[str, Any], settings: Mapping[
 
 def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of dense layers and of expert groups."""
-    family, L = keys.family, settings["model.num_blocks"]
+    family = keys.family
+    L = settings["model.num_blocks"]
     found: dict[str, Any] = {}
     dense: set[int] = set()
     if family.dense_layers == "first":
@@ -475,7 +482,8 @@ def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = 
         if not differing:
             return written
         nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
-    nearest, values = nearest or excluded, flatten_config(config)
+    nearest = nearest or excluded
+    values = flatten_config(config)
     what = " and ".join(f"{path}: {quote(values[path])}" for path in nearest[:3])
     if family is None:
         raise UserError(f"no Transformers class represents this architecture: the most similar one does not support {what}")

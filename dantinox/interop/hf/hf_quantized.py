@@ -143,7 +143,8 @@ def _unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     """Unpacks consecutive fields of 1 to 8 bits from 32-bit words: `[rows, words]` → uint8 `[rows, count]`."""
     words = np.ascontiguousarray(words).view(np.uint32)
     position = np.arange(count, dtype=np.uint32) * np.uint32(bits)
-    word, shift = position >> np.uint32(5), position & np.uint32(31)
+    word = position >> np.uint32(5)
+    shift = position & np.uint32(31)
     split = shift > 32 - bits  # fields that continue in the next word
     result = np.empty((len(words), count), np.uint8)
     step = max(1, CHUNK // max(count, 1))
@@ -244,7 +245,8 @@ def _scaled_matrix(
         _check_shape(zero, _stored_tensor(tensors, zero, name, ("int8", "uint8")).shape, scales.shape)
 
     def make() -> np.ndarray:
-        values, factors = tensors[name], _float_scale(tensors[scale]).reshape(grid)
+        values = tensors[name]
+        factors = _float_scale(tensors[scale]).reshape(grid)
         zeros = tensors[zero].reshape(grid) if zero else np.zeros(grid, np.int8)
         if values.ndim == 2:
             return _apply_scales(values, factors, blocks, zeros if zero else None)
@@ -308,7 +310,8 @@ def _packed_integers(tensors: LazyArrays, module: str, widths: set[int]) -> Dequ
             f"the checkpoint has {escape_name(packed)} of shape {list(words)} for a matrix of shape {list(shape)} and "
             f"{' or '.join(map(str, sorted(widths)))} bits"
         )
-    bits, grid = fits[0], (1, 1) if grid in ((), (1,)) else grid
+    bits = fits[0]
+    grid = (1, 1) if grid in ((), (1,)) else grid
     stored = (packed, scale, size, *(part for part in (zero, order) if part in tensors.tensors))
     blocks = _scale_block(packed, shape, grid)
     if order in tensors.tensors:
@@ -375,7 +378,9 @@ def _mxfp4(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequant
                 f"the checkpoint has {escape_name(blocks)} of shape {list(codes)}, expected four axes, the last of 16"
             )
         _check_shape(scales, _stored_tensor(tensors, scales, blocks, ("uint8",)).shape, codes[:3])
-        experts, rows, columns = codes[0], codes[1], codes[2] * codes[3] * 2
+        experts = codes[0]
+        rows = codes[1]
+        columns = codes[2] * codes[3] * 2
 
         def make(blocks: str = blocks, scales: str = scales, rows: int = rows, columns: int = columns) -> np.ndarray:
             codes, exponents = tensors[blocks], tensors[scales]
@@ -456,14 +461,16 @@ def _gptq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequanti
         values = _unpack(tensors[f"{module}.qweight"].T, sizes.bits, sizes.inputs)
         zeros = _unpack(tensors[f"{module}.qzeros"], sizes.bits, sizes.outputs)
         zeros = zeros + np.uint8(one) & np.uint8((1 << sizes.bits) - 1)
-        scales, order = tensors[f"{module}.scales"].astype(np.float32), f"{module}.g_idx"
+        scales = tensors[f"{module}.scales"].astype(np.float32)
+        order = f"{module}.g_idx"
         groups = _group_numbers(tensors, order, sizes.groups) if order in tensors.tensors else None
         return _apply_scales(values, scales.T, (1, sizes.group), zeros.T, groups)
 
     found = {}
     for module in _modules(tensors, ".qweight"):
         sizes = _grouped_sizes(tensors, module, options, _number(options, "bits"), along_inputs=True)
-        stored, order = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")], f"{module}.g_idx"
+        stored = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
+        order = f"{module}.g_idx"
         if order in tensors.tensors or options.get("desc_act"):
             _check_shape(order, _stored_tensor(tensors, order, stored[0], ("int32", "int64")).shape, (sizes.inputs,))
             stored.append(order)

@@ -133,7 +133,8 @@ def to_hf(
 
     def make(name: str) -> np.ndarray:
         parameter = np.asarray(parameters[locations[name].parameter])
-        whole, start = np.empty(kinds[name].shape, parameter.dtype), 0
+        whole = np.empty(kinds[name].shape, parameter.dtype)
+        start = 0
         for view in locations[name].views(parameter):
             _copy(whole.reshape(-1)[start : start + view.size].reshape(view.shape), view)
             start += view.size
@@ -160,7 +161,9 @@ def rope_row_order(family: Family, config: Mapping[str, Any], model: ModelConfig
         return (np.arange(0, count, model.head_size)[:, None] + halves).reshape(-1)
     if not name.endswith(family.interleaved_rope or "\0") or config.get("rope_interleave") is False:
         return None
-    R, size, start = model.rotated_size, model.head_size, 0
+    R = model.rotated_size
+    size = model.head_size
+    start = 0
     if model.latent is not None:
         start = model.latent.rank if ".kv_a_" in name else model.head_size
         size = start + R
@@ -226,7 +229,8 @@ def _check_tensors(
     for name, location in locations.items():
         if name not in stored:
             raise UserError(f"the checkpoint lacks {name}, which its config requires")
-        (found, dtype), expected = tensors[stored[name]], location.shape(shapes)
+        found, dtype = tensors[stored[name]]
+        expected = location.shape(shapes)
         if found != expected:
             raise UserError(f"the checkpoint has {stored[name]} of shape {list(found)}, its config requires {list(expected)}")
         if dtype not in FLOATS:

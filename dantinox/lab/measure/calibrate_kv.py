@@ -199,7 +199,9 @@ def sample_sequences(ids: np.ndarray, count: int, length: int, eos_id: int | Non
     A sequence begins at the sampled position, or earlier if its document would end too soon. EOS tokens are excluded, since
     training never scores the token after them. Documents shorter than `MIN_TOKENS` (or `length`, if smaller) are skipped.
     """
-    random, chosen, tries = np.random.default_rng(seed), dict[tuple[int, int], None](), 0
+    random = np.random.default_rng(seed)
+    chosen = dict[tuple[int, int], None]()
+    tries = 0
     while len(chosen) < count and tries < MAX_TRIES and len(ids) > 0:
         start, stop = _document_span(ids, int(random.integers(len(ids))), length, eos_id)
         if stop - start >= min(MIN_TOKENS, length) and (start, stop) not in chosen:
@@ -211,7 +213,8 @@ def sample_sequences(ids: np.ndarray, count: int, length: int, eos_id: int | Non
 
 def _document_span(ids: np.ndarray, place: int, length: int, eos_id: int | None) -> tuple[int, int]:
     """Returns start and end of up to `length` tokens of the document at `place`; reads only `length` tokens on each side."""
-    low, high = max(0, place - length), min(len(ids), place + length)
+    low = max(0, place - length)
+    high = min(len(ids), place + length)
     if eos_id is not None:
         ends = low + np.flatnonzero(ids[low:high] == eos_id)
         low = max([low, *(ends[ends < place] + 1)])
@@ -240,7 +243,8 @@ def measure_attention(
 
     def read(rows: np.ndarray) -> np.ndarray:
         cache = make_cache(unwindowed, len(rows), slots, model.dtype)
-        starts_B, measured = np.zeros(len(rows), int), []
+        starts_B = np.zeros(len(rows), int)
+        measured = []
         for ends_B in ends_SR[rows].T:
             places_BT = starts_B[:, None] + np.arange(T)
             tokens_BT = np.take_along_axis(tokens_SN[rows], np.minimum(places_BT, slots - 1), axis=1)

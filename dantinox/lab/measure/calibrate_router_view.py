@@ -90,7 +90,8 @@ def _draw(axes: Any, calibration: RouterCalibration, preset: str) -> None:
     )
     shown = list[Any]()
     for name, share in calibration.shares[preset].items():
-        color, label = COLORS[name], f"{name} {percent(share)}"
+        color = COLORS[name]
+        label = f"{name} {percent(share)}"
         if name not in RULES:
             shown.append(Patch(fill=False, edgecolor=color, linestyle=":", label=f"else {label}"))
             continue
@@ -118,10 +119,13 @@ def max_varentropy(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """
     others = max(vocab_size - 1, 1)
     odds = np.linspace(-30, 40, 1400)  # ln(p / (1 - p)), dense where the curve is steep
-    p, rest = 1 / (1 + np.exp(-odds)), 1 / (1 + np.exp(odds))
-    surprise, others_surprise = -np.log2(p), np.log2(others) - np.log2(rest)
+    p = 1 / (1 + np.exp(-odds))
+    rest = 1 / (1 + np.exp(odds))
+    surprise = -np.log2(p)
+    others_surprise = np.log2(others) - np.log2(rest)
     above = p >= 1 / vocab_size
-    H, V = p * surprise + rest * others_surprise, p * rest * (others_surprise - surprise) ** 2
+    H = p * surprise + rest * others_surprise
+    V = p * rest * (others_surprise - surprise) ** 2
     return H[above], V[above]
 
 

@@ -54,7 +54,8 @@ def matmul_speed() -> tuple[float, str]:
 def _compiler_check() -> str:
     """Runs a program that jaxlib 0.10.2 compiles wrongly by default; see `dantinox.platform.INDIVIDUAL_MATMULS`."""
     x_RI = jnp.arange(32_769.0)[:, None] * jnp.array([1.0, 0, 0])
-    found, expected = int(jax.jit(jax.vmap(lambda x_I: jnp.sum((jnp.eye(3) @ x_I) ** 2)))(x_RI)[-1]), 2**30
+    found = int(jax.jit(jax.vmap(lambda x_I: jnp.sum((jnp.eye(3) @ x_I) ** 2)))(x_RI)[-1])
+    expected = 2**30
     if found == expected:
         return "compiler check: sums of matrix multiplication results are correct"
     name, value = INDIVIDUAL_MATMULS
@@ -66,7 +67,8 @@ def _compiler_check() -> str:
 
 def _seconds(function: Callable[..., jax.Array], *inputs: jax.Array) -> float:
     """Returns the shortest time of several runs, after one run that compiles."""
-    compiled, times = jax.jit(function), []
+    compiled = jax.jit(function)
+    times = []
     for _ in range(REPEATS + 1):
         start = time.perf_counter()
         compiled(*inputs).block_until_ready()

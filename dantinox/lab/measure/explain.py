@@ -99,12 +99,14 @@ def explain(run: LoadedModel, prompt: str | Sequence[int], settings: Mapping[str
       UserError: a setting is invalid, or the prompt is empty or fills the context.
     """
     config = with_default_seed(run.settings(settings), secrets.randbits(32))
-    section, ids = config.generation, run.prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)
+    section = config.generation
+    ids = run.prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)
     model = run.prepared(section)
     clamp_to_context(np.array([len(ids)]), np.array([1]), model.config.max_context)
     params = run.params([config] * section.n, range(section.n))
     params = replace(params, plan=tuple(name for name in params.plan if params.enabled[name].any()))
-    T, V = padded_length(len(ids)), model.config.vocab_size
+    T = padded_length(len(ids))
+    V = model.config.vocab_size
     tokens_1T = np.zeros((1, T), np.int32)
     tokens_1T[0, : len(ids)] = ids
     valid_BT = np.broadcast_to(np.arange(T) < len(ids), (section.n, T))

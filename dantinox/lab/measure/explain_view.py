@@ -128,7 +128,8 @@ def draw_explanation(explanation: Explanation) -> bytes:
     labels = [_clip(token.shown, 12) for token in explanation.tokens]
     for axes, pair in zip(panels, pairs, strict=True):
         draw_step(axes, labels, *([token.probabilities[s] for token in explanation.tokens] for s in pair))
-        step, V = explanation.steps[pair[1]], explanation.vocab_size
+        step = explanation.steps[pair[1]]
+        V = explanation.vocab_size
         left = f"{step.survivors} of {V} left" if step.survivors < V else f"all {V} left"
         title = ", ".join(part for part in (step.name if step.name not in step.settings else "", _settings(step)) if part)
         axes.set_title(f"{title}: {left}", loc="left", fontsize=9, parse_math=False)

@@ -43,7 +43,8 @@ def _model(run: RunDirectory, config: Config, tokenizer: Tokenizer) -> str:
         keys += f"; {m.global_kv_heads or m.kv_heads} of {m.global_head_size or m.head_size} in layers without a window"
     if m.kv_shared_layers:
         keys += f"; the last {m.kv_shared_layers} layers reuse those of earlier layers"
-    trained, lora = [], config.trained_architecture(tokenizer.vocab_size).lora
+    trained = []
+    lora = config.trained_architecture(tokenizer.vocab_size).lora
     if lora is not None:
         count = human_count(adapter_parameters(replace(m, lora=lora)))
         trained = [

@@ -121,7 +121,8 @@ def measure_perplexity(
     if not total:
         raise UserError(f"{data_path} has no token to score: a scored token needs a token before it")
     progress(_estimate(run.model.config, texts))
-    parts, done = [0.0], Progress(progress, "scoring", total, "tokens")
+    parts = [0.0]
+    done = Progress(progress, "scoring", total, "tokens")
     for number, scores in score_sequences(run.prepared(generation), texts):
         parts.append(-math.fsum(scores.logp))
         new = texts[number].new
@@ -148,7 +149,8 @@ def measure_perplexity(
 
 def _estimate(model: ModelConfig, texts: Sequence[ScoringInput]) -> str:
     """Returns the minimum time of the forward passes at the measured speed of large matrix multiplications, in words."""
-    length, flops = _program_length(model, texts), matmul_speed()[0]
+    length = _program_length(model, texts)
+    flops = matmul_speed()[0]
     seconds = len(texts) * length * forward_flops(model, length) / flops
     return f"{len(texts)} windows of {length} tokens take at least {human_time(seconds)} at {flops / 1e9:.0f} GFLOP/s"
 

@@ -261,7 +261,9 @@ def generation_programs(
     topology: Topology, config: Config, model: ModelConfig, batch: int, prompt: int, new: int
 ) -> Iterator[PlannedProgram]:
     """Yields prefill and decoding of `batch` prompts with the settings of `generation`, `router` and `kv`."""
-    g, rows, model = config.generation, batch * config.generation.n, replace(model, scan_layers=False)
+    g = config.generation
+    rows = batch * config.generation.n
+    model = replace(model, scan_layers=False)
     # XLA's cost analysis does not see the work of native kernels.
     weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights, g.matmul_dtype, "xla"))
     mesh = tensor_mesh(model, g.tensor_parallel, topology.devices) if g.tensor_parallel > 1 else None
@@ -287,19 +289,23 @@ def generation_programs(
     read = bytes_per_device(
         place([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKUP_TABLES])
     )
-    cache, head = bytes_per_device(place(first.out_info[0].caches)), 2 * model.dim * model.vocab_size
+    cache = bytes_per_device(place(first.out_info[0].caches))
+    head = 2 * model.dim * model.vocab_size
     token = 2 * matrix_parameters(model) - head
 
     def forward(rows: int, length: int) -> int:
         """Returns the FLOPs of a forward pass over `rows` sequences that computes only their last logits."""
         return rows * (length * (token + attention_flops(model, length)) + head)
 
-    shares, on = g.tensor_parallel, ONE_DEVICE if mesh is None else f"tensor {mesh.size}"
+    shares = g.tensor_parallel
+    on = ONE_DEVICE if mesh is None else f"tensor {mesh.size}"
     flops = forward(batch, prompt) // shares
     yield Program("prefill", on, f"{batch} × {prompt} tokens", flops, 0, read + cache), first, options
-    sizes, groups = 2 * model.head_size, model.n_heads // model.kv_heads
+    sizes = 2 * model.head_size
+    groups = model.n_heads // model.kv_heads
     if model.latent is not None:  # all heads read the latent, as key and as value
-        sizes, groups = 2 * model.latent.rank + model.latent.rotated_size, model.n_heads
+        sizes = 2 * model.latent.rank + model.latent.rotated_size
+        groups = model.n_heads
     flops = rows * (token + head + 2 * sizes * groups * slots_read(model, cache_plan))
     flops = flops if g.use_cache else forward(rows, cache_plan.slots)
     reads = f"{rows} × 1 token, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
@@ -316,7 +322,11 @@ def slots_read(model: ModelConfig, plan: CachePlan) -> int:
 
 
 def _compile_program(topology: Topology, planned: Program, program: Any, options: Mapping[str, Any]) -> Program:
-    started, usage, needs, kernels, failure = time.perf_counter(), None, None, {}, None
+    started = time.perf_counter()
+    usage = None
+    needs = None
+    kernels = {}
+    failure = None
     collectives: dict[str, Collectives] = {}
     try:
         compiled = topology.compile(program, options)
@@ -327,7 +337,9 @@ def _compile_program(topology: Topology, planned: Program, program: Any, options
     except jax.errors.JaxRuntimeError as error:
         failure = first_line(error)
         needs = parse_needed_bytes(failure)
-    seconds, memory, chip = time.perf_counter() - started, topology.memory, topology.chip
+    seconds = time.perf_counter() - started
+    memory = topology.memory
+    chip = topology.chip
     fits = None if needs is None or memory is None else needs <= memory and failure is None
     sent = sum(collective.sent for collective in collectives.values())
     temporary = 2 * (0 if usage is None else usage.temp)

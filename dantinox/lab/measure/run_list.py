@@ -130,7 +130,8 @@ def _read_logs(found: RunSummary, run: RunDirectory, log: Path) -> None:
     finite = np.flatnonzero(np.isfinite(values))
     if finite.size:
         best = finite[(np.argmax if found.rewarded else np.argmin)(values[finite])]
-        found.best, found.best_step = float(values[best]), int(rows["step"][best])
+        found.best = float(values[best])
+        found.best_step = int(rows["step"][best])
     found.last = next((float(x[-1]) for x in (values, intervals["train_loss"]) if x.size and np.isfinite(x[-1])), None)
     counts = np.diff(intervals["step"], prepend=0)
     found.seconds = float(np.nansum(intervals["ms_per_step"] * np.maximum(counts, 0))) / 1000
@@ -172,7 +173,8 @@ def select_runs(runs: Sequence[RunSummary], where: Sequence[str], sort: str) -> 
         key, equals, text = condition.partition("=")
         if not equals:
             raise UserError(f"--where must be KEY=VALUE, got {quote(condition)}")
-        wanted, value_of = (text, parse_value(text)), _value_function(key, "--where")
+        wanted = (text, parse_value(text))
+        value_of = _value_function(key, "--where")
         chosen = [run for run in chosen if value_of(run) in wanted]
     value_of = _value_function(sort, "--sort")
     return sorted(chosen, key=lambda run: _sort_key(value_of(run), descending=sort == "best" and run.rewarded))

@@ -47,7 +47,8 @@ def map_batches(
     Returns:
       A tree of NumPy arrays with `count` entries along `axis`.
     """
-    parts, done = [], 0
+    parts = []
+    done = 0
     for rows in equal_batches(count, max_size):
         parts.append(jax.tree.map(np.asarray, reduce(rows)))
         new = min(len(rows), count - done)
@@ -82,7 +83,8 @@ def open_text_store(directory: RunDirectory, data_path: str | Path | None = None
     Raises:
       UserError: there is no text, or it has fewer than 2 tokens.
     """
-    config, tokenizer = load_run_config(directory), Tokenizer.load(directory.tokenizer)
+    config = load_run_config(directory)
+    tokenizer = Tokenizer.load(directory.tokenizer)
     if data_path is None:
         store = saved_text(directory, config, tokenizer)
         if store is None:
@@ -104,7 +106,8 @@ def saved_text(directory: RunDirectory, config: Config, tokenizer: Tokenizer) ->
 
 def read_text(tokenizer: Tokenizer, path: str, text_field: str, tokens: int) -> np.ndarray:
     """Returns the first `tokens` tokens of the text at `path`, which has the form of `data.path`."""
-    parts, count = [np.zeros(0, np.int32)], 0
+    parts = [np.zeros(0, np.int32)]
+    count = 0
     for part in _token_stream(tokenizer, path, text_field):
         parts.append(part)
         count += len(part)
@@ -155,7 +158,8 @@ def decoded_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
 
 def _encoded_parts(tokenizer: Tokenizer, path: str, text_field: str) -> Iterator[tuple[int, str, np.ndarray]]:
     """Yields (document number, part of its text, tokens of that part)."""
-    characters, size = 0, MAX_CHARACTERS if tokenizer.kind == "other" else CHARACTERS
+    characters = 0
+    size = MAX_CHARACTERS if tokenizer.kind == "other" else CHARACTERS
     for number, text in Corpus.open(path, text_field).read_text():
         for part in split_text(text, size):
             try:

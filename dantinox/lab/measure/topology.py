@@ -20,7 +20,8 @@ from dantinox.programs import CHIPS, Chip, available_bytes, compile_program, fin
 TOPOLOGY_NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
 COMPILERS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
 GPU_COUNTS = tuple(map(str, range(1, 9)))  # of GPUs connected by NVLink
-CUDNN, CAPABILITY = 91000, (9, 0)  # cuDNN 9.10.0 and an H100, as in `H100`
+CUDNN = 91000
+CAPABILITY = (9, 0)  # cuDNN 9.10.0 and an H100, as in `H100`
 H100 = Path(__file__).with_name("h100.txtpb")
 # Autotuning runs kernels on the device. Without a device, XLA's heuristics choose the kernels.
 OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0}}

@@ -77,7 +77,8 @@ def _brackets(draw: random.Random) -> Record:
 
 
 def _agreement(draw: random.Random) -> Record:
-    plural, predicate = draw.random() < 0.5, draw.choice(PREDICATES)
+    plural = draw.random() < 0.5
+    predicate = draw.choice(PREDICATES)
     return {
         "context": f"The {draw.choice(SUBJECTS)}{'s' * plural} {draw.choice(PLACES)}",
         "choices": [f" is {predicate}.", f" are {predicate}."],

@@ -121,7 +121,9 @@ def generate_continuations(
     """
     special = sorted(run.tokenizer.special_ids)
     fixed = {**NEUTRAL_SETTINGS, "max_new_tokens": tokens, "banned_tokens": special, **settings}
-    ids, rates, strategies = list[list[int]](), [], []
+    ids = list[list[int]]()
+    rates = []
+    strategies = []
     for indices in equal_batches(len(prompts), ROWS):
         requests = [
             run.request(prompts[n], {**fixed, "seed": (seed << 20) + int(n)}, logprobs=0 if report else None) for n in indices
@@ -198,7 +200,8 @@ class ReferenceModel:
     def _encode(self, prompt: str, text: str) -> ScoringInput:
         """Returns the tokens of prompt and text as generation encodes them, truncated to the context; the text is scored."""
         try:
-            before, ids = [*self.tokenizer.ids_before_text, *self.tokenizer.encode(prompt)], self.tokenizer.encode(text)
+            before = [*self.tokenizer.ids_before_text, *self.tokenizer.encode(prompt)]
+            ids = self.tokenizer.encode(text)
         except UserError as error:
             raise UserError(f"the reference cannot encode a text to score: {error}") from None
         context = self.model.config.max_context

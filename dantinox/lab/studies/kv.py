@@ -46,7 +46,8 @@ from dantinox.lab.studies.statistics import (
 )
 from dantinox.run import open_run
 
-MIN_TOKENS, MIN_SEQUENCES = 32, 2 * SEEDS
+MIN_TOKENS = 32
+MIN_SEQUENCES = 2 * SEEDS
 FULL_COUNTS, QUICK_COUNTS = (200, 100), (48, 48)  # sequences of text, tasks of each kind; see `default_count`
 MIN_COUNTS = (12, 6)
 DEFAULT_TOKENS = 512
@@ -188,7 +189,8 @@ def evaluate_kv(
     counts = [
         default_count(*both, run.parameters) for both in zip(QUICK_COUNTS if quick else FULL_COUNTS, MIN_COUNTS, strict=True)
     ]
-    sequences, of_each_kind = counts[0] if sequences is None else sequences, counts[1]
+    sequences = counts[0] if sequences is None else sequences
+    of_each_kind = counts[1]
     length = min(run.model.config.max_context, DEFAULT_TOKENS if tokens is None else tokens)
     if length < MIN_TOKENS:
         raise UserError(f"--tokens and the model's context must be at least {MIN_TOKENS}, got {length}")

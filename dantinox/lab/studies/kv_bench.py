@@ -40,7 +40,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 RATIOS = (0.5, 0.3, 0.2, 0.1)
 # Defaults for models with more than `LARGE_MODEL` parameters, where compilation takes most of the time.
-LARGE_METHODS, LARGE_RATIOS = (STREAMING, UNIFORM, "distance", "loss", ORACLE), (0.5, 0.2)
+LARGE_METHODS = (STREAMING, UNIFORM, "distance", "loss", ORACLE)
+LARGE_RATIOS = (0.5, 0.2)
 NEAR_KEYS = 64  # keys that remain visible when the study measures the value of distant keys
 FREE_TOKENS, FREE_ROWS = 64, 8
 MIN_TIMED_BATCHES = 3  # the speed of the fastest batch is reported
@@ -113,7 +114,9 @@ def _answer_from_cache(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.
 
     During prefill every query sees the whole prompt, so the next token after prefill would not depend on the compression.
     """
-    model, B, last_B = dequantize(model), len(tokens_BT), lengths_B - 1
+    model = dequantize(model)
+    B = len(tokens_BT)
+    last_B = lengths_B - 1
     cache = make_cache(model.config, B, *plan)
     _, read, _ = prefill_hidden(model, tokens_BT, padded_positions(tokens_BT, lengths_B), cache)
     assert read is not None
@@ -202,7 +205,8 @@ def build_variants(
             name, ratio, run.prepared(GenerationSection(), head_order(run.model.config, kv, measured)), plan, report
         )
 
-    caches, left_out = [build(REFERENCE, 1.0, KVSection())], list[str]()
+    caches = [build(REFERENCE, 1.0, KVSection())]
+    left_out = list[str]()
     for ratio in sorted(set(ratios or usual), reverse=True):
         settings = {name: {"budget": ratio, "dtype": dtype, **METHODS[name]} for name in names}
         try:
@@ -255,8 +259,10 @@ class CacheBenchmark:
         S, T = text.ids.shape
 
         def read(rows: np.ndarray, done: Progress) -> list[ReadMetrics]:
-            ids_BT, lengths_B = text.ids[rows], np.full(len(rows), T)
-            full, found = caches[0].logprobs(ids_BT, lengths_B, T // 2), []
+            ids_BT = text.ids[rows]
+            lengths_B = np.full(len(rows), T)
+            full = caches[0].logprobs(ids_BT, lengths_B, T // 2)
+            found = []
             for cache in caches:  # one at a time: the log-probabilities are large
                 logprobs = full if cache is caches[0] else cache.logprobs(ids_BT, lengths_B, T // 2)
                 found.append(read_metrics(logprobs, full, ids_BT, T // 2))
@@ -339,7 +345,8 @@ def near_keys_variant(full: CacheVariant) -> CacheVariant:
 
 def _generate_batch(cache: CacheVariant, prompts_BT: np.ndarray, params: SamplingParams, tokens: int) -> GreedyContinuations:
     B, T = prompts_BT.shape
-    limits_B, eos_ids = np.full(B, tokens), [list[int]()] * B
+    limits_B = np.full(B, tokens)
+    eos_ids = [list[int]()] * B
     options = StaticOptions(plan=cache.plan)
     batch = StaticBatch(cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, options=options)
     ids_BT = np.concatenate([chunk.tokens for chunk in batch.run(DECODE_CHUNK)], axis=1)

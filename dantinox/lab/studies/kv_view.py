@@ -157,7 +157,8 @@ def draw_kv(study: KVStudy) -> bytes:
     losses.axhline(0, color="#bbbbbb", linewidth=1.2, label="full", zorder=1)
     # Linear near zero, where losses are small, and logarithmic for methods that are far off.
     ends = [end for ratio in study.ratios for cache in ratio.methods for end in cache.dppl.all]
-    low, high = min(-1.0, *ends), max(1.0, *ends)
+    low = min(-1.0, *ends)
+    high = max(1.0, *ends)
     ticks = [sign * tick * 10**power for sign in (-1, 1) for power in range(7) for tick in (1, 2, 5)]
     losses.set_yscale("symlog", linthresh=2)
     losses.set_ylim(1.2 * low, 1.2 * high)

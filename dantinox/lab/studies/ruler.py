@@ -43,7 +43,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "kvzip": {"policy": "kvzip", "signal": "uniform"},
     "kvzip+loss": {"policy": "kvzip", "signal": "loss"},
 }
-LENGTHS, RATIOS, SAMPLES = (2048, 4096), (0.5, 0.2), 10
+LENGTHS = (2048, 4096)
+RATIOS = (0.5, 0.2)
+SAMPLES = 10
 MIN_LENGTH = 256
 ROW_TOKENS = 8192  # prompt tokens per batch
 TEXT_CHARACTERS = 1 << 21  # read from a given text at most
@@ -171,7 +173,8 @@ def evaluate_ruler(
 
 
 def _read_haystack(run: LoadedModel, path: str) -> str:
-    parts, count = list[str](), 0
+    parts = list[str]()
+    count = 0
     for _, part in Corpus.open(path, run.config.data.text_field).read_text():
         parts.append(part)
         count += len(part)
@@ -279,7 +282,8 @@ def _evaluate_caches(
 
 def _generate_answers(cache: RulerCache, job: EvalBatch, length: int, done: Progress) -> tuple[np.ndarray, float, float]:
     """Returns the most likely token after each question or answer token, `[B, steps]`, and seconds of prefill and decoding."""
-    started, note = time.perf_counter(), f", {cache.method} at {cache.ratio:g}"
+    started = time.perf_counter()
+    note = f", {cache.method} at {cache.ratio:g}"
     parts = -(-length // COMPRESSED_PREFILL_CHUNK)
     size = -(-length // parts)
     tokens_BT, lengths_B = pad_rows(job.prompts, parts * size)
@@ -292,7 +296,8 @@ def _generate_answers(cache: RulerCache, job: EvalBatch, length: int, done: Prog
         done.advance(1, note)
     prefilled = time.perf_counter()
     questions_BQ, counts_B = pad_rows(job.questions, length)
-    last_B, found = jnp.zeros(len(tokens_BT), jnp.int32), []
+    last_B = jnp.zeros(len(tokens_BT), jnp.int32)
+    found = []
     for start in range(0, job.steps, DECODE_CHUNK):
         rest = (jnp.asarray(questions_BQ), jnp.asarray(counts_B), jnp.asarray(lengths_B), jnp.int32(start))
         memory, last_B, ids_BC = _decode(cache.model, memory, last_B, *rest)

@@ -276,9 +276,11 @@ def _document_sample(rng: random.Random, haystack: Haystack, length: int, size: 
     if hops == 2:
         near = [town, *rng.sample([i for i in range(len(towns)) if i != town], min(size, len(towns) - 1))]
         documents += [f"{towns[i]} is a town on the river {rivers[i]}. It has {rng.randrange(2, 90)} mills." for i in near]
-        what, answer = f"On which river is the town where {person} was born?", rivers[town]
+        what = f"On which river is the town where {person} was born?"
+        answer = rivers[town]
     else:
-        what, answer = f"In which town was {person} born?", towns[town]
+        what = f"In which town was {person} born?"
+        answer = towns[town]
     rng.shuffle(documents)
     numbered = "\n\n".join(f"Document {i}:\n{document}" for i, document in enumerate(documents, 1))
     order = "Answer the question by the documents. Give the answer and no other words.\n\n"

@@ -261,7 +261,8 @@ def evaluate_sampling(
     run = load(run_dir)
     for name in names:  # report settings that the engine rejects before the work begins
         run.params([run.settings({**METHODS[name].settings, **METHODS[name].values_at(0.5), "seed": 0})])
-    context, before = run.model.config.max_context, len(run.tokenizer.ids_before_text)
+    context = run.model.config.max_context
+    before = len(run.tokenizer.ids_before_text)
     if sizes.get("tokens") is None:
         size = replace(size, tokens=max(8, min(size.tokens, 3 * context // 4)))
     if sizes.get("prompts") is None:
@@ -370,7 +371,8 @@ def _tune_all(bench: SamplingBenchmark, names: Sequence[str], tuning: PromptWind
 
 
 def _tune(bench: SamplingBenchmark, name: str, tuning: PromptWindows, shares: Mapping[str, float] | None) -> TunedMethod:
-    method, trials = METHODS[name], list[Trial]()
+    method = METHODS[name]
+    trials = list[Trial]()
     if not method.scale:
         bench.progress(f"trying {name}")
         # Compile now, so that the timed rounds do not include compilation.
@@ -408,7 +410,8 @@ def _test_all(
     Each round uses another order of methods, so that temporary slowdowns of the machine affect all methods equally.
     """
     methods = {**tuned, **{name: TunedMethod({"temperature": t}) for name, t in TEMPERATURE_CURVE.items()}}
-    names, rounds = list(methods), {name: list[Continuations]() for name in methods}
+    names = list(methods)
+    rounds = {name: list[Continuations]() for name in methods}
     for seed in range(1, bench.size.seeds + 1):
         for name in names[seed % len(names) :] + names[: seed % len(names)]:
             if rounds[name] and methods[name].settings.get("greedy"):

@@ -122,7 +122,8 @@ def _draw(axes: Any, study: SamplingStudy) -> None:
 
 def _around(intervals: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Returns axis limits that contain all intervals, with a margin."""
-    low, high = min(low for _, low, _ in intervals), max(high for *_, high in intervals)
+    low = min(low for _, low, _ in intervals)
+    high = max(high for *_, high in intervals)
     margin = 0.08 * (high - low) or 0.01
     return low - margin, high + margin
 

@@ -25,7 +25,8 @@ from dantinox.run import RunDirectory, load_run_config
 from dantinox.text import Corpus, Tokenizer
 from dantinox.text.sources import ADDITION
 
-STATE_FILE, REPORTS = "speedrun.json", ("report.md", "report.html")
+STATE_FILE = "speedrun.json"
+REPORTS = ("report.md", "report.html")
 HUB = "huggingface:"  # begins the name of a dataset in `SpeedrunRequest.data`
 TrainStage = Callable[[Trial, RunDirectory], str | None]
 
@@ -126,7 +127,8 @@ def stage_settings(request: SpeedrunRequest, folder: Path, number: int) -> dict[
     Args:
       number: the index of the stage. The run of the stage before must have a config.
     """
-    stage, settings = STAGES[number], dict[str, Any]()
+    stage = STAGES[number]
+    settings = dict[str, Any]()
     if number == 0:
         settings["model.depth"] = request.depth
         settings |= data_settings(request.data) if request.data is not None else {}
@@ -192,16 +194,19 @@ def _train_stage(
     state: dict[str, Any],
 ) -> None:
     """Trains or resumes a stage, and records its time and its end."""
-    stage, path = STAGES[number], folder / STAGES[number].name
+    stage = STAGES[number]
+    path = folder / STAGES[number].name
     run = RunDirectory(path)
     if run.config.is_file():  # its saved settings, which a later version of the packaged config does not change
-        config, command = load_run_config(run), f"dantinox train --resume --run_dir {shlex.quote(str(path))}"
+        config = load_run_config(run)
+        command = f"dantinox train --resume --run_dir {shlex.quote(str(path))}"
     else:
         later = next((other.name for other in STAGES[number + 1 :] if (folder / other.name).exists()), None)
         if later is not None:
             raise UserError(f"{folder / later} was trained on an earlier {path}, which is missing: remove {folder / later}")
         settings = stage_settings(request, folder, number)
-        config, command = load_training(stage.config, settings), train_command(stage.config, settings, path)
+        config = load_training(stage.config, settings)
+        command = train_command(stage.config, settings, path)
     progress(f"{stage.name}: {command}")
     started = time.perf_counter()
     try:
@@ -250,7 +255,8 @@ def _save_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 def _stage_result(folder: Path, request: SpeedrunRequest, number: int, seconds: Mapping[str, float]) -> StageResult:
     """Reads the result of a finished stage from its logs and its summary."""
-    stage, run = STAGES[number], RunDirectory(folder / STAGES[number].name)
+    stage = STAGES[number]
+    run = RunDirectory(folder / STAGES[number].name)
     config = load_run_config(run)
     rewarded = config.training.objective == "grpo"
     rows = read_csv(run.log(config))

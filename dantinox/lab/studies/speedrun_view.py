@@ -112,7 +112,9 @@ def totals(speedrun: Speedrun) -> str:
 def speedrun_blocks(speedrun: Speedrun) -> Iterator[Block]:
     """Yields the parts of the report."""
     config = load_run_config(RunDirectory(speedrun.folder / BASE))
-    m, parameters, path = config.model, speedrun.stages[0].parameters, config.data.path or ()
+    m = config.model
+    parameters = speedrun.stages[0].parameters
+    path = config.data.path or ()
     paths = [path] if isinstance(path, str) else path
     yield Heading(f"Speedrun at depth {m.num_blocks}", 1)
     yield Paragraph(

@@ -94,7 +94,8 @@ def self_bleu(samples: Sequence[Tokens]) -> float:
 def _bleu(own: Tokens, others: Sequence[Tokens]) -> float:
     logs = []
     for n in (1, 2, 3, 4):
-        grams, largest = Counter(ngrams(own, n)), reduce(or_, (Counter(ngrams(other, n)) for other in others))
+        grams = Counter(ngrams(own, n))
+        largest = reduce(or_, (Counter(ngrams(other, n)) for other in others))
         matched = (grams & largest).total()
         if n == 1 and matched == 0:
             return 0.0
@@ -147,7 +148,8 @@ def stratified_interval(strata: Sequence[np.ndarray]) -> Interval:
     """
     means = [float(np.mean(values)) for values in strata]
     error = math.sqrt(sum(float(np.var(values, ddof=1)) / len(values) for values in strata)) / len(strata)
-    value, half = sum(means) / len(means), NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * error
+    value = sum(means) / len(means)
+    half = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * error
     return Interval(value, value - half, value + half)
 
 

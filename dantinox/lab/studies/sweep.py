@@ -156,7 +156,8 @@ def _load_plan(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:
     plan = folder.path / PLAN_FILE
     try:
         before = json.loads(plan.read_text()) if plan.exists() else {"trials": {}, "ended": {}}
-        trials, ended = before["trials"], dict(before["ended"])
+        trials = before["trials"]
+        ended = dict(before["ended"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{plan} cannot be read: choose another runs_dir") from None
     now = {trial.name: _settings(trial.config) for trial in sweep.trials}

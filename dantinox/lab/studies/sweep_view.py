@@ -87,7 +87,8 @@ def draw_sweep(study: SweepStudy) -> bytes:
     high = math.ceil(len(study.keys) / wide)
     figure = new_figure(max(6.0, 3.6 * wide), 0.6 + 3.4 * high)
     panels = figure.subplots(high, wide, sharey=True, squeeze=False).flat
-    top, losses = 1.0, [trial.loss for trial in study.trials if trial.loss is not None]
+    top = 1.0
+    losses = [trial.loss for trial in study.trials if trial.loss is not None]
     if losses:  # an outlier must not compress the scale of the other trials
         best, middle, worst = min(losses), median(losses), max(losses)
         top = min(worst, best + OUTLIER_FACTOR * (middle - best)) + 0.08 * (middle - best or 1.0)

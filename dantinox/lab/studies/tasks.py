@@ -29,7 +29,8 @@ MIN_LENGTH = 64  # texts are padded to at least this length, and above it to pow
 NEW_TOKENS = 256  # maximum tokens of an answer if the task does not set it
 # Generation settings of tasks: those with the same meaning here, those for the maximum tokens of an answer, and others.
 SHARED_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-LENGTH_SETTINGS, OTHER_SETTINGS = ("max_gen_toks", "max_new_tokens", "max_tokens"), ("until", "do_sample")
+LENGTH_SETTINGS = ("max_gen_toks", "max_new_tokens", "max_tokens")
+OTHER_SETTINGS = ("until", "do_sample")
 
 
 class LMEvalModel:

@@ -28,7 +28,9 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Sequence[ApiKey] = (), path: Path | None = None, clock: Callable[[], int] = time.monotonic_ns):
-        self.path, self._clock, self.usage = path, clock, dict[str, KeyUsage]()
+        self.path = path
+        self._clock = clock
+        self.usage = dict[str, KeyUsage]()
         self._keys: tuple[ApiKey, ...] = ()
         self.replace(keys)
 
@@ -41,7 +43,8 @@ class ApiKeys:
         for key in keys:
             usage[key.name] = self.usage.get(key.name) or KeyUsage(key, self._clock)
             usage[key.name].change_limits(key)
-        self._keys, self.usage = tuple(keys), usage
+        self._keys = tuple(keys)
+        self.usage = usage
 
     def usage_of(self, key: ApiKey) -> KeyUsage:
         """Returns the usage of a key; of a key that has been removed meanwhile, usage that nothing else reads."""
@@ -80,7 +83,8 @@ def read_keys(path: str | Path) -> tuple[ApiKey, ...]:
         values = [getattr(key, what) for key in keys]
         second = next((number for number, value in enumerate(values) if value in values[:number]), None)
         if second is not None:
-            first, shown = values.index(values[second]), "name" if what == "name" else "key"
+            first = values.index(values[second])
+            shown = "name" if what == "name" else "key"
             raise UserError(f"keys[{second}] of {path} has the same {shown} as keys[{first}]")
     return tuple(keys)
 

@@ -70,7 +70,9 @@ class Metrics:
           engine: the engine, or the pool of several models.
           models: returns the state of each of several models by name; None: the server has one model.
         """
-        self._engine, self._options, self._models = engine, options or Options(), models
+        self._engine = engine
+        self._options = options or Options()
+        self._models = models
         labels = () if models is None else ("model",)
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -108,7 +110,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the current state of the engine, or of each model."""
-        models, status = self._models, self._engine.status()
+        models = self._models
+        status = self._engine.status()
         label = () if models is None else ("model",)
         found = {(): status} if models is None else {(name,): one for name, one in models().items()}
         for prefix, gauges in (("", GAUGES), ("prefix_blocks_", PREFIX_GAUGES)):

@@ -140,7 +140,8 @@ class Guard:
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"]) + sum(len(n) + len(v) + 4 for n, v in head)
         if size > self._options.limits.max_head:
             raise http_error("head_too_large")
-        hosts, hosts_allowed = values(b"host"), self._options.hosts
+        hosts = values(b"host")
+        hosts_allowed = self._options.hosts
         host = hosts[0].lower() if len(hosts) == 1 else ""
         found = HOST_HEADER.fullmatch(host)
         if found is None or not _is_allowed(found[1].removesuffix("."), hosts_allowed):
@@ -171,12 +172,14 @@ class Guard:
         Raises:
           RequestError: 408 if the body arrives too slowly; 413 if it is too large.
         """
-        limits, headers = self._options.limits, dict(scope["headers"])
+        limits = self._options.limits
+        headers = dict(scope["headers"])
         too_large = http_error("body_too_large", limits.max_body)
         declared = int(headers.get(b"content-length", 0))  # h11 has checked the digits
         if declared > (limits.max_body if b"expect" in headers else limits.max_body * DRAIN_FACTOR):
             raise too_large
-        body, size = bytearray(), 0
+        body = bytearray()
+        size = 0
         try:
             async with asyncio.timeout(limits.receive_seconds):
                 while True:
@@ -198,7 +201,9 @@ class Guard:
 
     async def _run_while_connected(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Runs the application and cancels it if the connection is lost before the response is complete."""
-        disconnected, messages, complete = asyncio.Event(), [body], False
+        disconnected = asyncio.Event()
+        messages = [body]
+        complete = False
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":

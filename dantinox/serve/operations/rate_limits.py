@@ -43,11 +43,14 @@ class TokenBucket:
     """
 
     def __init__(self, per_minute: int, now: int):
-        self.per_minute, self._level, self._updated = per_minute, per_minute * MINUTE, now
+        self.per_minute = per_minute
+        self._level = per_minute * MINUTE
+        self._updated = now
 
     def _refill(self, now: int) -> None:
         gained = max(0, now - self._updated) * self.per_minute
-        self._level, self._updated = min(self.per_minute * MINUTE, self._level + gained), max(now, self._updated)
+        self._level = min(self.per_minute * MINUTE, self._level + gained)
+        self._updated = max(now, self._updated)
 
     def take(self, tokens: int, now: int) -> int:
         """Takes `tokens` if the bucket holds as many. Returns 0, or the nanoseconds after which it will hold them."""
@@ -100,7 +103,10 @@ class KeyUsage:
 
     def __init__(self, key: ApiKey, clock: Callable[[], int]):
         """Starts with full buckets; `clock` returns nanoseconds and never goes back."""
-        self._clock, self._key, self.running, self.counts = clock, key, 0, Counter[str]()
+        self._clock = clock
+        self._key = key
+        self.running = 0
+        self.counts = Counter[str]()
         self._buckets: dict[str, TokenBucket] = {}
         self.change_limits(key)
 
@@ -166,7 +172,8 @@ class KeyUsage:
 
     def headers(self) -> dict[str, str]:
         """Returns OpenAI's headers of a response: each limit, what remains of it, and the time until all of it remains."""
-        found, now = dict[str, str](), self._clock()
+        found = dict[str, str]()
+        now = self._clock()
         for kind, bucket in self._buckets.items():
             found[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
             found[f"x-ratelimit-remaining-{kind}"] = str(bucket.remaining(now))

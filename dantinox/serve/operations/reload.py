@@ -29,8 +29,10 @@ class Reloader:
           keys: the keys of the server. Keys that do not come from a file stay.
           reload_weights: loads the weights if they have changed, and returns whether they have.
         """
-        self._keys, self._reload_weights = keys or ApiKeys(), reload_weights
-        self._lock, self.counts = asyncio.Lock(), Counter[str]()
+        self._keys = keys or ApiKeys()
+        self._reload_weights = reload_weights
+        self._lock = asyncio.Lock()
+        self.counts = Counter[str]()
 
     async def run(self) -> dict[str, JSON]:
         """Reloads once; a second call waits for the first one. Returns the number of keys, and whether the weights are new.

@@ -70,7 +70,8 @@ def trace_exporter(provider: "TracerProvider") -> Callable[[RequestRecord], str 
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    tracer, propagator = provider.get_tracer("dantinox.serve"), TraceContextTextMapPropagator()
+    tracer = provider.get_tracer("dantinox.serve")
+    propagator = TraceContextTextMapPropagator()
 
     def export(record: RequestRecord) -> str | None:
         if record.path in QUIET_PATHS:

@@ -37,7 +37,8 @@ def open_model(spec: ModelSpec, loras: Mapping[str, Path] | None = None, memory:
     Raises:
       UserError: a file is missing or damaged, a setting is invalid, or the memory is too small for one slot.
     """
-    directory, loras = open_run(spec.run_dir, check=False), spec.loras if loras is None else loras
+    directory = open_run(spec.run_dir, check=False)
+    loras = spec.loras if loras is None else loras
     config = overlay(load_run_config(directory), spec.settings, "command line")
     run = load(spec.run_dir, config.generation.tensor_parallel, loras)
     template = ChatTemplate.from_name(spec.chat_template, run.tokenizer) if spec.chat_template is not None else None

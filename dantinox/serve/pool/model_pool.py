@@ -200,7 +200,8 @@ class ModelPool:
             raise Unavailable(member.error)
         if member.waiting >= self._queue:
             raise Unavailable(f"too many requests wait for the model {member.name}: try again later")
-        failures, began = member.failures, time.monotonic()
+        failures = member.failures
+        began = time.monotonic()
         if not member.waiting:
             member.wanted = self._order = self._order + 1
         member.waiting += 1
@@ -284,14 +285,16 @@ class ModelPool:
                 return
             member.state = "loading"
             self._measure()
-            opened, self._preloaded = self._preloaded if member is self.default else None, None
+            opened = self._preloaded if member is self.default else None
+            self._preloaded = None
             if opened is None:
                 opened = await asyncio.to_thread(self._open, member.spec, member.loras, self.memory)
             await self._start(member, opened)
         except _Abandoned:
             member.state = "unloaded"
         except Exception as error:
-            member.state, member.failures = "unloaded", member.failures + 1
+            member.state = "unloaded"
+            member.failures = member.failures + 1
             member.retry = time.monotonic() + LOAD_RETRY_SECONDS
             known = isinstance(error, UserError | Unavailable)
             log.error("the model %s cannot be loaded: %s", member.name, error, exc_info=not known)
@@ -303,12 +306,16 @@ class ModelPool:
 
     async def _start(self, member: Member, opened: OpenModel) -> None:
         """Makes room for the caches of a model, compiles its programs, and lets requests use it."""
-        engine, loop = opened.engine, asyncio.get_running_loop()
+        engine = opened.engine
+        loop = asyncio.get_running_loop()
         try:
-            size, member.state, member.since = engine.memory_bytes, "waiting", time.monotonic()
+            size = engine.memory_bytes
+            member.state = "waiting"
+            member.since = time.monotonic()
             if not await self._make_room(member, size):
                 raise _Abandoned
-            member.size, member.state = size, "loading"
+            member.size = size
+            member.state = "loading"
             self._measure()
 
             def on_failure() -> None:
@@ -326,7 +333,9 @@ class ModelPool:
         except BaseException:
             await asyncio.to_thread(engine.close)
             raise
-        member.opened, member.state, member.loads = opened, "loaded", member.loads + 1
+        member.opened = opened
+        member.state = "loaded"
+        member.loads = member.loads + 1
         member.used = time.monotonic()
 
     def _on_engine_failure(self, member: Member) -> None:
@@ -367,14 +376,17 @@ class ModelPool:
 
     async def _unload(self, member: Member) -> None:
         """Unloads a model that no request uses."""
-        opened, member.state, member.keep_until = member.opened, "unloading", None
+        opened = member.opened
+        member.state = "unloading"
+        member.keep_until = None
         if opened is not None:
             member.loras = dict(opened.engine.lora_paths)
             await asyncio.to_thread(opened.engine.close)
             member.past.update(opened.engine.status().counters)
         member.opened = member.service = member.app = opened = None
         await asyncio.to_thread(_free_memory)
-        member.state, member.unloads = "unloaded", member.unloads + 1
+        member.state = "unloaded"
+        member.unloads = member.unloads + 1
         self._notify()
 
     async def reload_weights(self) -> bool:
@@ -385,7 +397,8 @@ class ModelPool:
         Raises:
           UserError: the new weights of a model cannot be used. That model keeps its old weights; the others are reloaded.
         """
-        changed, errors = False, []
+        changed = False
+        errors = []
         for member in [member for member in self.members.values() if member.state == "loaded"]:
             if (opened := member.opened) is None:
                 continue

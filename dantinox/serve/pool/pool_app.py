@@ -79,7 +79,8 @@ class Directory:
 
     def __init__(self, pool: ModelPool, options: Options):
         self.pool, self._aliases = pool, options.aliases
-        self._created, self._started = int(time.time()), ollama.now()
+        self._created = int(time.time())
+        self._started = ollama.now()
         # The descriptions of models that are not loaded, from their last load: name → fields.
         self._about: dict[str, dict[str, JSON]] = {}
         self._descriptions: dict[str, dict[str, JSON]] = {}
@@ -164,7 +165,8 @@ class Directory:
         return [member for member in self.pool.members.values() if self._allows(member)]
 
     def _entry(self, name: str) -> dict[str, JSON]:
-        root, member = self._aliases.get(name, name), self.find(name)
+        root = self._aliases.get(name, name)
+        member = self.find(name)
         if member.service is not None:
             self._about[member.name] = about_model(member.service)
         entry = model_entry(name, root, member.name, self._created) | self._about.get(member.name, {})
@@ -191,17 +193,21 @@ class _Dispatcher:
         self._directory = directory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, protocol = Request(scope, receive), protocol_of(scope["path"])
-        data, body = await request.body(), dict[str, JSON]()
+        request = Request(scope, receive)
+        protocol = protocol_of(scope["path"])
+        data = await request.body()
+        body = dict[str, JSON]()
         if data and scope["method"] == "POST":
             check_media_type(request)
             parsed = await run_sized(len(data), parse_json, data)
-            body, scope = parsed if isinstance(parsed, dict) else {}, {**scope, PARSED_BODY: parsed}
+            body = parsed if isinstance(parsed, dict) else {}
+            scope = {**scope, PARSED_BODY: parsed}
         given = protocol.model_of(body)
         name = given if isinstance(given, str) else request.query_params.get("model")  # a model checks other types
         if protocol.routes is ollama.routes and name is not None:
             name = ollama.untagged(name, self._names())
-        member, pool = self._directory.find(name), self._directory.pool
+        member = self._directory.find(name)
+        pool = self._directory.pool
         keep = keep_seconds(body.get("keep_alive")) if protocol.routes is ollama.routes and "keep_alive" in body else None
         async with pool.use(member.name):
             if (app := member.app) is None:

@@ -28,7 +28,8 @@ def weight_reloader(engine: AsyncEngine, run_dir: Path) -> Callable[[], Awaitabl
         found = await asyncio.to_thread(_file_state, run_dir)
         if found == loaded:
             return False
-        needed, free = tree_bytes(nnx.state(engine.run.model)), available_bytes(jax.devices()[0])
+        needed = tree_bytes(nnx.state(engine.run.model))
+        free = available_bytes(jax.devices()[0])
         if free is not None and needed > free:
             raise UserError(f"the new weights need {needed / 1e9:.1f} GB beside the old ones, but {free / 1e9:.1f} GB are free")
         await engine.replace_weights(await asyncio.to_thread(load, run_dir))

@@ -149,7 +149,8 @@ async def embed(
     longest = max(map(len, ids))
     if longest > context:
         raise http_error("context", context, longest, param=param)
-    record, tokens = current_record(), sum(map(len, ids))
+    record = current_record()
+    tokens = sum(map(len, ids))
     with record.tokens(tokens):
         vectors_ND = await service.engine.embed(ids, service.options.pooling)
         record.processed_tokens += tokens

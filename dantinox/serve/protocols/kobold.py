@@ -60,7 +60,8 @@ def model_of(body: Mapping[str, JSON]) -> JSON:
 
 def routes(service: Service) -> list[Route]:
     """Returns the routes of this protocol."""
-    generations, placeholders = Generations(), Placeholders(service.options.template)
+    generations = Generations()
+    placeholders = Placeholders(service.options.template)
 
     async def whole(request: Request) -> Reply:
         """Continues a prompt and returns the results together."""
@@ -93,7 +94,9 @@ async def parse(
     model, base = service.model, service.engine.settings({}).generation
     has_lora = isinstance(body.model, str) and body.model.startswith(f"{service.engine.name}:")
     lora = service.check_model(body.model if has_lora else None, body.lora)
-    memory, prompt, stops = body.memory or "", body.prompt or "", body.stop_sequence or ()
+    memory = body.memory or ""
+    prompt = body.prompt or ""
+    stops = body.stop_sequence or ()
     ends: frozenset[int] = frozenset()
     if body.replace_instruct_placeholders is not False and any("{{[" in text for text in (memory, prompt, *stops)):
         ends, memory, prompt, stops = await run_in_thread(placeholders.fill_all, memory, prompt, stops)
@@ -126,7 +129,8 @@ def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> 
 
     A string of one character bans every token that contains it. A longer string is banned with backtracking.
     """
-    texts, ids = body.banned_tokens or (), list(body.custom_token_bans or ())
+    texts = body.banned_tokens or ()
+    ids = list(body.custom_token_bans or ())
     check_ids(tokenizer, ids, "custom_token_bans")
     found: dict[str, Any] = {}
     if single := [text for text in texts if len(text) == 1]:
@@ -163,7 +167,8 @@ class Generation(Reply):
         super().__init__([request], stream)
         samples = request.config.generation.n
         self.key, self.request, self._tokenizer, self._generations = key, request, tokenizer, generations
-        self.texts, self.tokens = [""] * samples, [0] * samples
+        self.texts = [""] * samples
+        self.tokens = [0] * samples
         self.reasons: list[str | None] = [None] * samples
         self.records: list[TokenRecord] = []
         self.ended: float | None = None
@@ -232,10 +237,13 @@ class Generations:
     def __init__(self) -> None:
         self._kept: list[Generation] = []
         self.last: Generation | None = None
-        self.count, self.started, self.last_request = 0, time.monotonic(), time.monotonic()
+        self.count = 0
+        self.started = time.monotonic()
+        self.last_request = time.monotonic()
 
     def add(self, generation: Generation) -> None:
-        self.count, self.last_request = self.count + 1, time.monotonic()
+        self.count = self.count + 1
+        self.last_request = time.monotonic()
         self._kept = [*self._recent(), generation]
 
     def find(self, key: str, *, live: bool = False) -> list[Generation]:
@@ -379,14 +387,18 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
 
 def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
     """Returns statistics of the last generation and of the server."""
-    status, now, last = service.engine.status(), time.monotonic(), generations.last
+    status = service.engine.status()
+    now = time.monotonic()
+    last = generations.last
     found: dict[str, JSON] = {"last_process": 0.0, "last_eval": 0.0, "last_token_count": 0, "last_seed": -1, "stop_reason": -1}
     found |= {"last_input_count": 0, "last_process_time": 0.0, "last_eval_time": 0.0, "last_process_speed": 0.0}
     found |= {"last_eval_speed": 0.0, "last_draft_success": 0, "last_draft_failed": 0}
     if last is not None:
         stats, seed = last.streams[0].stats, last.request.config.generation.seed
         prefill = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
-        decoding, new, prompt = max(stats.seconds - stats.first_token_seconds, 0.0), sum(last.tokens), len(last.request.ids)
+        decoding = max(stats.seconds - stats.first_token_seconds, 0.0)
+        new = sum(last.tokens)
+        prompt = len(last.request.ids)
         found |= {"last_process": prefill, "last_process_time": prefill, "last_eval": decoding, "last_eval_time": decoding}
         found |= {"last_process_speed": prompt / prefill if prefill else 0.0, "last_input_count": prompt}
         accepted = stats.counts["accepted_draft_tokens"]

@@ -379,7 +379,8 @@ class LlamaReply(Reply):
 
     def _content(self, index: int, text: str) -> dict[str, JSON]:
         """Returns a text and the token ids since the last event, with their log-probabilities if they are requested."""
-        records, request = self._answers[index].records, self.requests[index // self._samples]
+        records = self._answers[index].records
+        request = self.requests[index // self._samples]
         known: dict[str, JSON] = {"content": text, "tokens": [record["id"] for record in records]}
         if request.logprobs is None:
             return known

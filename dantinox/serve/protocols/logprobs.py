@@ -23,7 +23,8 @@ class CompletionLogprobs:
     """
 
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, head: str):
-        self._tokenizer, self._offset = tokenizer, 0
+        self._tokenizer = tokenizer
+        self._offset = 0
         self._detokenizer = tokenizer.detokenizer()
         if not request.echo:
             prefix = request.ids[-PREFIX_TOKENS:]
@@ -34,7 +35,8 @@ class CompletionLogprobs:
     def __call__(self, records: Sequence[TokenRecord]) -> Logprobs:
         found: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for record in records:
-            name, logprob = token_name(self._tokenizer, record["id"]), _logprob(record)
+            name = token_name(self._tokenizer, record["id"])
+            logprob = _logprob(record)
             found["tokens"].append(name)
             found["token_logprobs"].append(logprob)
             found["text_offset"].append(max(0, self._offset))

@@ -318,7 +318,8 @@ class MessagesReply(Reply):
             self._arguments += part.text
             return [self._delta({"type": "input_json_delta", "partial_json": part.text})]
         if part.kind == "call":
-            ended, self._arguments = self._end_block(), ""
+            ended = self._end_block()
+            self._arguments = ""
             block = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.text, "input": {}}
             return [*ended, self._begin_block(block)]
         kind, name, delta = self._KINDS[part.kind]

@@ -137,7 +137,8 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
     if config.generation.seed is None:
         config = service.settings(body.settings | {"seed": secrets.randbelow(2**32)})
     ids, texts = await _encode(service, body)
-    conversation, prepared = body.conversation(), None
+    conversation = body.conversation()
+    prepared = None
     if conversation is not None:
         prepared = await prepare_chat(service, conversation)
         config = service.model.with_stop_ids(config, prepared.end_ids)
@@ -301,7 +302,8 @@ class NativeReply(Reply):
         super().__init__([request], True)
         self._begin: Mapping[str, object] | None = begin
         self._reasons: dict[int, str] = {}
-        self._prepared, self._replies = prepared, dict[int, ReplyFields]()
+        self._prepared = prepared
+        self._replies = dict[int, ReplyFields]()
         names = service.tokenizer.special_tokens.items()
         self._beginning = ""
         if request.begun:
@@ -332,7 +334,8 @@ class NativeReply(Reply):
 
     def format_end(self) -> bytes:
         stats = self.streams[0].stats
-        later, seconds = stats.new_tokens - 1, stats.seconds - stats.first_token_seconds
+        later = stats.new_tokens - 1
+        seconds = stats.seconds - stats.first_token_seconds
         known = {"draft_tokens": 0, "accepted_draft_tokens": 0, **stats.as_numbers()}
         numbers: dict[str, float | None] = {name: value for name, value in known.items() if math.isfinite(value)}
         numbers["decode_tok_per_s"] = later / seconds if later > 0 and seconds > 0 else None

@@ -110,7 +110,9 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
     warn_unknown(body)
     lora = check_model(service, body.model)
     check_generate(body)
-    config, prompt, prepared = _settings(service, body), body.prompt or "", None
+    config = _settings(service, body)
+    prompt = body.prompt or ""
+    prepared = None
     if not prompt and not body.suffix:
         return OllamaReply(service, None, body)
     if body.suffix:
@@ -126,7 +128,8 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = [*system, {"role": "user", "content": prompt}]
         prepared = await prepare_chat(service, Conversation(messages, effort=body.effort, constraint=body.constraint()))
-        config, ids = service.model.with_stop_ids(config, prepared.end_ids), prepared.ids
+        config = service.model.with_stop_ids(config, prepared.end_ids)
+        ids = prepared.ids
     if body.context:
         check_ids(service.tokenizer, body.context, "context")
         ids = [*body.context, *(ids[1:] if ids[0] == service.tokenizer.bos_id else ids)]
@@ -144,7 +147,8 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     warn_unknown(body)
     lora = check_model(service, body.model)
     body.check_messages()
-    config, messages = _settings(service, body), [message.fields() for message in body.messages]
+    config = _settings(service, body)
+    messages = [message.fields() for message in body.messages]
     if not messages:
         return OllamaReply(service, None, body)
     chat = Conversation(messages, body.tools or (), effort=body.effort, constraint=body.constraint())
@@ -172,7 +176,8 @@ async def _fit(service: Service, chat: Conversation, whole: PreparedChat, contex
 
     if len(whole.ids) < context or not cuts or len((best := await prepare(cuts[-1])).ids) >= context:
         return whole
-    low, high = -1, len(cuts) - 1  # with cut `low` the conversation is too long, with cut `high` it fits
+    low = -1
+    high = len(cuts) - 1  # with cut `low` the conversation is too long, with cut `high` it fits
     while high - low > 1:
         middle = (low + high) // 2
         found = await prepare(cuts[middle])
@@ -278,8 +283,10 @@ class OllamaReply(Reply):
         self._returns_context = isinstance(body, GenerateBody) and not (body.raw or body.suffix)
         self._model = body.model or service.engine.name
         self._fields = ReplyFields(None) if prepared is None else prepared.fields()
-        self._tokenizer, self._ids = service.tokenizer, list[int]()
-        self._reason, self._records = "load", list[Any]()
+        self._tokenizer = service.tokenizer
+        self._ids = list[int]()
+        self._reason = "load"
+        self._records = list[Any]()
 
     def add(self, number: int, delta: Delta) -> None:
         self._add(number, delta)
@@ -299,7 +306,8 @@ class OllamaReply(Reply):
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
         text, thinking = self._add(number, delta)
-        logprobs, self._records = self._logprobs(), []
+        logprobs = self._logprobs()
+        self._records = []
         calls = _tool_calls(self._fields.calls) if delta.finish_reason is not None else []
         if not (text or thinking or calls or logprobs):
             return b""
@@ -324,7 +332,8 @@ class OllamaReply(Reply):
         known = self._frame(text, thinking, calls, True) | {"done_reason": self._reason}
         if not self.requests:
             return known
-        stats, request = self.streams[0].stats, self.requests[0]
+        stats = self.streams[0].stats
+        request = self.requests[0]
         if self._returns_context:
             known["context"] = [*request.ids, *self._ids]
         first = stats.first_token_seconds if stats.new_tokens else stats.seconds
@@ -359,10 +368,12 @@ def _embedding_routes(service: Service) -> list[Route]:
 
     async def embed_inputs(request: Request) -> Response:
         """Returns the embeddings of texts."""
-        body, start = await parse_body(request, EmbedBody), time.monotonic()
+        body = await parse_body(request, EmbedBody)
+        start = time.monotonic()
         warn_unknown(body)
         check_model(service, body.model)
-        rows, tokens = list[bytes](), 0
+        rows = list[bytes]()
+        tokens = 0
         if body.input:
             vectors_ND, tokens = await embed(service, body.input, "input", body.dimensions or None, body.truncate is not False)
             rows = await run_in_thread(encode_vectors, vectors_ND)

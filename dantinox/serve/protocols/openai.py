@@ -101,8 +101,10 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     else:
         prompts = await prompt_ids(service.model, body.prompt, encode_text=partial(LoadedModel.prompt_ids, parse_special=True))
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
-    echo, constraint = bool(body.echo), body.constraint()
-    reports, salt = echo and logprobs is not None, body.cache_salt or ""
+    echo = bool(body.echo)
+    constraint = body.constraint()
+    reports = echo and logprobs is not None
+    salt = body.cache_salt or ""
     requests = [GenerationRequest(tuple(ids), config, logprobs, reports, constraint, lora=lora, salt=salt) for ids in prompts]
     service.check_lengths(prompts, "prompt")
     echoed = [""] * len(requests)
@@ -172,11 +174,13 @@ class OpenAIReply(Reply):
         self._parts: dict[int, list[ChoiceDelta]] = {}
 
     def _choice_delta(self, number: int, delta: Delta) -> ChoiceDelta:
-        request, index = self.requests[number], self._first_index[number] + delta.sample
+        request = self.requests[number]
+        index = self._first_index[number] + delta.sample
         text, records = delta.text, delta.tokens
         if index not in self._logprobs:
             self._logprobs[index] = type(self).logprobs_format(self._tokenizer, request, self._echoed[number])
-            text, records = self._echoed[number] + text, [*self.streams[number].prompt, *records]
+            text = self._echoed[number] + text
+            records = [*self.streams[number].prompt, *records]
         reason = FINISH_REASONS.get(delta.finish_reason, delta.finish_reason) if delta.finish_reason else None
         return ChoiceDelta(index, text, None if request.logprobs is None else self._logprobs[index](records), reason)
 

@@ -241,7 +241,8 @@ class Body(ConstraintBody):
         if self.dynatemp_range:
             middle = found.get("temperature", base.temperature)
             if isinstance(middle, int | float):  # otherwise the error is about the temperature
-                low, high = max(middle - self.dynatemp_range, 0.0), middle + self.dynatemp_range
+                low = max(middle - self.dynatemp_range, 0.0)
+                high = middle + self.dynatemp_range
                 found = {"dynatemp_low": low, "dynatemp_high": high} | found | {"temperature": 1.0}
         for switch, (off, parameters) in STEP_PARAMETERS.items():
             value = found.get(switch)
@@ -313,7 +314,8 @@ class ChatBody(Body):
         Raises:
           RequestError: 400, a field is wrong.
         """
-        messages, continues = [message.fields() for message in self.messages], self.continue_final_message
+        messages = [message.fields() for message in self.messages]
+        continues = self.continue_final_message
         if self.add_generation_prompt is not None:
             if continues is self.add_generation_prompt:
                 message = "add_generation_prompt must be the opposite of continue_final_message"

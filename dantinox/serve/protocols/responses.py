@@ -187,7 +187,8 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
         return [{"role": "user", "content": given}] if given else []
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(given):
-        kind, where = item.get("type", "message"), f"input.{number}"
+        kind = item.get("type", "message")
+        where = f"input.{number}"
         if kind == "message":
             role = item.get("role")
             if not isinstance(role, str) or not role:
@@ -246,7 +247,9 @@ class ResponsesReply(Reply):
     ):
         """Initializes the reply; `keep` stores the response with its conversation, or is None."""
         super().__init__([request], bool(body.stream))
-        self._fields, self._chat, self._keep = prepared.fields(), chat, keep
+        self._fields = prepared.fields()
+        self._chat = chat
+        self._keep = keep
         self._continues = prepared.continues
         self._logprobs = None if request.logprobs is None else ChatLogprobs(service.tokenizer, request, "")
         self._new_logprobs: list[Any] = []
@@ -339,7 +342,8 @@ class ResponsesReply(Reply):
             events += self._add(part)
         if delta.finish_reason is not None:
             if delta.finish_reason in ("length", "loop"):
-                self._status, self._frame["incomplete_details"] = "incomplete", {"reason": "max_output_tokens"}
+                self._status = "incomplete"
+                self._frame["incomplete_details"] = {"reason": "max_output_tokens"}
             else:
                 self._status = "completed"
             events += self._end_item(self._status)

@@ -211,7 +211,8 @@ class SamplingOptions(StrictBody):
         mirostat = found.get("mirostat", base.mirostat)
         given = {} if self.temperature is None else {"temperature": self.temperature}
         if self.dynatemp_range and not mirostat:
-            middle, width = given.get("temperature", base.temperature), abs(self.dynatemp_range)
+            middle = given.get("temperature", base.temperature)
+            width = abs(self.dynatemp_range)
             given = {"temperature": 1.0, "dynatemp_low": max(middle - width, 0.0), "dynatemp_high": middle + width}
         elif given or self.dynatemp_range is not None or mirostat:
             given |= {"dynatemp_low": 1.0, "dynatemp_high": 1.0}

@@ -190,7 +190,8 @@ def parse_tools(chat: Conversation) -> list[Tool]:
         function = definition.get("function")
         if definition.get("type", "function") != "function" or not isinstance(function, Mapping):
             raise RequestError(400, f"{where} must be of type function with the field function", param=where)
-        name, parameters = function.get("name"), function.get("parameters") or {}
+        name = function.get("name")
+        parameters = function.get("parameters") or {}
         name_field = f"{where}.{chat.field_name('function.name')}"
         if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
             message = f"{name_field} must have 1 to 128 characters of a-z, A-Z, 0-9, _, - and ., got {quote(name)}"
