@@ -43,6 +43,8 @@ from dantinox.sampling.state import RECURRENT_FIELDS, fields_read
 from dantinox.sampling.subsets import ALL_STEPS, LARGEST_SUBSET, reduce_state, restore
 
 COMPILE_THREADS = 2  # programs compiled in parallel
+# Programs are traced one at a time. Python would not trace two at once any faster, and doing so has failed in JAX.
+TRACING = Lock()
 
 
 class SlotBatch(PrefillBatch):
@@ -179,28 +181,32 @@ class SlotBatch(PrefillBatch):
         decodes = [("decode", program, subset) for subset in subsets]
         return [*decodes, ("start", program), ("copy",), *prefills]
 
-    def _compile(self, config: Config, kind: str, *key: Any) -> Any:
-        zero = int32(0)
-        V = self.plan.architecture.vocab_size
+    def _compile(self, config: Config, *key: Any) -> Any:
+        """Compiles the program with one of the `_keys`; for `copy`, those of all arrays by shape and dtype."""
+        with TRACING:
+            lowered = self._lower(config, *key)
+        if isinstance(lowered, dict):
+            return {shape: one.compile() for shape, one in lowered.items()}
+        options: dict[str, str | bool] = dict(get_platform(self.plan.architecture.platform).decoding_options)
+        return lowered.compile(compiler_options=options if key[0] in ("decode", "start") else None)
+
+    def _lower(self, config: Config, kind: str, *key: Any) -> Any:
         caches = self.plan.cache_shapes
-        report = min(MAX_ALTERNATIVES, V)
+        V = self.plan.architecture.vocab_size
+        zero = int32(0)
         if kind == "copy":  # one program per array, so that only one array is copied at a time
             leaves = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(caches)}
-            return {shape: copy_slot.lower(leaf, zero, zero).compile() for shape, leaf in leaves.items()}
+            return {shape: copy_slot.lower(leaf, zero, zero) for shape, leaf in leaves.items()}
         if kind == "prefill":
-            return self._lower_prefill(*key).compile()
+            return self._lower_prefill(*key)
         params, state = self._states[key[0]]
-        options: dict[str, str | bool] = dict(get_platform(self.plan.architecture.platform).decoding_options)
         if kind == "decode":
-            reports = report if key[1] == ALL_STEPS else None
+            report = min(MAX_ALTERNATIVES, V) if key[1] == ALL_STEPS else None
             state = replace(state, sampler=reduce_state(key[1], state.sampler))
-            arguments = self._model, caches, state, params, zero, self._constants
-            lowered = decode_slots.lower(*arguments, stepper=self.plan.stepper, report=reports, subset=key[1])
-            return lowered.compile(compiler_options=options)
+            arguments = (self._model, caches, state, params, zero, self._constants)
+            return decode_slots.lower(*arguments, stepper=self.plan.stepper, report=report, subset=key[1])
         inputs, numbers = self._row_inputs(0, self.row_params(config), (0,), 0, 0, None, self._features(config))
-        layout = Layout.of(inputs)
-        lowered = start_row.lower(params, state, pack(inputs), numbers, layout=layout, vocab_size=V)
-        return lowered.compile(compiler_options=options)
+        return start_row.lower(params, state, pack(inputs), numbers, layout=Layout.of(inputs), vocab_size=V)
 
     def _idle_rows(self, config: Config) -> tuple[PackedParams, DecodeState]:
         """Returns the sampling parameters and the decode state of a batch without requests."""
