@@ -188,7 +188,7 @@ def test_an_unreadable_file(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("model:\n")
     path.chmod(0)
-    assert sentence(path) == f"cannot read {path}: Permission denied"
+    assert sentence(path) == f"cannot read the config file {path}: Permission denied"
 
 
 GOOD = {
