@@ -110,7 +110,6 @@ def generate(options: argparse.Namespace) -> int:
     _check_chat(options)
     constraint = _constraint(options)
     traced = options.show_entropy or options.trace is not None or options.report is not None
-    from dantinox.generation.api.attention_stats import check_settings
     from dantinox.run import find_chat_template, load_run_config, open_run
 
     # Errors in the settings are reported before the weights are loaded.
@@ -118,6 +117,8 @@ def generate(options: argparse.Namespace) -> int:
     base = load_run_config(directory)
     prompts = _prompts(options, settings, base)
     if options.attention_stats:
+        from dantinox.generation.api.attention_stats import check_settings
+
         for _, config in prompts:
             check_settings(config)
     if not prompts:
