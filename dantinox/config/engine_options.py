@@ -22,7 +22,7 @@ class EngineOptions:
       prefill_rows: the most chunks of prompts that one pass prefills, in [1, 16]; None: 4 on an accelerator and 1 on a CPU.
         Models with experts, adapters and compressed caches prefill one chunk per pass.
       prefix_cache: the bytes of the prefix cache; 0: no prefix cache; None: as many as four times the slots, but at most an
-        eighth of the free memory. A compressed cache has no prefix cache.
+        eighth of the memory that the slots and the programs leave. A compressed cache has no prefix cache.
       cache_dir: the folder from which the warm-up restores the prefix cache, and to which it is saved; None: it is not saved.
       memory: bytes that stand for the free memory in the defaults of `slots` and `prefix_cache`; None: the free memory.
     """

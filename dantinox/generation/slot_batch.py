@@ -80,8 +80,10 @@ class SlotBatch(PrefillBatch):
         self._bundle, self.logit_processor = model, logit_processor
         self._cache_dir = options.cache_dir
         self._prefill_programs = list[str]()  # the programs as text, if there is a folder
-        sizes = self.context, self.prefill_chunk, options.prefix_cache, options.memory
-        self._prefix_bytes = pool_bytes(self.plan.cache_shapes, *sizes)
+        caches, usable = self.plan.cache_shapes, self.plan.usable_bytes
+        left = [] if usable is None else [max(0, usable - tree_bytes(caches))]
+        memory = min([*left, *([] if options.memory is None else [options.memory])], default=None)
+        self._prefix_bytes = pool_bytes(caches, self.context, self.prefill_chunk, options.prefix_cache, memory)
         self._compiling = Lock()
         self._ready: set[tuple[ProgramKey, bool, int | None]] = set()  # arguments of `ready` that gave true
         self._settings = ServedSettings(model, self._config, logit_processor)  # documents the next two methods
@@ -123,8 +125,8 @@ class SlotBatch(PrefillBatch):
             missing = [key for key in self._keys(program, echo, subset) if key not in self._programs]
             with ThreadPoolExecutor(COMPILE_THREADS) as pool:  # XLA compiles a program mostly on one core
                 self._programs |= zip(missing, pool.map(lambda key: self._compile(config, *key), missing), strict=True)
+            release_free_memory()  # that of the compiler
             if not self.caches:
-                release_free_memory()  # free the memory of the compiler before the caches are allocated
                 self.caches = self.plan.make_caches(self.count)
                 self._row_counts = self.measure_rows()
                 self._prefixes = self._make_prefix_cache()

@@ -27,7 +27,12 @@ SLOT_PREFILL_CHUNK = 64
 MIN_PADDED_CHUNK = 16
 DEFAULT_SLOTS = 8
 MAX_PREFILL_ROWS = 16
-MEMORY_SHARE = 4  # the caches of all slots take at most 1 / MEMORY_SHARE of the free memory
+MEMORY_SHARE = 4  # the caches of all slots take at most 1 / MEMORY_SHARE of the usable memory
+# XLA keeps this for each layer of a compiled program (SmolLM2-135M: up to 165 MB of 30 layers), and about twice as much while
+# it compiles or reads the program.
+PROGRAM_BYTES_PER_LAYER = 6 << 20
+DECODE_PROGRAMS = 4
+COMPILED_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class SlotPlan:
       prefers_passes: whether a pass over several chunks takes about the time of a single chunk, as on an accelerator.
       make_caches: returns empty caches for a number of rows.
       cache_shapes: the shapes of the caches of all slots.
+      usable_bytes: the free memory without that of the programs; None: unknown.
     """
 
     architecture: ModelConfig
@@ -59,6 +65,7 @@ class SlotPlan:
     prefers_passes: bool
     make_caches: Callable[[int], Caches]
     cache_shapes: Caches
+    usable_bytes: int | None
 
     @property
     def compressed(self) -> bool:
@@ -91,7 +98,10 @@ def plan_slots(model: ModelBundle, options: EngineOptions, config: Config) -> tu
     if model.loras or options.max_loras:
         rows = options.slots or DEFAULT_SLOTS
         adapters = AdapterSlots(architecture, model.loras, order, options.max_loras, options.max_lora_rank, rows)
-    count = _fitting_slots(architecture, cache_plan, context, options.memory, options.slots)
+    # The limit of the options is for defaults: explicit slots may take all memory.
+    free = free_bytes(options.memory if options.slots is None else None)
+    usable = None if free is None else _without_programs(free, architecture)
+    count = _fitting_slots(architecture, cache_plan, context, usable, options.slots)
     prepared = model.prepared(config.generation, order)
     stepper, constants = plan_stepper(config, model, prepared, count, context)
     make_caches = _cache_maker(architecture, cache_plan, stepper, constants)
@@ -120,6 +130,7 @@ def plan_slots(model: ModelBundle, options: EngineOptions, config: Config) -> tu
         prefers_passes=prefers_passes,
         make_caches=make_caches,
         cache_shapes=cache_shapes,
+        usable_bytes=usable,
     )
     return plan, split_model(prepared)
 
@@ -154,29 +165,32 @@ def _chunk_lengths(longest: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def _fitting_slots(architecture: ModelConfig, plan: CachePlan, context: int, memory: int | None, count: int | None) -> int:
-    """Returns `count`, or if it is None the number of slots whose caches fit into a share of the free memory.
+def _without_programs(free: int, architecture: ModelConfig) -> int:
+    """Returns the free memory without that of the compiled programs, and at least a part of it."""
+    programs = DECODE_PROGRAMS + len(_chunk_lengths(SLOT_PREFILL_CHUNK)) + 2 * COMPILED_AT_ONCE
+    needed = programs * architecture.num_blocks * PROGRAM_BYTES_PER_LAYER
+    return max(free - needed, free // MEMORY_SHARE)
 
-    Args:
-      memory: the upper limit of the free memory if `count` is None.
+
+def _fitting_slots(architecture: ModelConfig, plan: CachePlan, context: int, usable: int | None, count: int | None) -> int:
+    """Returns `count`, or if it is None the number of slots whose caches fit into a share of the usable memory.
 
     Raises:
-      UserError: not even one slot fits, or `count` slots need more than the free memory.
+      UserError: not even one slot fits, or `count` slots need more than the usable memory.
     """
     needed = tree_bytes(jax.eval_shape(partial(make_cache, architecture, 1, *plan)))
-    free = free_bytes(memory if count is None else None)
     if count is not None:
-        if free is not None and count * needed > free:
+        if usable is not None and count * needed > usable:
             raise UserError(
                 f"the caches of {count} requests of {context} tokens take {count * needed / 1e9:.1f} GB, but only "
-                f"{free / 1e9:.1f} GB of memory are free: set fewer slots or a shorter context"
+                f"{usable / 1e9:.1f} GB of memory are free: set fewer slots or a shorter context"
             )
         return count
-    if free is None:
+    if usable is None:
         return DEFAULT_SLOTS
-    if (fitting := free // MEMORY_SHARE // needed) < 1:
+    if (fitting := usable // MEMORY_SHARE // needed) < 1:
         raise UserError(
             f"the cache of one request of {context} tokens takes {needed / 1e9:.1f} GB, over a quarter of the "
-            f"{free / 1e9:.1f} GB of free memory: set a shorter context"
+            f"{usable / 1e9:.1f} GB of free memory: set a shorter context"
         )
     return int(min(DEFAULT_SLOTS, fitting))

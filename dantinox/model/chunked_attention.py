@@ -1,25 +1,47 @@
 """Causal attention in blocks of queries and keys, so that memory grows linearly with the length.
 
-Only the scores of a few blocks are in memory at a time. The backward pass recomputes them from the log-normalizers (Rabe &
-Staats 2021; Dao et al. 2022, algorithm 4). A block skips the keys after it, which saves almost half of the matrix
-multiplications.
+Only the scores of one pair of blocks per head are in memory at a time. One loop visits the pairs that the mask does not
+exclude, and accumulates the softmax of each query (algorithm 3 of Milakov & Gimelshein 2018). The backward pass recomputes the
+scores from the log-normalizers (Rabe & Staats 2021; Dao et al. 2022, algorithm 4). A longer sequence needs more iterations, but
+the program has the same size. The forward pass of a few short sequences has no loop, because it would take longer.
 
-Shapes: N rows times key heads, G query heads per key head, T time, R queries of a block, S keys of a group, H head size.
+Shapes: N rows times key heads, G query heads per key head, T time, R queries of a block, S keys of a block, H head size.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 
-QUERY_BLOCK = 128  # queries per block
-NUM_GROUPS = 8  # groups of blocks; the blocks of a group share one slice of the keys
+QUERY_BLOCK = 128  # the fewest queries per block
+MAX_QUERY_BLOCK, MAX_KEY_BLOCK = 256, 512
+KEY_BLOCKS = 8  # the blocks of keys of a sequence, at most, unless they would have more than `MAX_KEY_BLOCK` keys
 MAX_SCORES = 1 << 23  # the most scores held at a time (32 MiB), which limits how many heads run together
+UNROLLED_SCORES = 1 << 24  # sequences with fewer scores have no loop in the forward pass
+# Half of the score of a masked key: as the largest score so far, it gives masked keys the weight 0.
+LEAST = float(np.finfo(np.float32).min) / 2
+
+
+class Blocks(NamedTuple):
+    """The static arguments of attention.
+
+    Attributes:
+      window: the number of keys that a query attends to, including the key of its own token; None: no limit.
+      cap: the cap of the scores; None: no cap.
+      queries, keys: the sizes of the blocks.
+    """
+
+    window: int | None
+    cap: float | None
+    queries: int
+    keys: int
 
 
 def chunked_attention(
@@ -39,134 +61,148 @@ def chunked_attention(
       window: the number of keys that a query attends to, including the key of its own token; None: no limit.
     """
     B, T, K, G, _ = q_BTKGH.shape
-    blocks = -(-T // QUERY_BLOCK)
-    span = min(T, QUERY_BLOCK) * -(-blocks // NUM_GROUPS)  # queries per group
-    padding = -T % span
+    keys = min(1 << (max(QUERY_BLOCK, -(-T // KEY_BLOCKS)) - 1).bit_length(), MAX_KEY_BLOCK)
+    queries = min(keys, MAX_QUERY_BLOCK)
     segments_BT = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
 
-    def flatten_heads(x: Array) -> Array:  # [B, T, K, …] -> [B · K, T, …]
-        padded = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(padded, 1, 2).reshape(B * K, T + padding, *x.shape[3:])
+    def flatten_heads(x: Array, block: int) -> Array:  # [B, T, K, …] -> [B · K, T, …]
+        padded = jnp.pad(x, [(0, 0), (0, -T % block)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded, 1, 2).reshape(B * K, -1, *x.shape[3:])
 
-    q_NGTH = flatten_heads(q_BTKGH).swapaxes(1, 2)
-    segments_NT = flatten_heads(jnp.broadcast_to(segments_BT[:, :, None], (B, T, K)))
+    q_NGTH = flatten_heads(q_BTKGH, queries).swapaxes(1, 2)
+    k_NTH, v_NTH = flatten_heads(k_BTKH, keys), flatten_heads(v_BTKH, keys)
+    segments_NT = flatten_heads(jnp.broadcast_to(segments_BT[:, :, None], (B, T, K)), keys)
     sinks_NG = None if softmax.sinks_KG is None else jnp.tile(softmax.sinks_KG, (B, 1))
-    out_NGTH = _attend(window, span, softmax.cap, q_NGTH, flatten_heads(k_BTKH), flatten_heads(v_BTKH), segments_NT, sinks_NG)
+    out_NGTH = _attend(Blocks(window, softmax.cap, queries, keys), q_NGTH, k_NTH, v_NTH, segments_NT, sinks_NG)
     return out_NGTH[:, :, :T].reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(window: int | None, span: int, cap: float | None, *inputs: Array | None) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(blocks: Blocks, *inputs: Array | None) -> Array:
     """Computes attention; `inputs` are `q_NGTH`, `k_NTH`, `v_NTH`, `segments_NT`, and `sinks_NG` or None."""
-    return _forward(window, span, cap, *inputs)[0]
+    return _forward(blocks, *inputs)[0]
 
 
-def _forward(window: int | None, span: int, cap: float | None, *inputs: Array | None) -> tuple[Array, tuple[Array | None, ...]]:
+def _forward(blocks: Blocks, *inputs: Array | None) -> tuple[Array, tuple[Array | None, ...]]:
     # Without the barrier, masks would not depend on the layer. JAX would then compute those of all blocks before a loop over
     # layers, and keep them in memory.
     inputs = lax.optimization_barrier(inputs)
 
-    def head(q_GTH: Array, k_TH: Array, v_TH: Array, segments_T: Array, sinks_G: Array | None) -> tuple[Array, Array]:
-        outs, normalizers = [], []
-        for first, low, high in _groups(k_TH.shape[0], span, window):
+    def heads(q_NGTH: Array, k_NTH: Array, v_NTH: Array, segments_NT: Array, sinks_NG: Array | None) -> tuple[Array, Array]:
+        def pair(softmax: tuple[Array, ...], query: Any, key: Any, keys: int) -> tuple[Array, ...]:
+            q_NGRH = _rows(q_NGTH, query, blocks)
+            v_NSH = _keys(v_NTH, key, keys)
+            largest_NGR, mass_NGR, total_NGRH = (_rows(x, query, blocks) for x in softmax)
+            scores_NGRS = _scores(q_NGRH, _keys(k_NTH, key, keys), segments_NT, query, key, blocks)[0]
+            new_NGR = jnp.maximum(largest_NGR, jnp.max(scores_NGRS, axis=-1))
+            weights_NGRS = jnp.exp(scores_NGRS - new_NGR[..., None])
+            kept_NGR = jnp.exp(largest_NGR - new_NGR)
+            mass_NGR = mass_NGR * kept_NGR + jnp.sum(weights_NGRS, axis=-1)
+            values_NGRH = einsum_float32("NGRS,NSH->NGRH", weights_NGRS.astype(v_NSH.dtype), v_NSH)
+            updated = new_NGR, mass_NGR, total_NGRH * kept_NGR[..., None] + values_NGRH
+            return tuple(_set_rows(x, rows, query) for x, rows in zip(softmax, updated, strict=True))
 
-            def block(_: None, start: Array, first: int = first, low: int = low, high: int = high) -> tuple[None, Any]:
-                q_GRH = _block_rows(q_GTH, start)
-                scores_GRS = _scores(q_GRH, k_TH[low:high], segments_T, start, low, window, cap)[0]
-                largest_GR1 = jnp.max(scores_GRS, axis=-1, keepdims=True)
-                if sinks_G is not None:
-                    largest_GR1 = jnp.maximum(largest_GR1, sinks_G[:, None, None])
-                weights_GRS = jnp.exp(scores_GRS - largest_GR1)
-                mass_GR1 = jnp.sum(weights_GRS, axis=-1, keepdims=True)
-                if sinks_G is not None:
-                    mass_GR1 += jnp.exp(sinks_G[:, None, None] - largest_GR1)
-                out_GRH = einsum_float32("GRS,SH->GRH", weights_GRS.astype(q_GRH.dtype), v_TH[low:high]) / mass_GR1
-                return None, (out_GRH.astype(q_GRH.dtype), (largest_GR1 + jnp.log(mass_GR1))[..., 0])
+        # The largest score, the sum of the exponentials and the weighted sum of the values. A sink counts as a key without a
+        # value.
+        shape = q_NGTH.shape[:-1]
+        least_NGT = jnp.full(shape, LEAST) if sinks_NG is None else jnp.broadcast_to(sinks_NG[..., None], shape)
+        softmax = least_NGT, jnp.full(shape, float(sinks_NG is not None)), jnp.zeros((*shape, v_NTH.shape[-1]))
+        if math.prod(shape) * shape[-1] < UNROLLED_SCORES:
+            for query, first in _first_keys(shape[-1], blocks):
+                softmax = pair(softmax, query, first, query + blocks.queries - first)
+        else:
+            pairs = np.array(_pairs(shape[-1], blocks), np.int32)
+            softmax, _ = lax.scan(lambda softmax, starts: (pair(softmax, *starts, blocks.keys), None), softmax, pairs)
+        largest_NGT, mass_NGT, total_NGTH = softmax
+        return (total_NGTH / mass_NGT[..., None]).astype(q_NGTH.dtype), largest_NGT + jnp.log(mass_NGT)
 
-            out_nGRH, normalizer_nGR = lax.scan(block, None, _starts(first, span))[1]
-            outs.append(_join_blocks(out_nGRH))
-            normalizers.append(_join_blocks(normalizer_nGR))
-        return jnp.concatenate(outs, axis=1), jnp.concatenate(normalizers, axis=1)
-
-    out_NGTH, normalizer_NGT = over_heads(head, _block_scores(inputs), *inputs)
+    out_NGTH, normalizer_NGT = _over_heads(heads, blocks, *inputs)
     return out_NGTH, (*inputs, out_NGTH, normalizer_NGT)
 
 
-def _backward(
-    window: int | None, span: int, cap: float | None, residuals: tuple[Array | None, ...], d_out_NGTH: Array
-) -> tuple[Array | None, ...]:
-    def head(
-        q_GTH: Array,
-        k_TH: Array,
-        v_TH: Array,
-        segments_T: Array,
-        sinks_G: Array | None,
-        out_GTH: Array,
-        normalizer_GT: Array,
-        d_out_GTH: Array,
+def _backward(blocks: Blocks, residuals: tuple[Array | None, ...], d_out_NGTH: Array) -> tuple[Array | None, ...]:
+    def heads(
+        q_NGTH: Array,
+        k_NTH: Array,
+        v_NTH: Array,
+        segments_NT: Array,
+        sinks_NG: Array | None,
+        out_NGTH: Array,
+        normalizer_NGT: Array,
+        d_out_NGTH: Array,
     ) -> tuple[Array, Array, Array, Array | None]:
-        size = q_GTH.shape[-1]
         # The derivative of the softmax subtracts Σ over keys of weight · d_weight, which equals out · d_out.
-        mean_GT = jnp.sum(out_GTH.astype(jnp.float32) * d_out_GTH.astype(jnp.float32), axis=-1)
-        d_q = []
-        d_k_TH = jnp.zeros(k_TH.shape, jnp.float32)
-        d_v_TH = jnp.zeros(v_TH.shape, jnp.float32)
-        for first, low, high in _groups(k_TH.shape[0], span, window):
-            k_SH, v_SH = k_TH[low:high], v_TH[low:high]
+        mean_NGT = jnp.sum(out_NGTH.astype(jnp.float32) * d_out_NGTH.astype(jnp.float32), axis=-1)
 
-            def block(
-                sums: tuple[Array, Array], start: Array, k_SH: Array = k_SH, v_SH: Array = v_SH, low: int = low
-            ) -> tuple[tuple[Array, Array], Array]:
-                q_GRH, d_out_GRH = _block_rows(q_GTH, start), _block_rows(d_out_GTH, start)
-                scores_GRS, slope_GRS = _scores(q_GRH, k_SH, segments_T, start, low, window, cap)
-                weights_GRS = jnp.exp(scores_GRS - _block_rows(normalizer_GT, start)[..., None])
-                d_weights_GRS = einsum_float32("GRH,SH->GRS", d_out_GRH, v_SH)
-                d_scores_GRS = weights_GRS * (d_weights_GRS - _block_rows(mean_GT, start)[..., None]) * size**-0.5
-                d_scores_GRS = d_scores_GRS if slope_GRS is None else d_scores_GRS * slope_GRS
-                weights_GRS, d_scores_GRS = weights_GRS.astype(v_SH.dtype), d_scores_GRS.astype(q_GRH.dtype)
-                d_k_SH = einsum_float32("GRS,GRH->SH", d_scores_GRS, q_GRH)
-                d_v_SH = einsum_float32("GRS,GRH->SH", weights_GRS, d_out_GRH)
-                return (sums[0] + d_k_SH, sums[1] + d_v_SH), einsum_float32("GRS,SH->GRH", d_scores_GRS, k_SH)
+        def pair(gradients: tuple[Array, ...], starts: Array) -> tuple[tuple[Array, ...], None]:
+            query, key = starts
+            q_NGRH, d_out_NGRH = _rows(q_NGTH, query, blocks), _rows(d_out_NGTH, query, blocks)
+            k_NSH, v_NSH = _keys(k_NTH, key, blocks.keys), _keys(v_NTH, key, blocks.keys)
+            scores_NGRS, slope_NGRS = _scores(q_NGRH, k_NSH, segments_NT, query, key, blocks)
+            weights_NGRS = jnp.exp(scores_NGRS - _rows(normalizer_NGT, query, blocks)[..., None])
+            d_weights_NGRS = einsum_float32("NGRH,NSH->NGRS", d_out_NGRH, v_NSH)
+            d_scores_NGRS = weights_NGRS * (d_weights_NGRS - _rows(mean_NGT, query, blocks)[..., None])
+            d_scores_NGRS = d_scores_NGRS * q_NGTH.shape[-1] ** -0.5
+            d_scores_NGRS = d_scores_NGRS if slope_NGRS is None else d_scores_NGRS * slope_NGRS
+            weights_NGRS = weights_NGRS.astype(v_NSH.dtype)
+            d_scores_NGRS = d_scores_NGRS.astype(q_NGRH.dtype)
+            d_q_NGRH = einsum_float32("NGRS,NSH->NGRH", d_scores_NGRS, k_NSH)
+            d_k_NSH = einsum_float32("NGRS,NGRH->NSH", d_scores_NGRS, q_NGRH)
+            d_v_NSH = einsum_float32("NGRS,NGRH->NSH", weights_NGRS, d_out_NGRH)
+            d_q_NGTH, d_k_NTH, d_v_NTH = gradients
+            return (
+                _set_rows(d_q_NGTH, _rows(d_q_NGTH, query, blocks) + d_q_NGRH, query),
+                lax.dynamic_update_slice_in_dim(d_k_NTH, _keys(d_k_NTH, key, blocks.keys) + d_k_NSH, key, 1),
+                lax.dynamic_update_slice_in_dim(d_v_NTH, _keys(d_v_NTH, key, blocks.keys) + d_v_NSH, key, 1),
+            ), None
 
-            zero = jnp.zeros(k_SH.shape, jnp.float32), jnp.zeros(v_SH.shape, jnp.float32)
-            (d_k_SH, d_v_SH), d_q_nGRH = lax.scan(block, zero, _starts(first, span))
-            d_k_TH, d_v_TH = d_k_TH.at[low:high].add(d_k_SH), d_v_TH.at[low:high].add(d_v_SH)
-            d_q.append(_join_blocks(d_q_nGRH))
-        d_sinks_G = None if sinks_G is None else -jnp.sum(jnp.exp(sinks_G[:, None] - normalizer_GT) * mean_GT, axis=-1)
-        d_q_GTH = jnp.concatenate(d_q, axis=1).astype(q_GTH.dtype)
-        return d_q_GTH, d_k_TH.astype(k_TH.dtype), d_v_TH.astype(v_TH.dtype), d_sinks_G
+        zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_NGTH, k_NTH, v_NTH))
+        gradients, _ = lax.scan(pair, zeros, np.array(_pairs(q_NGTH.shape[2], blocks), np.int32))
+        d_q_NGTH, d_k_NTH, d_v_NTH = (
+            gradient.astype(x.dtype) for gradient, x in zip(gradients, (q_NGTH, k_NTH, v_NTH), strict=True)
+        )
+        d_sinks_NG = None if sinks_NG is None else -jnp.sum(jnp.exp(sinks_NG[..., None] - normalizer_NGT) * mean_NGT, axis=-1)
+        return d_q_NGTH, d_k_NTH, d_v_NTH, d_sinks_NG
 
-    *d_qkv, d_sinks_NG = over_heads(head, _block_scores(residuals), *residuals, d_out_NGTH)
+    *d_qkv, d_sinks_NG = _over_heads(heads, blocks, *residuals, d_out_NGTH)
     return (*d_qkv, None, d_sinks_NG)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _groups(length: int, span: int, window: int | None) -> list[tuple[int, int, int]]:
-    """Returns `(first query, first key, end)` of each group; queries and keys have the same end."""
-    return [(first, 0 if window is None else max(0, first - window + 1), first + span) for first in range(0, length, span)]
+def _first_keys(length: int, blocks: Blocks) -> list[tuple[int, int]]:
+    """Returns the first query of each block of queries, and the first key that it attends to."""
+    window = length if blocks.window is None else blocks.window
+    return [(query, max(0, query - window + 1)) for query in range(0, length, blocks.queries)]
 
 
-def _starts(first: int, span: int) -> Array:
-    return first + jnp.arange(0, span, min(span, QUERY_BLOCK))
+def _pairs(length: int, blocks: Blocks) -> list[tuple[int, int]]:
+    """Returns the first query and the first key of each pair of blocks that the mask does not exclude."""
+    return [
+        (query, key)
+        for query, first in _first_keys(length, blocks)
+        for key in range(first // blocks.keys * blocks.keys, query + blocks.queries, blocks.keys)
+    ]
 
 
 def _scores(
-    q_GRH: Array, k_SH: Array, segments_T: Array, start: Array, low: int, window: int | None, cap: float | None
+    q_NGRH: Array, k_NSH: Array, segments_NT: Array, query: Any, key: Any, blocks: Blocks
 ) -> tuple[Array, Array | None]:
-    """Returns the scaled scores `[G, R, S]` in float32 and the derivative of the cap; None without a cap.
+    """Returns the scaled scores `[N, G, R, S]` in float32 and the derivative of the cap; None without a cap.
 
-    Masked scores are the float32 minimum.
+    The queries begin at `query`, and the keys at `key`. Masked scores are the float32 minimum.
     """
-    R, H, S = *q_GRH.shape[1:], k_SH.shape[0]
-    query_R1 = (start + jnp.arange(R))[:, None]
-    key_S = low + jnp.arange(S)
+    R, S = q_NGRH.shape[2], k_NSH.shape[1]
+    query_R1 = query + jnp.arange(R)[:, None]
+    key_S = key + jnp.arange(S)
     mask_RS = key_S <= query_R1
-    if window is not None:
-        mask_RS &= query_R1 - key_S < window
-    mask_RS &= lax.dynamic_slice_in_dim(segments_T, start, R)[:, None] == segments_T[low : low + S]
-    return cap_and_mask(einsum_float32("GRH,SH->GRS", q_GRH, k_SH) * H**-0.5, mask_RS, cap)
+    if blocks.window is not None:
+        mask_RS &= query_R1 - key_S < blocks.window
+    segments_NR1, segments_N1S = _keys(segments_NT, query, R)[:, :, None], _keys(segments_NT, key, S)[:, None]
+    mask_NRS = mask_RS & (segments_NR1 == segments_N1S)
+    scores_NGRS = einsum_float32("NGRH,NSH->NGRS", q_NGRH, k_NSH) * q_NGRH.shape[-1] ** -0.5
+    return cap_and_mask(scores_NGRS, mask_NRS[:, None], blocks.cap)
 
 
 def cap_and_mask(scores: Array, mask: Array, cap: float | None) -> tuple[Array, Array | None]:
@@ -183,28 +219,31 @@ def einsum_float32(axes: str, x: Array, y: Array) -> Array:
     return jnp.einsum(axes, x, y, preferred_element_type=jnp.float32)
 
 
-def _block_rows(x_GT: Array, start: Array) -> Array:
-    """Slices the queries of the block that begins at `start` from an array [G, T, …]."""
-    return lax.dynamic_slice_in_dim(x_GT, start, min(QUERY_BLOCK, x_GT.shape[1]), axis=1)
+def _rows(x_NGT: Array, query: Any, blocks: Blocks) -> Array:
+    """Slices the queries of the block that begins at `query` from an array `[N, G, T, …]`."""
+    return lax.dynamic_slice_in_dim(x_NGT, query, blocks.queries, axis=2)
 
 
-def _join_blocks(x_nGR: Array) -> Array:
-    """[n, G, R, …] -> [G, n · R, …]."""
-    return jnp.moveaxis(x_nGR, 0, 1).reshape(x_nGR.shape[1], -1, *x_nGR.shape[3:])
+def _set_rows(x_NGT: Array, rows_NGR: Array, query: Any) -> Array:
+    """Replaces the queries of the block that begins at `query`."""
+    return lax.dynamic_update_slice_in_dim(x_NGT, rows_NGR, query, axis=2)
 
 
-def _block_scores(inputs: tuple[Any, ...]) -> int:
-    """Returns the number of scores of a block of queries of one head; the first input is `q_NGTH`."""
-    _, G, T, _ = inputs[0].shape
-    return G * min(T, QUERY_BLOCK) * T
+def _keys(x_NT: Array, first: Any, count: int) -> Array:
+    """Slices positions from an array `[N, T, …]`."""
+    return lax.dynamic_slice_in_dim(x_NT, first, count, axis=1)
 
 
-def over_heads(head: Callable, scores: int, *arrays: Any) -> Any:
-    """Maps `head` over the first axis of arrays: over rows and key heads, in batches whose scores fit into `MAX_SCORES`.
+def _over_heads(heads: Callable, blocks: Blocks, *arrays: Any) -> Any:
+    """Maps `heads` over rows and key heads, in equal parts whose scores fit into `MAX_SCORES`; `arrays` begin with `q_NGTH`.
 
-    Args:
-      scores: the number of scores that a call of `head` holds at a time.
+    `heads` computes several heads itself: under `jax.vmap`, JAX would replace the slices by gathers, which copy whole arrays.
     """
-    N = len(jax.tree.leaves(arrays)[0])
-    batch_size = max(1, MAX_SCORES // scores)
-    return jax.vmap(head)(*arrays) if batch_size >= N else lax.map(lambda x: head(*x), arrays, batch_size=batch_size)
+    N, G, *_ = arrays[0].shape
+    most = max(1, MAX_SCORES // (G * blocks.queries * blocks.keys))
+    size = max(size for size in range(1, N + 1) if N % size == 0 and size <= most)
+    if size == N:
+        return heads(*arrays)
+    parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
+    results = lax.map(lambda part: heads(*part), parts)
+    return jax.tree.map(lambda x: x.reshape(N, *x.shape[2:]), results)

@@ -22,16 +22,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from dantinox.model.chunked_attention import QUERY_BLOCK, cap_and_mask, einsum_float32, over_heads
+from dantinox.model.chunked_attention import LEAST, MAX_SCORES, QUERY_BLOCK, cap_and_mask, einsum_float32
 from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import zigzag_positions
 
-# Half of the score of a masked key: as the largest score so far, it gives masked keys the weight 0.
-LEAST = float(np.finfo(np.float32).min) / 2
 OWN_PRODUCTS = (0, 0), (1, 0), (1, 1)  # pairs (chunk of queries, chunk of keys)
 
 
@@ -249,7 +246,7 @@ def _product(
         return jax.tree.map(lambda x_nR: x_nR.reshape(C, *x_nR.shape[2:]), found), key_result
 
     arrays = queries.segments, keys.segments, queries.arrays, keys.arrays, query_result, key_result
-    found: tuple[Any, Any] = over_heads(head, R * G * C, *arrays)
+    found: tuple[Any, Any] = _over_heads(head, R * G * C, *arrays)
     return found
 
 
@@ -259,3 +256,14 @@ def _take(tree: Any, chunk: Any) -> Any:
 
 def _put(tree: Any, chunk: Any, parts: Any) -> Any:
     return jax.tree.map(lambda x_P, part: lax.dynamic_update_index_in_dim(x_P, part, chunk, 0), tree, parts)
+
+
+def _over_heads(head: Callable, scores: int, *arrays: Any) -> Any:
+    """Maps `head` over the first axis of arrays: over rows and key heads, in batches whose scores fit into `MAX_SCORES`.
+
+    Args:
+      scores: the number of scores that a call of `head` holds at a time.
+    """
+    N = len(jax.tree.leaves(arrays)[0])
+    batch_size = max(1, MAX_SCORES // scores)
+    return jax.vmap(head)(*arrays) if batch_size >= N else lax.map(lambda x: head(*x), arrays, batch_size=batch_size)

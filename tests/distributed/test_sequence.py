@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from dantinox.config import UserError
 from dantinox.lab.measure.program_cost import Work, count_work
-from dantinox.model import chunked_attention as chunked
 from dantinox.model import ring_attention as ring
 from dantinox.model.layers import Softmax
 from dantinox.model.positions import packed_positions
@@ -100,7 +99,7 @@ SLOW = {"documents": pytest.mark.slow, "window": pytest.mark.slow}  # the last c
 def test_ring_attention_and_its_gradients_equal_a_full_softmax(n, options, monkeypatch):
     """Chunks of several blocks of queries; heads are computed one by one."""
     monkeypatch.setattr(ring, "QUERY_BLOCK", 3)
-    monkeypatch.setattr(chunked, "MAX_SCORES", 40)
+    monkeypatch.setattr(ring, "MAX_SCORES", 40)
     given, order = inputs(), order_of(n)
     found = lowered(n, **options).compile()(*(x[:, order] for x in given), options.get("sinks"))
     for got, expected in zip((x for x in found if x is not None), reference(*given, **options), strict=True):
@@ -205,7 +204,7 @@ def long_program(n: int):
 @pytest.mark.slow
 def test_memory_of_activations_is_divided():
     one, eight = long_program(1), long_program(8)
-    assert eight.temp < one.temp / 6
+    assert eight.temp < one.temp / 4  # one device computes attention in blocks, eight hold the scores of half a chunk
     assert eight.arguments < one.arguments / 7
 
 

@@ -150,7 +150,7 @@ def test_prompts_and_decoding_without_a_cache_need_activations(monkeypatch):
     request = model.request("abc", {"max_new_tokens": 100})
     samples = model.request("abc", {"max_new_tokens": 100, "n": 5})
     recomputed = model.request("abc", {"max_new_tokens": 100, "use_cache": False})
-    row, decoded = row_bytes(model, request), 128 * token + 32 * c.vocab_size
+    row, decoded = row_bytes(model, request), 2 * 128 * token + 32 * c.vocab_size
 
     def fitting(request, usable):
         monkeypatch.setattr(memory_groups, "free_bytes", lambda: int(usable / (0.75 * 0.9)) + 2)

@@ -66,15 +66,27 @@ def drawn(T, seed=0):
     return q, k, v, segments
 
 
-# (length, window, queries per block, groups, scores held at a time): whole and partial blocks, several blocks per group, heads
-# in batches.
-SHAPES = [(20, None, 128, 8, 1 << 23), (20, 7, 8, 8, 1 << 23), (29, None, 8, 2, 1 << 23), (21, 5, 4, 3, 400)]
-
-
-@pytest.mark.parametrize("T, window, block, groups, scores", SHAPES)
-def test_chunked_attention_equals_attention(monkeypatch, T, window, block, groups, scores):
-    for name, value in (("QUERY_BLOCK", block), ("NUM_GROUPS", groups), ("MAX_SCORES", scores)):
+def small_blocks(monkeypatch, queries, keys, *, scores=1 << 23, unrolled=0):
+    """Sets the sizes of the blocks, the most scores held at a time, and the number of scores that need a loop."""
+    sizes = {"QUERY_BLOCK": queries, "MAX_QUERY_BLOCK": queries, "MAX_KEY_BLOCK": keys, "KEY_BLOCKS": 1}
+    for name, value in (sizes | {"MAX_SCORES": scores, "UNROLLED_SCORES": unrolled}).items():
         monkeypatch.setattr(chunked, name, value)
+
+
+# (length, window, queries and keys per block, scores held at a time, scores that need a loop): whole and partial blocks, one or
+# several blocks of queries per block of keys, heads in parts, no loop.
+SHAPES = [
+    (20, None, 128, 128, 1 << 23, 0),
+    (20, 7, 8, 8, 1 << 23, 0),
+    (29, None, 8, 16, 1 << 23, 0),
+    (21, 5, 4, 16, 400, 0),
+    (29, 7, 8, 8, 1 << 23, 1 << 24),
+]
+
+
+@pytest.mark.parametrize("T, window, queries, keys, scores, unrolled", SHAPES)
+def test_chunked_attention_equals_attention(monkeypatch, T, window, queries, keys, scores, unrolled):
+    small_blocks(monkeypatch, queries, keys, scores=scores, unrolled=unrolled)
     q, k, v, segments = drawn(T)
     d_out = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
 
@@ -104,8 +116,7 @@ def test_chunked_attention_of_one_document_per_row():
     ],
 )
 def test_chunked_attention_with_capped_scores_and_sinks(monkeypatch, cap, with_sinks):
-    for name, value in (("QUERY_BLOCK", 8), ("NUM_GROUPS", 2)):
-        monkeypatch.setattr(chunked, name, value)
+    small_blocks(monkeypatch, 8, 16)
     q, k, v, segments = drawn(29)
     sinks = np.random.default_rng(2).standard_normal((K, G)).astype(np.float32) if with_sinks else None
 
@@ -140,8 +151,7 @@ def test_values_of_another_size_than_keys():
 
 
 def test_memory_of_chunked_attention_is_not_quadratic(monkeypatch):
-    for name, value in (("QUERY_BLOCK", 16), ("NUM_GROUPS", 2)):
-        monkeypatch.setattr(chunked, name, value)
+    small_blocks(monkeypatch, 16, 32)
     T = 16 * 8
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, T, 4, 1, 16), (1, T, 4, 16), (1, T, 4, 16))]
 
@@ -150,6 +160,15 @@ def test_memory_of_chunked_attention_is_not_quadratic(monkeypatch):
 
     text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes).compile().as_text()
     assert f"{T},{T}]" not in text
+
+
+def test_a_longer_sequence_does_not_change_the_size_of_the_program():
+    def operations(T):
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, T, 4, 2, 16), (1, T, 4, 16), (1, T, 4, 16))]
+        gradient = jax.grad(lambda q, k, v: jnp.sum(chunked_attention(q, k, v, None, None)), (0, 1, 2))
+        return jax.jit(gradient).lower(*shapes).as_text().count(" = ")
+
+    assert operations(3000) == operations(9000)
 
 
 def test_choice_of_the_kernel():
@@ -223,9 +242,8 @@ def test_bfloat16_gradients_of_tied_weights(shape):
 @pytest.mark.slow
 def test_masks_are_not_saved_by_a_loop_over_layers(monkeypatch):
     """The masks depend only on the documents, which are the same for all layers: JAX could compute them once and keep them."""
-    monkeypatch.setattr(chunked, "QUERY_BLOCK", 8)
-    monkeypatch.setattr(chunked, "NUM_GROUPS", 2)
-    T = 32  # two blocks of queries per group
+    small_blocks(monkeypatch, 8, 16)
+    T = 32
     q, k, v, segments = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*drawn(T)[:3], drawn(T)[3]))
 
     def loss(q, k, v, segments):
@@ -237,4 +255,4 @@ def test_masks_are_not_saved_by_a_loop_over_layers(monkeypatch):
 
     text = str(jax.make_jaxpr(jax.grad(loss))(q, k, v, segments))
     sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"bool\[([\d,]+)\]", text)]
-    assert max(sizes) == B * K * G * chunked.QUERY_BLOCK * T
+    assert max(sizes) == B * K * G * 8 * 16

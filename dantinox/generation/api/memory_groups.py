@@ -126,7 +126,7 @@ def _row_bytes(model: ModelBundle, request: GenerationRequest, slots: int) -> in
     arrays = VOCABULARY_ARRAYS
     cache = _cache_bytes(architecture, kv.dtype, slots) * _kept_share(kv, slots)
     if not section.use_cache:
-        cache = slots * _activation_bytes(architecture)  # each step computes the whole sequence
+        cache = 2 * slots * _activation_bytes(architecture)  # each step computes the whole sequences of all rows
     elif section.speculation != "off" and not kv.compresses:
         arrays += section.draft_tokens + 1
     if (draft := model.draft_model(section)) is not None:

@@ -166,7 +166,7 @@ def pool_bytes(caches: Caches, context: int, chunk: int, requested: int | None, 
       context: the most tokens of a sequence; a sequence that is shorter than a block has no prefix cache.
       chunk: tokens per prefill chunk.
       requested: None: the default.
-      memory: an upper bound of the free memory, in bytes; None: no bound.
+      memory: an upper bound of the memory that is free besides the slots and programs, in bytes; None: no bound.
 
     Raises:
       UserError: not even one block fits, or the pool does not fit into the free memory.
