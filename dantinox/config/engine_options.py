@@ -11,8 +11,8 @@ class EngineOptions:
     """The sizes of an engine and what it keeps.
 
     Attributes:
-      slots: the requests that are decoded together; None: 8, or fewer if their caches would take over a quarter of the free
-        memory.
+      slots: the requests that are decoded together; None: 8, or fewer if their caches would take over half of the free
+        memory that the compiled programs leave.
       context: the most tokens of a prompt plus its continuation; None: the maximum of the model.
       queue: the requests that may wait for a slot.
       background: programs of `BACKGROUND` that are compiled after the engine has become ready: those for all sampling steps

@@ -27,12 +27,12 @@ SLOT_PREFILL_CHUNK = 64
 MIN_PADDED_CHUNK = 16
 DEFAULT_SLOTS = 8
 MAX_PREFILL_ROWS = 16
-MEMORY_SHARE = 4  # the caches of all slots take at most 1 / MEMORY_SHARE of the usable memory
-# XLA keeps this for each layer of a compiled program (SmolLM2-135M: up to 165 MB of 30 layers), and about twice as much while
-# it compiles or reads the program.
+MEMORY_SHARE = 2  # the caches of all slots take at most 1 / MEMORY_SHARE of the usable memory
+# XLA keeps this for each layer of a compiled program (SmolLM2-135M: up to 165 MB of 30 layers).
 PROGRAM_BYTES_PER_LAYER = 6 << 20
 DECODE_PROGRAMS = 4
-COMPILED_AT_ONCE = 2
+COMPILER_BYTES = 3 << 29  # while XLA compiles the program of all sampling steps
+USABLE_SHARE = 4  # at least 1 / USABLE_SHARE of the free memory counts as usable
 
 
 @dataclass(frozen=True)
@@ -166,10 +166,10 @@ def _chunk_lengths(longest: int) -> tuple[int, ...]:
 
 
 def _without_programs(free: int, architecture: ModelConfig) -> int:
-    """Returns the free memory without that of the compiled programs, and at least a part of it."""
-    programs = DECODE_PROGRAMS + len(_chunk_lengths(SLOT_PREFILL_CHUNK)) + 2 * COMPILED_AT_ONCE
-    needed = programs * architecture.num_blocks * PROGRAM_BYTES_PER_LAYER
-    return max(free - needed, free // MEMORY_SHARE)
+    """Returns the free memory without that of the compiler and the programs, and at least a part of it."""
+    programs = DECODE_PROGRAMS + len(_chunk_lengths(SLOT_PREFILL_CHUNK))
+    needed = COMPILER_BYTES + programs * architecture.num_blocks * PROGRAM_BYTES_PER_LAYER
+    return max(free - needed, free // USABLE_SHARE)
 
 
 def _fitting_slots(architecture: ModelConfig, plan: CachePlan, context: int, usable: int | None, count: int | None) -> int:
@@ -182,15 +182,15 @@ def _fitting_slots(architecture: ModelConfig, plan: CachePlan, context: int, usa
     if count is not None:
         if usable is not None and count * needed > usable:
             raise UserError(
-                f"the caches of {count} requests of {context} tokens take {count * needed / 1e9:.1f} GB, but only "
-                f"{usable / 1e9:.1f} GB of memory are free: set fewer slots or a shorter context"
+                f"the caches of {count} requests of {context} tokens take {count * needed / 1e9:.1f} GB, but the programs leave "
+                f"only {usable / 1e9:.1f} GB of free memory: set fewer slots or a shorter context"
             )
         return count
     if usable is None:
         return DEFAULT_SLOTS
     if (fitting := usable // MEMORY_SHARE // needed) < 1:
         raise UserError(
-            f"the cache of one request of {context} tokens takes {needed / 1e9:.1f} GB, over a quarter of the "
-            f"{usable / 1e9:.1f} GB of free memory: set a shorter context"
+            f"the cache of one request of {context} tokens takes {needed / 1e9:.1f} GB, over half of the "
+            f"{usable / 1e9:.1f} GB of free memory that the programs leave: set a shorter context"
         )
     return int(min(DEFAULT_SLOTS, fitting))

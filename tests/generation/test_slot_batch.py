@@ -373,12 +373,13 @@ def test_a_request_cannot_change_the_watermark_of_the_server():
 
 
 def test_slots_that_do_not_fit_into_memory_are_one_sentence(monkeypatch):
-    """A slot of 32 positions takes 32 · 2 · 2 · 8 numbers of 4 bytes; 11 programs take the memory of a slot per layer."""
+    """A slot of 32 positions takes 32 · 2 · 2 · 8 numbers of 4 bytes; seven programs and the compiler take more."""
     model, slot = builder.circle(), 4 * 32 * 2 * 2 * 8
-    programs = 11 * model.model.config.num_blocks
+    programs = 7 * model.model.config.num_blocks + 5
+    monkeypatch.setattr(slot_plan, "COMPILER_BYTES", 5 * slot)
     monkeypatch.setattr(slot_plan, "PROGRAM_BYTES_PER_LAYER", slot)
     monkeypatch.setattr(slot_plan, "free_bytes", lambda memory: (20 + programs) * slot)
     assert builder.make_slots(model, 20, 32).count == 20
-    with pytest.raises(UserError, match=r"^the caches of 21 requests of 32 tokens take 0\.0 GB, but only 0\.0 GB of memory"):
+    with pytest.raises(UserError, match=r"^the caches of 21 requests of 32 tokens take 0\.0 GB, but the programs leave only 0\.0 GB"):
         builder.make_slots(model, 21, 32)
-    assert builder.make_slots(model, None, 32).count == 5  # a quarter of the usable memory
+    assert builder.make_slots(model, None, 32).count == 8  # half of the usable memory, and at most 8
