@@ -182,8 +182,8 @@ def _fitting_slots(architecture: ModelConfig, plan: CachePlan, context: int, usa
     if count is not None:
         if usable is not None and count * needed > usable:
             raise UserError(
-                f"the caches of {count} requests of {context} tokens take {count * needed / 1e9:.1f} GB, but the programs leave "
-                f"only {usable / 1e9:.1f} GB of free memory: set fewer slots or a shorter context"
+                f"the caches of {count} requests of {context} tokens take {count * needed / 1e9:.1f} GB, but the programs "
+                f"leave only {usable / 1e9:.1f} GB of free memory: set fewer slots or a shorter context"
             )
         return count
     if usable is None:

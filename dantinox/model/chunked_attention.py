@@ -3,7 +3,7 @@
 Only the scores of one pair of blocks per head are in memory at a time. One loop visits the pairs that the mask does not
 exclude, and accumulates the softmax of each query (algorithm 3 of Milakov & Gimelshein 2018). The backward pass recomputes the
 scores from the log-normalizers (Rabe & Staats 2021; Dao et al. 2022, algorithm 4). A longer sequence needs more iterations, but
-the program has the same size. The forward pass of a few short sequences has no loop, because it would take longer.
+the program has the same size. For a few short sequences there is no loop, because it would take longer.
 
 Shapes: N rows times key heads, G query heads per key head, T time, R queries of a block, S keys of a block, H head size.
 """
@@ -24,7 +24,7 @@ QUERY_BLOCK = 128  # the fewest queries per block
 MAX_QUERY_BLOCK, MAX_KEY_BLOCK = 256, 512
 KEY_BLOCKS = 8  # the blocks of keys of a sequence, at most, unless they would have more than `MAX_KEY_BLOCK` keys
 MAX_SCORES = 1 << 23  # the most scores held at a time (32 MiB), which limits how many heads run together
-UNROLLED_SCORES = 1 << 24  # sequences with fewer scores have no loop in the forward pass
+UNROLLED_SCORES = 1 << 24  # sequences with fewer scores have no loop
 # Half of the score of a masked key: as the largest score so far, it gives masked keys the weight 0.
 LEAST = float(np.finfo(np.float32).min) / 2
 
@@ -107,13 +107,7 @@ def _forward(blocks: Blocks, *inputs: Array | None) -> tuple[Array, tuple[Array 
         shape = q_NGTH.shape[:-1]
         least_NGT = jnp.full(shape, LEAST) if sinks_NG is None else jnp.broadcast_to(sinks_NG[..., None], shape)
         softmax = least_NGT, jnp.full(shape, float(sinks_NG is not None)), jnp.zeros((*shape, v_NTH.shape[-1]))
-        if math.prod(shape) * shape[-1] < UNROLLED_SCORES:
-            for query, first in _first_keys(shape[-1], blocks):
-                softmax = pair(softmax, query, first, query + blocks.queries - first)
-        else:
-            pairs = np.array(_pairs(shape[-1], blocks), np.int32)
-            softmax, _ = lax.scan(lambda softmax, starts: (pair(softmax, *starts, blocks.keys), None), softmax, pairs)
-        largest_NGT, mass_NGT, total_NGTH = softmax
+        largest_NGT, mass_NGT, total_NGTH = _over_pairs(pair, softmax, shape, blocks)
         return (total_NGTH / mass_NGT[..., None]).astype(q_NGTH.dtype), largest_NGT + jnp.log(mass_NGT)
 
     out_NGTH, normalizer_NGT = _over_heads(heads, blocks, *inputs)
@@ -134,10 +128,9 @@ def _backward(blocks: Blocks, residuals: tuple[Array | None, ...], d_out_NGTH: A
         # The derivative of the softmax subtracts Σ over keys of weight · d_weight, which equals out · d_out.
         mean_NGT = jnp.sum(out_NGTH.astype(jnp.float32) * d_out_NGTH.astype(jnp.float32), axis=-1)
 
-        def pair(gradients: tuple[Array, ...], starts: Array) -> tuple[tuple[Array, ...], None]:
-            query, key = starts
+        def pair(gradients: tuple[Array, ...], query: Any, key: Any, keys: int) -> tuple[Array, ...]:
             q_NGRH, d_out_NGRH = _rows(q_NGTH, query, blocks), _rows(d_out_NGTH, query, blocks)
-            k_NSH, v_NSH = _keys(k_NTH, key, blocks.keys), _keys(v_NTH, key, blocks.keys)
+            k_NSH, v_NSH = _keys(k_NTH, key, keys), _keys(v_NTH, key, keys)
             scores_NGRS, slope_NGRS = _scores(q_NGRH, k_NSH, segments_NT, query, key, blocks)
             weights_NGRS = jnp.exp(scores_NGRS - _rows(normalizer_NGT, query, blocks)[..., None])
             d_weights_NGRS = einsum_float32("NGRH,NSH->NGRS", d_out_NGRH, v_NSH)
@@ -152,12 +145,12 @@ def _backward(blocks: Blocks, residuals: tuple[Array | None, ...], d_out_NGTH: A
             d_q_NGTH, d_k_NTH, d_v_NTH = gradients
             return (
                 _set_rows(d_q_NGTH, _rows(d_q_NGTH, query, blocks) + d_q_NGRH, query),
-                lax.dynamic_update_slice_in_dim(d_k_NTH, _keys(d_k_NTH, key, blocks.keys) + d_k_NSH, key, 1),
-                lax.dynamic_update_slice_in_dim(d_v_NTH, _keys(d_v_NTH, key, blocks.keys) + d_v_NSH, key, 1),
-            ), None
+                lax.dynamic_update_slice_in_dim(d_k_NTH, _keys(d_k_NTH, key, keys) + d_k_NSH, key, 1),
+                lax.dynamic_update_slice_in_dim(d_v_NTH, _keys(d_v_NTH, key, keys) + d_v_NSH, key, 1),
+            )
 
         zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_NGTH, k_NTH, v_NTH))
-        gradients, _ = lax.scan(pair, zeros, np.array(_pairs(q_NGTH.shape[2], blocks), np.int32))
+        gradients = _over_pairs(pair, zeros, q_NGTH.shape[:-1], blocks)
         d_q_NGTH, d_k_NTH, d_v_NTH = (
             gradient.astype(x.dtype) for gradient, x in zip(gradients, (q_NGTH, k_NTH, v_NTH), strict=True)
         )
@@ -169,6 +162,20 @@ def _backward(blocks: Blocks, residuals: tuple[Array | None, ...], d_out_NGTH: A
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _over_pairs(pair: Callable, carry: tuple[Array, ...], shape: tuple[int, ...], blocks: Blocks) -> tuple[Array, ...]:
+    """Updates `carry` with `pair(carry, first query, first key, number of keys)` for all pairs of blocks.
+
+    Args:
+      shape: `[N, G, T]`. With few scores there is no loop, and each block of queries is paired with all its keys at once.
+    """
+    if math.prod(shape) * shape[-1] < UNROLLED_SCORES:
+        for query, first in _first_keys(shape[-1], blocks):
+            carry = pair(carry, query, first, query + blocks.queries - first)
+        return carry
+    pairs = np.array(_pairs(shape[-1], blocks), np.int32)
+    return lax.scan(lambda carry, starts: (pair(carry, *starts, blocks.keys), None), carry, pairs)[0]
 
 
 def _first_keys(length: int, blocks: Blocks) -> list[tuple[int, int]]:

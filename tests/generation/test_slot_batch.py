@@ -380,6 +380,8 @@ def test_slots_that_do_not_fit_into_memory_are_one_sentence(monkeypatch):
     monkeypatch.setattr(slot_plan, "PROGRAM_BYTES_PER_LAYER", slot)
     monkeypatch.setattr(slot_plan, "free_bytes", lambda memory: (20 + programs) * slot)
     assert builder.make_slots(model, 20, 32).count == 20
-    with pytest.raises(UserError, match=r"^the caches of 21 requests of 32 tokens take 0\.0 GB, but the programs leave only 0\.0 GB"):
+    with pytest.raises(
+        UserError, match=r"^the caches of 21 requests of 32 tokens take 0\.0 GB, but the programs leave only 0\.0 GB"
+    ):
         builder.make_slots(model, 21, 32)
     assert builder.make_slots(model, None, 32).count == 8  # half of the usable memory, and at most 8
