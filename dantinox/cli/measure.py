@@ -139,6 +139,7 @@ def add_explain_flags(command: Parser) -> None:
     command.add_argument("--chat", action="store_true", help="format the prompt as a user message with the chat template")
     command.add_argument("--show", type=whole_number, default=20, metavar="K", help="number of tokens to show (default: 20)")
     command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot how each sampling step changes the distribution")
+    command.add_argument("--attention_stats", action="store_true", help="show the attention of the heads of each layer")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     add_config_flags(
         command, ("generation", "router"), ("prompt", "chat", "show", "plot", "json", "temperature", "top_k", "top_p")
@@ -161,7 +162,7 @@ def explain(options: argparse.Namespace) -> int:
 
     model = load(options.run_dir)
     text = model.chat_prompt(prompt)[1] if options.chat else prompt
-    found = explain(model, text, settings, options.show)
+    found = explain(model, text, settings, options.show, attention=options.attention_stats)
     return _show(options, found, lambda width: explanation_lines(found, width), lambda: draw_explanation(found))
 
 

@@ -316,3 +316,24 @@ def test_router_is_explained(run, adaptive_record):
 def test_a_prompt_of_token_ids_equals_its_text(run):
     by_text, by_ids = (explain(run, prompt, {"top_k": 5, "seed": 1}) for prompt in (PROMPT, run.prompt_ids(PROMPT)))
     assert by_ids.tokens == by_text.tokens and by_ids.steps == by_text.steps and by_ids.drawn == by_text.drawn
+
+
+def test_the_attention_of_the_last_prompt_token(run, run_dir, dantinox):
+    """That of the step which generates the next token, as `generate` reports it; a row per layer in the table."""
+    generated = run.generate(PROMPT, max_new_tokens=1, greedy=True, attention_stats=True).attention
+    found = explain(run, PROMPT, {"greedy": True}, attention=True)
+    assert list(found.attention) == ["entropy", "varentropy", "agreement", "strength"]
+    for name, values_LH in found.attention.items():
+        np.testing.assert_array_equal(np.float32(values_LH), getattr(generated, name)[0])
+    assert explain(run, PROMPT, {"greedy": True}).attention is None
+    code, out, _ = dantinox("explain", run_dir, "--prompt", PROMPT, "--greedy", "--attention_stats")
+    rows = out[out.index("layer") :].splitlines()
+    heads = found.attention["entropy"][0]
+    assert code == 0 and f"{np.mean(heads):.2f} ({min(heads):.2f} to {max(heads):.2f})" in rows[1]
+    code, out, _ = dantinox("explain", run_dir, "--prompt", PROMPT, "--greedy", "--attention_stats", "--json")
+    assert code == 0 and json.loads(out)["attention"] == found.attention
+
+
+def test_attention_needs_an_uncompressed_cache(run):
+    with pytest.raises(UserError, match="attention_stats reads all keys"):
+        explain(run, PROMPT, {"kv_budget": 0.5}, attention=True)

@@ -15,6 +15,7 @@ from dantinox.config.generation_settings import ROUTED_STEPS
 from dantinox.config.router_settings import KEEP_ALL, STRATEGIES
 from dantinox.config.sampling_steps import NUMBER_BOUNDS, STEPS
 from dantinox.generation import LoadedModel
+from dantinox.generation.api.attention_stats import AttentionStats, attention_stats, check_settings
 from dantinox.generation.decode.generate_toks import attention_metrics, make_probe
 from dantinox.generation.decode.quantized_weights import dequantize
 from dantinox.generation.static_batch import clamp_to_context, padded_length
@@ -73,6 +74,8 @@ class Explanation:
       steps: `model`, then the steps of the chain in order, then `candidates` if the router drew candidates.
       tokens: the most likely tokens under the model, best first, followed by any other sampled tokens.
       drawn: the token of each of the `n` samples.
+      attention: statistics of the attention of the last token of the prompt, `[layers][heads]` each, by the names of
+        `AttentionStats`; None if they were not requested.
     """
 
     prompt: str
@@ -85,20 +88,27 @@ class Explanation:
     steps: list[Step]
     tokens: list[Token]
     drawn: list[int]
+    attention: dict[str, list[list[float]]] | None = None
 
 
-def explain(run: LoadedModel, prompt: str | Sequence[int], settings: Mapping[str, Any], count: int = 20) -> Explanation:
+def explain(
+    run: LoadedModel, prompt: str | Sequence[int], settings: Mapping[str, Any], count: int = 20, *, attention: bool = False
+) -> Explanation:
     """Traces the next-token distribution through the sampling chain that `run.generate(prompt, **settings)` would use.
 
     Args:
       prompt: text or token ids.
       settings: keys of the `generation` section; they override the settings of the run.
       count: how many of the most likely tokens to show.
+      attention: also measure the attention of every head.
 
     Raises:
-      UserError: a setting is invalid, or the prompt is empty or fills the context.
+      UserError: a setting is invalid, or the prompt is empty or fills the context; with `attention`, the settings compress the
+        cache or divide the model among devices.
     """
     config = with_default_seed(run.settings(settings), secrets.randbits(32))
+    if attention:
+        check_settings(config)
     section = config.generation
     ids = run.prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)
     model = run.prepared(section)
@@ -131,7 +141,13 @@ def explain(run: LoadedModel, prompt: str | Sequence[int], settings: Mapping[str
         steps=steps,
         tokens=tokens,
         drawn=drawn,
+        attention=_by_layer(attention_stats(run, [*ids, drawn[0]], 1, config)) if attention else None,
     )
+
+
+def _by_layer(stats: AttentionStats) -> dict[str, list[list[float]]]:
+    """Returns the statistics of a single step as lists `[layers][heads]`."""
+    return {name: values_1LH[0].tolist() for name, values_1LH in stats._asdict().items()}
 
 
 @nnx.jit(graph_updates=False)

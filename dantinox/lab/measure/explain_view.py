@@ -3,7 +3,7 @@
 import itertools
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
@@ -41,7 +41,21 @@ def explanation_lines(explanation: Explanation, width: int = 100) -> Iterator[st
     for line, settings in zip(side_by_side(list(columns)), ["", *map(_settings, explanation.steps)], strict=True):
         yield _clip(f"{line}  {settings}".rstrip(), max(width, 40))
     yield ""
+    if explanation.attention is not None:
+        yield "attention of the last token of the prompt: mean over the heads (least to largest)"
+        yield from side_by_side(_attention_columns(explanation.attention), width)
+        yield ""
     yield from wrap_lines(_drawn_lines(explanation), max(width, 40))
+
+
+def _attention_columns(attention: Mapping[str, Sequence[Sequence[float]]]) -> list[list[str]]:
+    """Returns a row for each layer: of every statistic the mean over the heads, and the least and largest value."""
+    layers = len(attention["entropy"])
+    columns = [["layer", *map(str, range(layers))]]
+    for name, values_LH in attention.items():
+        cells = [f"{sum(heads) / len(heads):.2f} ({min(heads):.2f} to {max(heads):.2f})" for heads in values_LH]
+        columns.append([name, *cells])
+    return columns
 
 
 def _names(explanation: Explanation) -> list[list[str]]:
