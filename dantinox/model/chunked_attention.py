@@ -105,8 +105,10 @@ def _forward(blocks: Blocks, *inputs: Array | None) -> tuple[Array, tuple[Array 
         # The largest score, the sum of the exponentials and the weighted sum of the values. A sink counts as a key without a
         # value.
         shape = q_NGTH.shape[:-1]
-        least_NGT = jnp.full(shape, LEAST) if sinks_NG is None else jnp.broadcast_to(sinks_NG[..., None], shape)
-        softmax = least_NGT, jnp.full(shape, float(sinks_NG is not None)), jnp.zeros((*shape, v_NTH.shape[-1]))
+        zeros_NGT = _zeros_after(q_NGTH, shape)
+        least_NGT = zeros_NGT + (LEAST if sinks_NG is None else sinks_NG[..., None])
+        total_NGTH = _zeros_after(q_NGTH, (*shape, v_NTH.shape[-1]))
+        softmax = least_NGT, zeros_NGT + float(sinks_NG is not None), total_NGTH
         largest_NGT, mass_NGT, total_NGTH = _over_pairs(pair, softmax, shape, blocks)
         return (total_NGTH / mass_NGT[..., None]).astype(q_NGTH.dtype), largest_NGT + jnp.log(mass_NGT)
 
@@ -149,7 +151,7 @@ def _backward(blocks: Blocks, residuals: tuple[Array | None, ...], d_out_NGTH: A
                 lax.dynamic_update_slice_in_dim(d_v_NTH, _keys(d_v_NTH, key, keys) + d_v_NSH, key, 1),
             )
 
-        zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_NGTH, k_NTH, v_NTH))
+        zeros = tuple(_zeros_after(d_out_NGTH, x.shape) for x in (q_NGTH, k_NTH, v_NTH))
         gradients = _over_pairs(pair, zeros, q_NGTH.shape[:-1], blocks)
         d_q_NGTH, d_k_NTH, d_v_NTH = (
             gradient.astype(x.dtype) for gradient, x in zip(gradients, (q_NGTH, k_NTH, v_NTH), strict=True)
@@ -176,6 +178,14 @@ def _over_pairs(pair: Callable, carry: tuple[Array, ...], shape: tuple[int, ...]
         return carry
     pairs = np.array(_pairs(shape[-1], blocks), np.int32)
     return lax.scan(lambda carry, starts: (pair(carry, *starts, blocks.keys), None), carry, pairs)[0]
+
+
+def _zeros_after(x: Array, shape: tuple[int, ...]) -> Array:
+    """Returns float32 zeros that XLA can compute only after `x`.
+
+    XLA would allocate constant zeros of all layers at the beginning of a program.
+    """
+    return jnp.broadcast_to((x.flatten()[0] > jnp.inf).astype(jnp.float32), shape)
 
 
 def _first_keys(length: int, blocks: Blocks) -> list[tuple[int, int]]:

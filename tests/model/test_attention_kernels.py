@@ -162,6 +162,22 @@ def test_memory_of_chunked_attention_is_not_quadratic(monkeypatch):
     assert f"{T},{T}]" not in text
 
 
+def test_layers_do_not_allocate_their_sums_together(monkeypatch):
+    small_blocks(monkeypatch, 16, 32)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 256, 4, 1, 64), (1, 256, 4, 64), (1, 256, 4, 64))]
+
+    def temporary_bytes(layers):
+        def run(q, k, v):
+            for _ in range(layers):
+                q = chunked_attention(jnp.sin(q), k, v, None, None)
+            return q
+
+        return jax.jit(run).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    one_sum = 4 * 256 * 4 * 64
+    assert temporary_bytes(6) < temporary_bytes(2) + 2 * one_sum
+
+
 def test_a_longer_sequence_does_not_change_the_size_of_the_program():
     def operations(T):
         shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, T, 4, 2, 16), (1, T, 4, 16), (1, T, 4, 16))]
