@@ -81,8 +81,8 @@ class SlotBatch(PrefillBatch):
         self._cache_dir = options.cache_dir
         self._prefill_programs = list[str]()  # the programs as text, if there is a folder
         caches, usable = self.plan.cache_shapes, self.plan.usable_bytes
-        left = [] if usable is None else [max(0, usable - tree_bytes(caches))]
-        memory = min([*left, *([] if options.memory is None else [options.memory])], default=None)
+        left = None if usable is None else max(0, usable - tree_bytes(caches))
+        memory = min((limit for limit in (left, options.memory) if limit is not None), default=None)
         self._prefix_bytes = pool_bytes(caches, self.context, self.prefill_chunk, options.prefix_cache, memory)
         self._compiling = Lock()
         self._ready: set[tuple[ProgramKey, bool, int | None]] = set()  # arguments of `ready` that gave true

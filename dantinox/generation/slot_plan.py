@@ -166,7 +166,12 @@ def _chunk_lengths(longest: int) -> tuple[int, ...]:
 
 
 def _without_programs(free: int, architecture: ModelConfig) -> int:
-    """Returns the free memory without that of the compiler and the programs, and at least a part of it."""
+    """Returns the free memory without that of the compiler and the programs, and at least a part of it.
+
+    On an accelerator it returns all of it, because XLA keeps these in the memory of the host.
+    """
+    if get_platform(architecture.platform).name != "cpu":
+        return free
     programs = DECODE_PROGRAMS + len(_chunk_lengths(SLOT_PREFILL_CHUNK))
     needed = COMPILER_BYTES + programs * architecture.num_blocks * PROGRAM_BYTES_PER_LAYER
     return max(free - needed, free // USABLE_SHARE)

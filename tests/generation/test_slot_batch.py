@@ -1,6 +1,7 @@
 """Requests enter and leave a running batch. In any mixed batch, each request has the same tokens as alone."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -385,3 +386,11 @@ def test_slots_that_do_not_fit_into_memory_are_one_sentence(monkeypatch):
     ):
         builder.make_slots(model, 21, 32)
     assert builder.make_slots(model, None, 32).count == 8  # half of the usable memory, and at most 8
+
+
+def test_the_programs_of_an_accelerator_are_in_the_memory_of_the_host():
+    architecture = builder.circle().model.config
+    free = 1 << 40
+    kept = slot_plan.COMPILER_BYTES + 7 * architecture.num_blocks * slot_plan.PROGRAM_BYTES_PER_LAYER
+    assert slot_plan._without_programs(free, architecture) == free - kept
+    assert slot_plan._without_programs(free, replace(architecture, platform="gpu")) == free
