@@ -103,9 +103,8 @@ class EngineBase(Generic[B]):
         self._end_cancelled()
         self._before_dispatch()
         pending, jobs = self._pending, self._pending_jobs
-        # Dispatch the next chunk before collecting the previous one, with two exceptions: the tokens allowed next depend on the
-        # previous chunk, or compiling the decode program might delay the first tokens.
-        wait = pending is not None and (not self._dispatch_ahead or pending.is_prefill or self._constrained())
+        # Dispatch the next chunk before collecting the previous one, unless that decides which tokens are allowed next.
+        wait = pending is not None and (not self._dispatch_ahead or self._constrained())
         self._pending, self._pending_jobs = (None, {}) if wait else self._dispatch()
         if pending is not None:
             self._collect(pending, jobs)

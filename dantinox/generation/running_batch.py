@@ -99,12 +99,10 @@ class PendingChunk(NamedTuple):
 
     Attributes:
       parts: for each program its output, the status of its rows, and its rows by slot.
-      is_prefill: whether the chunk also contains the prefill of the prompts, and so the first new token of each row.
     """
 
     parts: list[tuple[Emitted, RowStatus, dict[int, Row]]]
     steps: int
-    is_prefill: bool = False
 
 
 class RunningBatch:

@@ -22,9 +22,9 @@ from dantinox.generation.decode.generate_toks import (
     Stepper,
     _generate_toks,
     _prefill_toks,
+    emitted_shapes,
     generation_program,
     init_row,
-    sample_first,
     write_row,
 )
 from dantinox.generation.decode.quantized_weights import split_model
@@ -162,11 +162,10 @@ class StaticBatch(RunningBatch):
     """A batch of prompts that start together, in a program that contains only the sampling steps that their settings use.
 
     `OfflineEngine` runs the batch. Code that works on token ids needs no engine: it calls `run`, or `start` for the
-    first token of every row and `advance` for the next tokens.
+    first step and `advance` for the next tokens.
 
     Attributes:
       echo: log-probabilities `[P, T]` of the prompt tokens, if requested; available after the first chunk.
-      no_steps: a `StepInfo` of zero steps, available after the first chunk; None without reports.
       before_dispatch: called before each chunk; it may assign new `params`.
       times: the times of `run`, after its end.
     """
@@ -193,7 +192,6 @@ class StaticBatch(RunningBatch):
         super().__init__(len(prompt_PT) * samples)
         self.times = Times()
         self.echo: np.ndarray | None = None
-        self.no_steps: StepInfo | None = None
         self.before_dispatch: Callable[[], None] = lambda: None
         self._rows = self._make_rows(limits_B, options)
 
@@ -211,7 +209,7 @@ class StaticBatch(RunningBatch):
         widths_B = np.full(self.count, stepper.width)
         sequence_BS = np.pad(tokens_BT, ((0, 0), (0, max(0, plan.slots - T))))
         arrays = {
-            "token_B": np.zeros(self.count, np.int32),
+            "token_B": sequence_BS[np.arange(self.count), lengths_B - 1],
             "position_B": np.asarray(lengths_B - 1, np.int32),
             "remaining_B": np.asarray(limits_B, np.int32),
             "done_B": np.asarray(limits_B <= 0),
@@ -235,7 +233,6 @@ class StaticBatch(RunningBatch):
             "stepper": stepper,
             "plan": plan,
             "samples": samples,
-            "attention": params.uses_attention,
             "echo": options.echo,
         }
         self._prefilled = False
@@ -273,13 +270,28 @@ class StaticBatch(RunningBatch):
         """Whether new tokens or the log-probabilities of the prompts remain to be computed."""
         return bool(self.remaining()) or (self._prefill_options["echo"] and not self._prefilled)
 
+    @property
+    def no_steps(self) -> StepInfo | None:
+        """A `StepInfo` of zero steps; None without reports."""
+        if self._options["report"] is None:
+            return None
+        shapes = emitted_shapes(self._vocab_size, self.state, self.params, self._options["report"])
+        empty: StepInfo | None = jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), shapes.info)
+        return empty
+
     def dispatch(self, steps: int) -> PendingChunk:
-        """Starts a chunk, as in `RunningBatch`. The first chunk prefills the prompts and has one token per row."""
-        is_prefill = not self._prefilled
+        """Starts a chunk, as in `RunningBatch`. The first chunk prefills the prompts and has one step."""
+        is_first = not self._prefilled
         self.before_dispatch()
-        if is_prefill and not self.remaining():  # only the log-probabilities of the prompts are needed
-            self._decode(PROGRAM_NAME, 0)
-        return super().dispatch(1 if is_prefill else steps)._replace(is_prefill=is_prefill)
+        if is_first:
+            self._prefill()
+        return super().dispatch(1 if is_first else steps)
+
+    def _prefill(self) -> None:
+        prefilled: Prefilled = _prefill_toks(self._model, self._prompt, self.state.features, **self._prefill_options)
+        self.caches = prefilled.caches
+        self.echo = None if prefilled.echo is None else np.asarray(prefilled.echo)
+        self._prefilled = True
 
     def restart(self, slot: int, tokens: Sequence[int], prompt_length: int, limit: int) -> None:
         previous = self._rows[slot]
@@ -317,24 +329,14 @@ class StaticBatch(RunningBatch):
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
-        if self._prefilled:
-            self.caches, state, emitted = self._program(
-                self._model, self.caches, state, params, np.int32(steps), **self._options
-            )
-        else:
-            prefilled: Prefilled = _prefill_toks(self._model, self._prompt, state.features, **self._prefill_options)
-            state, emitted = sample_first(prefilled.logits, state, params, report=self._options["report"])
-            self.caches = prefilled.caches
-            self._prefilled = True
-            self.echo = None if prefilled.echo is None else np.asarray(prefilled.echo)
-            self.no_steps = jax.tree.map(lambda x: np.zeros((0, *x.shape[2:]), x.dtype), emitted.info)
+        self.caches, state, emitted = self._program(self._model, self.caches, state, params, np.int32(steps), **self._options)
         self._states[program] = params, state
         return emitted, RowStatus.of(state)
 
     # --- without an engine
 
     def run(self, steps: int = DECODE_CHUNK, *, dispatch_ahead: bool = False) -> Iterator[DecodedChunk]:
-        """Decodes to the end and yields chunks. The first chunk has one token per row. Yields nothing if no row may decode.
+        """Decodes to the end and yields chunks. The first chunk has one step. Yields nothing if no row may decode.
 
         Args:
           steps: tokens per chunk, at most 32.
@@ -354,7 +356,7 @@ class StaticBatch(RunningBatch):
         self.times = timer.times
 
     def start(self) -> DecodedChunk:
-        """Prefills the prompts and returns the first token of every row."""
+        """Prefills the prompts and returns the tokens of the first step."""
         return self._to_chunk(self.dispatch(1))
 
     def advance(self, steps: int = DECODE_CHUNK) -> DecodedChunk:

@@ -304,7 +304,7 @@ def few_steps() -> Iterator[None]:
         for module in (decode, drafts):  # both call it
             patches.enter_context(mock.patch.object(module, "sample_step", sample_step))
         yield
-    for function in (decode_slots, decode.sample_first, _generate_toks.jitted_fn):
+    for function in (decode_slots, _generate_toks.jitted_fn):
         function.clear_cache()  # later programs have all steps
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dantinox.generation import generate
-from dantinox.generation.decode.generate_toks import Stepper, _generate_toks, _prefill_toks, sample_first
+from dantinox.generation.decode.generate_toks import Stepper, _generate_toks, _prefill_toks
 from dantinox.generation.decode.quantized_weights import split_model
 from dantinox.generation.decode.slot_programs import prefill_part
 from dantinox.generation.static_batch import RunTimer, StaticBatch, StaticOptions, padded_length
@@ -131,14 +131,14 @@ def test_another_step_compiles_sampling_and_decoding_only():
     model, prompt = builder.model(builder.ONE_LAYER), [[1, 2, 3]]
 
     def compiled():
-        return [program._cache_size() for program in (_prefill_toks.jitted_fn, sample_first, _generate_toks.jitted_fn)]
+        return [program._cache_size() for program in (_prefill_toks.jitted_fn, _generate_toks.jitted_fn)]
 
     generate(model, prompt, 40, greedy=True)
-    prefill, first, decode = compiled()
+    prefill, decode = compiled()
     generate(model, prompt, 40, greedy=True, repetition_penalty=1.2)
-    assert compiled() == [prefill, first + 1, decode + 1]
+    assert compiled() == [prefill, decode + 1]
     generate(model, prompt, 40, greedy=True, repetition_penalty=1.4)
-    assert compiled() == [prefill, first + 1, decode + 1]
+    assert compiled() == [prefill, decode + 1]
 
 
 def decode_program(model, settings, rows=2, slots=2048):
@@ -186,15 +186,16 @@ def shapes_of(text, element):
 
 
 def positions_with_logits(program):
-    """Returns the largest number of rows among the arrays with a vocabulary axis, except the weights of the output layer."""
+    """Returns the largest number of rows of logits, which are the arrays with a vocabulary axis except the weights."""
     V, D = 1031, 32
     shapes = shapes_of(program.as_text(), "f32")
-    return max(int(np.prod(shape)) // V for shape in shapes if V in shape and sorted(shape)[-2:] != [D, V])
+    rows = [int(np.prod(shape)) // V for shape in shapes if V in shape and sorted(shape)[-2:] != [D, V]]
+    return max(rows, default=0)
 
 
-def test_prefill_computes_logits_of_the_last_position_only(wide):
-    """Every array of logits has only one position, even if the logits of new tokens are reported."""
-    assert positions_with_logits(prefill_program(wide, 500, report=3)) == 1
+def test_prefill_computes_no_logits(wide):
+    """The first decode step computes those after the prompt, even if the logits of new tokens are reported."""
+    assert positions_with_logits(prefill_program(wide, 500, report=3)) == 0
 
 
 @pytest.mark.slow

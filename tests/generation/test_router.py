@@ -14,7 +14,7 @@ from dantinox.config import Config, UserError, overlay
 from dantinox.config.generation_settings import ROUTED_STEPS
 from dantinox.generation import generate
 from dantinox.generation.api.generate_ids import _IdsModel
-from dantinox.generation.decode.generate_toks import _generate_toks, sample_first
+from dantinox.generation.decode.generate_toks import _generate_toks
 from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.model import make_cache
 from dantinox.sampling import SamplingParams, process_logits
@@ -280,11 +280,11 @@ def test_values_of_the_router_compile_nothing():
     special = {"clarify_token": 4, "clarify_cooldown": 9, "candidates": 3, "base_top_k": 8, "explore_top_k_min": 2}
     special |= {"adaptive_top_k_min": 2, "adaptive_top_k_max": 50, "temperature_max": 3.0, "adaptive_top_p_max": 0.9}
     decoded(model, [ENTROPY | {"seed": 0}] * 2, prompts, 2)
-    programs = _generate_toks.jitted_fn._cache_size(), sample_first._cache_size()
+    programs = _generate_toks.jitted_fn._cache_size()
     for a, b in zip([first, *names[::2]], [*names[1::2], first], strict=False):  # two rows test two settings at a time
         rows = [ENTROPY | {"seed": 1, "clarify_token": 3, name: special.get(name, 0.4)} for name in (a, b)]
         decoded(model, rows, prompts, 2)
-    assert (_generate_toks.jitted_fn._cache_size(), sample_first._cache_size()) == programs
+    assert _generate_toks.jitted_fn._cache_size() == programs
 
 
 def test_a_forced_token_ends_the_text_when_it_is_the_end():

@@ -92,7 +92,7 @@ def check_settings(config: Config) -> None:
 def _prefill(
     model: SplitModel, prompt: tuple[jax.Array, jax.Array], features: Features, constants: Constants, *, plan: CachePlan
 ) -> KVCache:
-    _, _, cache = prefill_prompts(dequantize(model.merge(model.leaves)), prompt, plan, features, constants)
+    _, cache = prefill_prompts(dequantize(model.merge(model.leaves)), prompt, plan, features, constants)
     assert cache is not None
     return cache
 

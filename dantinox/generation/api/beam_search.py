@@ -171,77 +171,76 @@ def _can_improve(best_P: jax.Array, worst_P: jax.Array, length_P: jax.Array, rul
 
 
 @partial(jax.jit, static_argnames=("plan", "beams"))
-def _start(
+def _prefill(
     model: SplitModel,
     prompt: tuple[jax.Array, jax.Array],
-    params: SamplingParams,
-    sampler: SamplerState,
-    rules: BeamRules,
     features: Features,
     constants: Constants,
     *,
     plan: CachePlan,
     beams: int,
-) -> tuple[KVCache, SamplerState, Beams]:
-    """Prefills the prompts and chooses the first token of every beam.
+) -> KVCache:
+    """Returns the cache of all beams after the prompts, without their last tokens.
 
     Args:
       prompt: (tokens `[P, T]` right-padded, lengths `[P]`).
       features: those of the prompts.
     """
+    tokens_PT, lengths_P = prompt
     transformer = dequantize(model.merge(model.leaves))
-    step_logits, _, cache = prefill_prompts(transformer, prompt, plan, features, constants)
-    cache, logits_RV = jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), (cache, step_logits.logits))
-    empty = Beams.empty(prompt[0].shape[0], beams, plan.slots)
-    return _advance(cache, sampler, empty, logits_RV, params, rules)
+    _, cache = prefill_prompts(transformer, (tokens_PT, lengths_P - 1), plan, features, constants)
+    repeated: KVCache = jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), cache)
+    return repeated
 
 
-def _advance(
-    cache: KVCache, sampler: SamplerState, beams: Beams, logits_RV: jax.Array, params: SamplingParams, rules: BeamRules
-) -> tuple[KVCache, SamplerState, Beams]:
-    """Extends the beams; each takes the cache and the sampling history of the beam that it extends."""
-    beams, rows_R = extend(beams, edit_logits(logits_RV, params, sampler), rules)
-    cache, sampler = jax.tree.map(lambda x: x[rows_R], (cache, sampler))
-    return cache, update(params, sampler, _newest(beams)), beams
+@partial(jax.jit, static_argnames=("beams", "capacity"), donate_argnames=("cache",))
+def _search(
+    model: SplitModel,
+    cache: KVCache,
+    sampler: SamplerState,
+    params: SamplingParams,
+    rules: BeamRules,
+    prompt: tuple[jax.Array, jax.Array],
+    features: Features,
+    constants: Constants,
+    *,
+    beams: int,
+    capacity: int,
+) -> tuple[KVCache, Beams]:
+    """Extends the beams, which are empty at first, until the search of every prompt has ended.
+
+    Args:
+      prompt: as in `_prefill`.
+      features: those of the prompts.
+      capacity: the most new tokens of a beam.
+    """
+    tokens_PT, lengths_P = prompt
+    P, K = len(lengths_P), beams
+    transformer = model.merge(model.leaves)
+    transformer = transformer if P * K <= MAX_MATVEC_ROWS else dequantize(transformer)
+    transformer = attach(jax.tree.map(lambda x_P: jnp.repeat(x_P, K), features), transformer, constants)
+    last_R = jnp.repeat(tokens_PT[jnp.arange(P), lengths_P - 1], K)
+
+    def step(carry: tuple[KVCache, SamplerState, Beams]) -> tuple[KVCache, SamplerState, Beams]:
+        cache, sampler, beams = carry
+        token_R = jnp.where(beams.length > 0, _newest(beams), last_R)
+        position_P = jnp.where(beams.open_P, lengths_P + beams.length - 1, -1)
+        x_R1D, updated, _ = transformer.hidden(token_R[:, None], jnp.repeat(position_P, K)[:, None], cache=cache)
+        assert updated is not None
+        logits_RV = transformer.logits(x_R1D[:, 0])
+        beams, rows_R = extend(beams, edit_logits(logits_RV, params, sampler), rules)
+        # Each beam takes the cache and the sampling history of the beam that it extends.
+        cache, sampler = jax.tree.map(lambda x: x[rows_R], (updated, sampler))
+        return cache, update(params, sampler, _newest(beams)), beams
+
+    first = cache, sampler, Beams.empty(P, K, capacity)
+    cache, _, found = jax.lax.while_loop(lambda carry: carry[2].open_P.any(), step, first)
+    return cache, found
 
 
 def _newest(beams: Beams) -> jax.Array:
     """Returns the newest token of every beam, `[P · K]`."""
     return beams.tokens_PKN[:, :, beams.length - 1].reshape(-1)
-
-
-@partial(jax.jit, donate_argnames=("cache",))
-def _search(
-    model: SplitModel,
-    cache: KVCache,
-    sampler: SamplerState,
-    beams: Beams,
-    params: SamplingParams,
-    rules: BeamRules,
-    lengths_P: jax.Array,
-    features: Features,
-    constants: Constants,
-) -> tuple[KVCache, Beams]:
-    """Extends the beams until the search of every prompt has ended.
-
-    Args:
-      lengths_P: the lengths of the prompts.
-      features: those of the prompts.
-    """
-    P, K = beams.logprob_PK.shape
-    transformer = model.merge(model.leaves)
-    transformer = transformer if P * K <= MAX_MATVEC_ROWS else dequantize(transformer)
-    transformer = attach(jax.tree.map(lambda x_P: jnp.repeat(x_P, K), features), transformer, constants)
-
-    def step(carry: tuple[KVCache, SamplerState, Beams]) -> tuple[KVCache, SamplerState, Beams]:
-        cache, sampler, beams = carry
-        position_P = jnp.where(beams.open_P, lengths_P + beams.length - 1, -1)
-        x_R1D, updated, _ = transformer.hidden(_newest(beams)[:, None], jnp.repeat(position_P, K)[:, None], cache=cache)
-        assert updated is not None
-        return _advance(updated, sampler, beams, transformer.logits(x_R1D[:, 0]), params, rules)
-
-    cache, _, beams = jax.lax.while_loop(lambda carry: carry[2].open_P.any(), step, (cache, sampler, beams))
-    return cache, beams
 
 
 class BeamRun:
@@ -305,11 +304,11 @@ class BeamRun:
         )
         with RunTimer() as timer:
             sampler = init_state(self._params, tokens_RT, valid_RT, size, self._plan.slots)
-            inputs = self._prompt, self._params, sampler, rules, *self._features
-            cache, sampler, beams = _start(self._weights, *inputs, plan=self._plan, beams=K)
-            jax.block_until_ready(beams)
+            cache = _prefill(self._weights, self._prompt, *self._features, plan=self._plan, beams=K)
+            jax.block_until_ready(cache)
             timer.mark_first()
-            cache, beams = _search(self._weights, cache, sampler, beams, self._params, rules, self._prompt[1], *self._features)
+            inputs = self._params, rules, self._prompt, *self._features
+            cache, beams = _search(self._weights, cache, sampler, *inputs, beams=K, capacity=self._plan.slots)
             ended_PKN, score_PK, length_PK = jax.device_get((beams.ended_PKN, beams.score_PK, beams.ended_length_PK))
         self.times = timer.times
         has_room_P = np.array(self._limits) > 0  # the search finds at least one token; ln 1 is the score of none

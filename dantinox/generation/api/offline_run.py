@@ -49,7 +49,7 @@ class OfflineEngine(EngineBase[StaticBatch]):
 
     def _measure(self, step_seconds: float) -> None:
         self._chunks += 1
-        if self._chunks > 2:  # the first two chunks include compilation
+        if self._chunks > 1:  # the first chunk includes compilation and prefill
             super()._measure(step_seconds)
 
 
@@ -227,11 +227,12 @@ class BatchRun:
             "cache": self.batch.caches[0].report() if self.batch.caches else None,
         }
         requests = dict(zip(self._jobs, self._requests, strict=True))
+        no_steps = self.batch.no_steps
         results = []
         for row, (job, number) in enumerate(self._samples):
             request = job.request
             sample = job.texts[number]
-            steps = jax.tree.map(lambda *parts: np.concatenate(parts), *reports[row]) if reports[row] else self.batch.no_steps
+            steps = jax.tree.map(lambda *parts: np.concatenate(parts), *reports[row]) if reports[row] else no_steps
             results.append(
                 Result(
                     prompt=request.prompt,

@@ -255,8 +255,8 @@ class DraftStepper(Stepper):
         return self.draft_tokens + 1
 
     def features(self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray) -> Features:
-        # Here the draft model reads the whole prompt in the prefill, unlike in a slot, see `DraftState.started`.
-        return Text(tokens_BS), init_drafts(np.asarray(width_B - 1, np.int32), np.asarray(length_B, np.int32))
+        # The prefill reads the prompt without its last token.
+        return Text(tokens_BS), init_drafts(np.asarray(width_B - 1, np.int32), np.asarray(length_B - 1, np.int32))
 
     def models(self, constants: Constants) -> tuple[SplitModel, ...]:
         return () if self.cache is None else (constants["draft_model"],)
@@ -272,15 +272,14 @@ class DraftStepper(Stepper):
         features: Features,
         constants: Constants,
         *,
-        attention: bool,
         echo: bool,
-    ) -> tuple[StepLogits, jax.Array | None, Caches]:
-        step_logits, x_PTD, caches = super().prefill(model, prompt, plan, features, constants, attention=attention, echo=echo)
+    ) -> tuple[jax.Array | None, Caches]:
+        x_PTD, caches = super().prefill(model, prompt, plan, features, constants, echo=echo)
         for split in self.models(constants):
-            _, _, draft_cache = prefill_prompts(dequantize(split.merge(split.leaves)), prompt, self.cache)
+            _, draft_cache = prefill_prompts(dequantize(split.merge(split.leaves)), prompt, self.cache)
             assert draft_cache is not None
             caches = (*caches, draft_cache)
-        return step_logits, x_PTD, caches
+        return x_PTD, caches
 
     def decode(
         self,
@@ -297,7 +296,9 @@ class DraftStepper(Stepper):
         model = attach(state.features, self.weights(model, B), constants)
         draft_model = next((self.weights(split.merge(split.leaves), B) for split in self.models(constants)), None)
         loop = _DraftLoop(self, model, draft_model, params, report)
-        logits = jax.tree.map(lambda x: jnp.zeros((self.width * B, *x.shape[1:]), x.dtype), abstract_logits(model, params))
+        logits = jax.tree.map(
+            lambda x: jnp.zeros((self.width * B, *x.shape[1:]), x.dtype), abstract_logits(model.config.vocab_size, params)
+        )
         buffers = emitted_buffers(model, state, params, report, chunk * self.width)
         first = _Carry(jnp.int32(0), caches, state, buffers, jnp.zeros(B, jnp.int32), logits)
         last = jax.lax.while_loop(lambda carry: (carry.step < steps) & ~carry.state.done_B.all(), loop.step, first)

@@ -1,7 +1,8 @@
 """`_prefill_toks` and `_generate_toks`, the compiled programs for prefill and decoding.
 
-A batch prefills its prompts once, draws the first token of every row with `sample_first`, and then calls `_generate_toks` once
-per chunk of tokens. The prefill does not contain the sampler, so all samplers share its program.
+A batch prefills its prompts once, without their last tokens, and then calls `_generate_toks` once per chunk of tokens. The
+first decode step processes the last token of every prompt. So the prefill does not contain the sampler, all samplers share its
+program, and the sampler is compiled once.
 
 Decoding is a `fori_loop` with a KV cache. The whole state of a row (token, position, limit, EOS tokens, random key, sampling
 parameters) is in arrays with a batch axis, so rows of different lengths and settings share one compiled program. What a step
@@ -118,15 +119,12 @@ class Stepper:
         features: Features,
         constants: Constants,
         *,
-        attention: bool,
         echo: bool,
-    ) -> tuple[StepLogits, jax.Array | None, Caches]:
-        """Returns the results of `prefill_prompts`, and the caches."""
-        step_logits, x_PTD, cache = prefill_prompts(
-            model, prompt, plan, features, constants, attention=attention, keep_states=echo
-        )
+    ) -> tuple[jax.Array | None, Caches]:
+        """Returns the hidden states of `prefill_prompts`, if `echo` needs them, and the caches."""
+        x_PTD, cache = prefill_prompts(model, prompt, plan, features, constants, keep_states=echo)
         assert cache is not None
-        return step_logits, x_PTD, (cache,)
+        return x_PTD, (cache,)
 
     def weights(self, model: Transformer, rows: int) -> Transformer:
         """Returns the model in the form that multiplies this number of rows."""
@@ -168,10 +166,9 @@ class Stepper:
 
 
 class Prefilled(NamedTuple):
-    """The result of `_prefill_toks`: caches and logits of the B rows, and with `echo` ln p `[P, T]` of the prompt tokens."""
+    """The result of `_prefill_toks`: the caches of the B rows, and with `echo` ln p `[P, T]` of the prompt tokens."""
 
     caches: Caches
-    logits: StepLogits
     echo: jax.Array | None
 
 
@@ -181,7 +178,7 @@ _jit: Any = partial(nnx.jit, graph_updates=False, graph=False)
 DECODE_NAMES = ("stepper", "report", "chunk")
 
 
-@partial(_jit, static_argnames=("stepper", "plan", "samples", "attention", "echo"))
+@partial(_jit, static_argnames=("stepper", "plan", "samples", "echo"))
 def _prefill_toks(
     model: Transformer | SplitModel,
     prompt: tuple[jax.Array, jax.Array],
@@ -191,10 +188,9 @@ def _prefill_toks(
     stepper: Stepper,
     plan: CachePlan,
     samples: int = 1,
-    attention: bool = False,
     echo: bool = False,
 ) -> Prefilled:
-    """Reads the prompts of a batch of `P · samples` rows into new caches.
+    """Reads the prompts of a batch of `P · samples` rows into new caches, except the last token of each prompt.
 
     Args:
       model: a `SplitModel` reduces the host overhead of a call considerably.
@@ -203,25 +199,16 @@ def _prefill_toks(
       constants: the arrays of features and of the stepper that all rows share.
       plan: the plan of the cache.
       samples: the rows of each prompt, which are consecutive.
-      attention: whether to measure the attention of the newest tokens, for the router.
       echo: report the log-probabilities of the prompt tokens, 0 for the first one.
     """
     model = dequantize(model.merge(model.leaves) if isinstance(model, SplitModel) else model)
     features = jax.tree.map(lambda x_B: x_B[::samples], features)
-    step_logits, x_PTD, caches = stepper.prefill(model, prompt, plan, features, constants, attention=attention, echo=echo)
-    echo_PT = None if x_PTD is None else prompt_logprobs(model, x_PTD, prompt[0])
+    tokens_PT, lengths_P = prompt
+    x_PTD, caches = stepper.prefill(model, (tokens_PT, lengths_P - 1), plan, features, constants, echo=echo)
+    echo_PT = None if x_PTD is None else prompt_logprobs(model, x_PTD, tokens_PT)
     if samples > 1:
-        caches, step_logits = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (caches, step_logits))
-    return Prefilled(caches, step_logits, echo_PT)
-
-
-@partial(jax.jit, static_argnames=("report",))
-def sample_first(
-    step_logits: StepLogits, state: DecodeState, params: SamplingParams, *, report: int | None
-) -> tuple[DecodeState, Emitted]:
-    """Draws the first token of every row after a prefill, as a chunk `[B, 1]`."""
-    state, emitted = sample_step(step_logits, state, params, report)
-    return state, jax.tree.map(lambda x_B: x_B[:, None], emitted)
+        caches = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), caches)
+    return Prefilled(caches, echo_PT)
 
 
 @partial(_jit, static_argnames=DECODE_NAMES, donate_argnames=("caches",))
@@ -266,10 +253,17 @@ def generation_program(platform: Platform) -> Any:
     return jax.jit(generate, static_argnames=DECODE_NAMES, donate_argnums=1, compiler_options=options)
 
 
+def emitted_shapes(vocab_size: int, state: DecodeState, params: SamplingParams, report: int | None) -> Emitted:
+    """Returns the shapes of what a step emits."""
+    # The call has the same form as in a decode step, so that both share a trace.
+    logits = abstract_logits(vocab_size, params)
+    shapes: Emitted = jax.eval_shape(lambda *inputs: sample_step(*inputs, params, report), logits, state)[1]
+    return shapes
+
+
 def emitted_buffers(model: Transformer, state: DecodeState, params: SamplingParams, report: int | None, size: int) -> Emitted:
     """Returns empty buffers for `size` tokens per row."""
-    # The call has the same form as in a decode step, so that both share a trace.
-    shapes = jax.eval_shape(lambda *inputs: sample_step(*inputs, params, report), abstract_logits(model, params), state)[1]
+    shapes = emitted_shapes(model.config.vocab_size, state, params, report)
     buffers: Emitted = jax.tree.map(lambda x: jnp.zeros((x.shape[0], size, *x.shape[1:]), x.dtype), shapes)
     return buffers
 
@@ -317,10 +311,10 @@ def write_row(rows: Any, row: Any, slot: jax.Array) -> Any:
     return jax.tree.map(lambda x, x_row: jax.lax.dynamic_update_slice_in_dim(x, x_row, slot, 0), rows, row)
 
 
-def abstract_logits(model: Transformer, params: SamplingParams) -> StepLogits:
+def abstract_logits(vocab_size: int, params: SamplingParams) -> StepLogits:
     """Returns the shapes of the result of `forward_step` without tracing the model."""
     row_B = jax.ShapeDtypeStruct((params.batch,), jnp.float32)
-    logits_BV = jax.ShapeDtypeStruct((params.batch, model.config.vocab_size), jnp.float32)
+    logits_BV = jax.ShapeDtypeStruct((params.batch, vocab_size), jnp.float32)
     metrics_B: list[Any] = [row_B] * len(AttentionMetrics._fields)
     return StepLogits(cast(Any, logits_BV), AttentionMetrics(*metrics_B) if params.uses_attention else None)
 
@@ -342,17 +336,16 @@ def prefill_prompts(
     features: Features = (),
     constants: Constants = {},  # noqa: B006 (never changed)
     *,
-    attention: bool = False,
     keep_states: bool = False,
-) -> tuple[StepLogits, jax.Array | None, KVCache | None]:
-    """Returns the logits after each prompt, with `keep_states` the final hidden states `[P, T, D]`, and the new cache.
+) -> tuple[jax.Array | None, KVCache | None]:
+    """Returns with `keep_states` the final hidden states `[P, T, D]` of the prompts, and the new cache.
 
     Without a plan, there is no cache. A batch with more than `PREFILL_BATCH_TOKENS` tokens is processed in several passes, each
     over some of the prompts.
 
     Args:
+      prompt: (tokens `[P, T]` right-padded, the number `[P]` of tokens to read).
       features: those of the prompts.
-      attention: whether to measure the attention of the last tokens.
     """
     tokens_PT, lengths_P = prompt
     P, T = tokens_PT.shape
@@ -360,35 +353,36 @@ def prefill_prompts(
     positions_PT = jnp.where(index_T < lengths_P[:, None], index_T, -1)
 
     def prefill(prompts: tuple[Any, ...]) -> Any:
-        rows_RT, positions_RT, last_R, features = prompts
+        rows_RT, positions_RT, features = prompts
         cache = None if plan is None else make_cache(model.config, rows_RT.shape[0], *plan)
-        x_RTD, cache, metrics = _prefill_rows(attach(features, model, constants), rows_RT, positions_RT, cache, attention)
-        return x_RTD[jnp.arange(len(last_R)), last_R], x_RTD if keep_states else None, cache, metrics
+        x_RTD, cache = _prefill_rows(attach(features, model, constants), rows_RT, positions_RT, cache)
+        return x_RTD if keep_states else None, cache
 
     rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL_BATCH_TOKENS))
-    prompts = tokens_PT, positions_PT, lengths_P - 1, features
+    prompts = tokens_PT, positions_PT, features
     if rows == P:
-        x_PD, x_PTD, cache, metrics = prefill(prompts)
+        x_PTD, cache = prefill(prompts)
     else:
         results = jax.lax.map(prefill, jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), prompts))
-        x_PD, x_PTD, cache, metrics = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), results)
-    return StepLogits(model.logits(x_PD), metrics), x_PTD, cache
+        x_PTD, cache = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), results)
+    return x_PTD, cache
 
 
 def prefill_hidden(
-    model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache | None, probe: Probe | None = None
-) -> tuple[jax.Array, KVCache | None, dict[str, Any]]:
-    """Runs `Transformer.hidden` on a prompt or a part of a prompt, with any cache.
+    model: Transformer, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KVCache | None
+) -> tuple[jax.Array, KVCache | None]:
+    """Returns the hidden states of a prompt or of a part of a prompt, and the updated cache of any kind.
 
     If the cache needs two passes, the tokens are repeated at the positions that follow them, so that attention reads them as a
     repetition (Kim et al. 2025). The outputs of the repetition are dropped.
     """
     if cache is None or not cache.needs_two_passes or tokens_BT.shape[1] == 1:
-        return model.hidden(tokens_BT, positions_BT, cache=cache, probe=probe)
+        x_BTD, cache, _ = model.hidden(tokens_BT, positions_BT, cache=cache)
+        return x_BTD, cache
     count_B1 = jnp.sum(positions_BT >= 0, axis=1, keepdims=True)
     positions_BU = jnp.concatenate([positions_BT, jnp.where(positions_BT >= 0, positions_BT + count_B1, -1)], axis=1)
-    x_BTD, cache, aux = model.hidden(jnp.tile(tokens_BT, (1, 2)), positions_BU, cache=cache.for_two_passes(), probe=probe)
-    return x_BTD[:, : tokens_BT.shape[1]], cache, aux
+    x_BTD, cache, _ = model.hidden(jnp.tile(tokens_BT, (1, 2)), positions_BU, cache=cache.for_two_passes())
+    return x_BTD[:, : tokens_BT.shape[1]], cache
 
 
 def prompt_logprobs(model: Transformer, x_PTD: jax.Array, tokens_PT: jax.Array) -> jax.Array:
@@ -397,9 +391,9 @@ def prompt_logprobs(model: Transformer, x_PTD: jax.Array, tokens_PT: jax.Array) 
 
 
 def _prefill_rows(
-    model: Transformer, tokens_PT: jax.Array, positions_PT: jax.Array, cache: KVCache | None, attention: bool
-) -> tuple[jax.Array, KVCache | None, AttentionMetrics | None]:
-    """Returns the final hidden states `[P, T, D]`, the cache after the prompts, and the attention metrics of their last tokens.
+    model: Transformer, tokens_PT: jax.Array, positions_PT: jax.Array, cache: KVCache | None
+) -> tuple[jax.Array, KVCache | None]:
+    """Returns the final hidden states `[P, T, D]`, and the cache after the prompts.
 
     With a compressed cache, long prompts are processed in parts of at most `COMPRESSED_PREFILL_CHUNK` tokens, and the cache
     evicts tokens after each part.
@@ -409,21 +403,18 @@ def _prefill_rows(
     if parts == 1:
         two_passes = cache is not None and cache.needs_two_passes
         initial_cache = cache if cache is None or two_passes else cache.for_prefill(model.config, model.parallelism)
-        x_PTD, cache, aux = prefill_hidden(model, tokens_PT, positions_PT, initial_cache, make_probe(attention))
-        return x_PTD, cache, attention_metrics(attention, aux)
+        return prefill_hidden(model, tokens_PT, positions_PT, initial_cache)
     size = -(-T // parts)
     padding = ((0, 0), (0, parts * size - T))
     padded = jnp.pad(tokens_PT, padding), jnp.pad(positions_PT, padding, constant_values=-1)
 
     def prefill_part(cache: KVCache | None, part: tuple[jax.Array, ...]) -> Any:
-        x_PtD, cache, aux = prefill_hidden(model, part[0], part[1], cache, make_probe(attention))
-        return cache, (x_PtD, attention_metrics(attention, aux))
+        x_PtD, cache = prefill_hidden(model, part[0], part[1], cache)
+        return cache, x_PtD
 
     split = [x.reshape(P, parts, size).transpose(1, 0, 2) for x in padded]
-    cache, (x_NPtD, metrics_NP) = jax.lax.scan(prefill_part, cache, tuple(split))
-    last_P = jnp.max(positions_PT, axis=1) // size
-    metrics = jax.tree.map(lambda metric_NP: metric_NP[last_P, jnp.arange(P)], metrics_NP)
-    return x_NPtD.transpose(1, 0, 2, 3).reshape(P, parts * size, -1)[:, :T], cache, metrics
+    cache, x_NPtD = jax.lax.scan(prefill_part, cache, tuple(split))
+    return x_NPtD.transpose(1, 0, 2, 3).reshape(P, parts * size, -1)[:, :T], cache
 
 
 def forward_step(model: Transformer, cache: KVCache, state: DecodeState, params: SamplingParams) -> tuple[StepLogits, KVCache]:

@@ -88,7 +88,7 @@ def prefill_part(
     positions_RT = jnp.where(index_T < count_R[:, None], first_R[:, None] + index_T, -1)
 
     def read(model: Transformer, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        x_RTD, updated, _ = prefill_hidden(model, tokens_RT, positions_RT, cache.at_slots(slot_R))
+        x_RTD, updated = prefill_hidden(model, tokens_RT, positions_RT, cache.at_slots(slot_R))
         assert updated is not None
         return x_RTD, updated.without_wrappers()
 

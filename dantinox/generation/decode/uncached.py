@@ -36,11 +36,12 @@ class UncachedStepper(Stepper):
         features: Features,
         constants: Constants,
         *,
-        attention: bool,
         echo: bool,
-    ) -> tuple[StepLogits, Array | None, Caches]:
-        step_logits, x_PTD, _ = prefill_prompts(model, prompt, None, features, constants, attention=attention, keep_states=echo)
-        return step_logits, x_PTD, ()
+    ) -> tuple[Array | None, Caches]:
+        if not echo:
+            return None, ()
+        x_PTD, _ = prefill_prompts(model, prompt, None, features, constants, keep_states=True)
+        return x_PTD, ()
 
     def weights(self, model: Transformer, rows: int) -> Transformer:
         return dequantize(model)

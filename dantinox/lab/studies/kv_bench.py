@@ -95,7 +95,7 @@ def _teacher_forced_logprobs(
     model, B = dequantize(model), len(tokens_BT)
     positions_BT = padded_positions(tokens_BT, lengths_B)
     empty = make_cache(model.config, B, *plan)
-    x_BtD, cache, _ = prefill_hidden(model, tokens_BT[:, :start], positions_BT[:, :start], empty)
+    x_BtD, cache = prefill_hidden(model, tokens_BT[:, :start], positions_BT[:, :start], empty)
     first_BV = model.logits(x_BtD[jnp.arange(B), jnp.minimum(lengths_B, start) - 1])
 
     def step(cache: KVCache | None, column: tuple[jax.Array, jax.Array]) -> tuple[KVCache | None, jax.Array]:
@@ -118,7 +118,7 @@ def _answer_from_cache(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.
     B = len(tokens_BT)
     last_B = lengths_B - 1
     cache = make_cache(model.config, B, *plan)
-    _, read, _ = prefill_hidden(model, tokens_BT, padded_positions(tokens_BT, lengths_B), cache)
+    _, read = prefill_hidden(model, tokens_BT, padded_positions(tokens_BT, lengths_B), cache)
     assert read is not None
     layers = tuple(_clear_slot(layer, last_B) if isinstance(layer, CompressedLayer) else layer for layer in read.layers)
     last_B1 = tokens_BT[jnp.arange(B), last_B][:, None]

@@ -309,7 +309,7 @@ def _generate_answers(cache: RulerCache, job: EvalBatch, length: int, done: Prog
 @nnx.jit(donate_argnames=("cache",), graph_updates=False)
 def _prefill_part(model: Transformer, cache: KVCache, tokens_BT: jax.Array, positions_BT: jax.Array) -> KVCache:
     """Prefills a part of the prompts and returns the cache."""
-    _, after, _ = prefill_hidden(dequantize(model), tokens_BT, positions_BT, cache)
+    _, after = prefill_hidden(dequantize(model), tokens_BT, positions_BT, cache)
     assert after is not None
     return after
 
