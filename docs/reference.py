@@ -171,7 +171,9 @@ SECTION_NOTES = {
         "(https://southbridge-research.notion.site/Entropixplained-11e5fec70db18022b083d7d7b0e93505).\n"
     ),
     "kv": "\n[Compress the KV cache](../../kv_cache.md) explains budgets and policies.\n",
-    "generation": "\n[Sampling steps](../../sampling_steps.md) has the formula of every step, and [sampling](../../sampling.md) advice.\n",
+    "generation": (
+        "\n[Sampling steps](../../sampling_steps.md) has the formula of every step, and [sampling](../../sampling.md) advice.\n"
+    ),
 }
 
 
