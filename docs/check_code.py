@@ -79,6 +79,7 @@ OTHER_PROGRAMS = {
     "jupyter": "opens a browser",
     "git": "needs a network",
     "cd": "changes the directory",
+    "rm": "deletes files",
 }
 
 TINY_MODEL = {

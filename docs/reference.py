@@ -164,9 +164,22 @@ def toctree(names: Iterable[str]) -> str:
     return "\n```{toctree}\n:hidden:\n\n" + "".join(f"{name}\n" for name in names) + "```\n"
 
 
+# Sections whose help texts use words that a page explains.
+SECTION_NOTES = {
+    "router": (
+        "\n[The entropy router](../../entropy.md) explains the formulas. The guide is [Entropixplained]"
+        "(https://southbridge-research.notion.site/Entropixplained-11e5fec70db18022b083d7d7b0e93505).\n"
+    ),
+    "kv": "\n[Compress the KV cache](../../kv_cache.md) explains budgets and policies.\n",
+    "generation": (
+        "\n[Sampling steps](../../sampling_steps.md) has the formula of every step, and [sampling](../../sampling.md) advice.\n"
+    ),
+}
+
+
 def settings_page(section: str) -> str:
     """The page of a section: every setting with type, default, prerequisites, help and examples, by groups."""
-    text = f"# {section}\n\n{section_titles()[section]}\n"
+    text = f"# {section}\n\n{section_titles()[section]}\n{SECTION_NOTES.get(section, '')}"
     records = [record for record in setting_records() if record.section == section]
     groups = dict.fromkeys(record.group for record in records)
     for group in groups:
@@ -404,7 +417,8 @@ def is_documented(name: str, value: object) -> bool:
 
 HTTP_INTRO = """# HTTP API
 
-`dantinox serve` answers these paths. [Serving](../serving.md) explains the protocols, errors, limits and authentication. Every
+`dantinox serve` answers these paths. [Serving](../serving.md) explains the server, and
+[fields of requests](../serving_fields.md) other programs' names, and fields without effect. Every
 path except `/health` and the files of the web page needs a key, if the server has keys. Bodies are JSON objects. A field that
 is null or absent has the value of the run's settings.
 

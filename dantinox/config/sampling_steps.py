@@ -1,9 +1,9 @@
 """The table of sampling steps: the settings of each step, the condition that switches it on, and its inputs.
 
 Everything else about the steps is derived from `STEPS`: flags and help of the `generation` section, prerequisites of settings,
-the default order, the compiled chain and its window, the parameters of `process_logits`, and the table in docs/sampling.md. To
-add a step, write a function in `dantinox.sampling.steps` or `.history`, add its row and settings to this module, and add a
-section to docs/sampling.md.
+the default order, the compiled chain and its window, the parameters of `process_logits`, and the table in
+docs/sampling_steps.md. To add a step, write a function in `dantinox.sampling.steps` or `.history`, add its row and settings to
+this module, and add a section to docs/sampling_steps.md.
 """
 
 import math

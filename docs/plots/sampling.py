@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/sampling.md: what each sampling step does to one real distribution of the next token.
+"""Draws the pictures of docs/sampling_steps.md: what each sampling step does to one real distribution of the next token.
 
 The distribution is stored beside this file: no model is needed. Any other run can take its place:
 

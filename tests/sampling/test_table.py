@@ -14,7 +14,7 @@ from dantinox.config.generation_settings import PRESETS, GenerationSection, step
 from dantinox.config.sampling_steps import NUMBER_BOUNDS, SETTINGS, STEPS
 from dantinox.sampling import SamplingParams, chain, init_state, process_logits
 
-DOCS = Path(__file__).parents[2] / "docs" / "sampling.md"
+DOCS = Path(__file__).parents[2] / "docs" / "sampling_steps.md"
 BAN = -np.inf
 
 
@@ -55,7 +55,7 @@ def listed(keys):
 def test_the_docs_contain_the_table_and_a_section_for_every_step():
     text = DOCS.read_text(encoding="utf-8")
     assert "\n".join(table()) in text
-    headings = "".join(re.findall(r"^#### .*$", text, re.MULTILINE))
+    headings = "".join(re.findall(r"^### .*$", text, re.MULTILINE))
     for name, step in STEPS.items():
         assert all(f"`{key}`" in headings for key in step.on), name
     for preset in (*PRESETS, "kobold", "koboldcpp"):

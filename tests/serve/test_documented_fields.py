@@ -18,7 +18,7 @@ from dantinox.text import ChatTemplate
 
 from .fakes import BYTES, FakeEngine
 
-DOCUMENTATION = (Path(__file__).parents[2] / "docs/serving.md").read_text(encoding="utf-8")
+DOCUMENTATION = (Path(__file__).parents[2] / "docs/serving_fields.md").read_text(encoding="utf-8")
 OPENAI = """model frequency_penalty logit_bias max_tokens n presence_penalty seed stop stream stream_options
 temperature top_p user
 logprobs"""

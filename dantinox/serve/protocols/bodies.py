@@ -38,7 +38,7 @@ class StrictBody(BaseModel):
     """An object in a body. A null field counts as absent, values are not converted, and `model_extra` has the unknown fields.
 
     `unsupported` maps each unsupported field that would change the response to its values that are accepted, because they have
-    no effect. `ignored` has the fields of the protocol that have no effect here; docs/serving.md lists them.
+    no effect. `ignored` has the fields of the protocol that have no effect here; docs/serving_fields.md lists them.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
