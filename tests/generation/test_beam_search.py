@@ -190,18 +190,18 @@ def test_a_lossy_cache_follows_its_beam(name):
 
 def decoded_logprob(model, prompt, tokens, plan):
     """Returns the log-probability of tokens that are decoded one by one after a prompt."""
-    prompt_1T = jnp.asarray([prompt]), jnp.asarray([len(prompt)])
-    step_logits, _, kv_cache = jax.jit(lambda: prefill_prompts(model, prompt_1T, plan))()
+    prompt_1T = jnp.asarray([prompt]), jnp.asarray([len(prompt) - 1])
+    _, kv_cache = jax.jit(lambda: prefill_prompts(model, prompt_1T, plan))()
 
     @jax.jit
     def step(kv_cache, token, position):
         x_11D, kv_cache, _ = model.hidden(token[None, None], position[None, None], cache=kv_cache)
         return model.logits(x_11D[:, 0]), kv_cache
 
-    logits_1V, total = step_logits.logits, 0.0
-    for i, token in enumerate(tokens):
+    total = 0.0
+    for i, (read, token) in enumerate(zip([prompt[-1], *tokens], tokens, strict=False)):
+        logits_1V, kv_cache = step(kv_cache, jnp.int32(read), jnp.int32(len(prompt) - 1 + i))
         total += builder.log_softmax(logits_1V[0])[token]
-        logits_1V, kv_cache = step(kv_cache, jnp.int32(token), jnp.int32(len(prompt) + i))
     return total
 
 
