@@ -147,7 +147,9 @@ def test_other_ways_to_decode(changes, monkeypatch):
     monkeypatch.setattr(drafts, "SINGLE_ROW_COST", 1e6)  # verification always pays off
     run = builder.circle()
     options = ASKS | {"max_new_tokens": 30, "seed": 2}
-    assert run.generate("a#", **options, **changes).tokens == run.generate("a#", **options).tokens
+    result = run.generate("a#", **options, **changes)
+    assert result.tokens == run.generate("a#", **options).tokens
+    assert (result.stats["accepted_draft_tokens"] > 5) == ("speculation" in changes)
 
 
 def served(run, slots, requests, **options):
@@ -174,7 +176,7 @@ def test_a_server_gives_the_texts_of_a_solo_run():
     ]  # fmt: skip
     plain = {name: value for name, value in ASKS.items() if name not in ("clarify_text", "clarify_cooldown")}
     requests = [
-        GenerationRequest((*b"ab#",), overlay(run.config, own | {"seed": n, "max_new_tokens": 40}), logprobs=0)
+        GenerationRequest((*b"ab" * 35, 35), overlay(run.config, own | {"seed": n, "max_new_tokens": 40}), logprobs=0)
         for n, own in enumerate([*(ASKS | own for own in chosen), plain])
     ]
     programs = {slots.program_key(request.config) for request in requests}
@@ -185,6 +187,7 @@ def test_a_server_gives_the_texts_of_a_solo_run():
     mixed = served(run, slots, requests)
     assert [served(run, slots, [request])[0] for request in requests] == mixed
     assert served(run, slots, requests[::-1], chunk_seconds=None, max_steps=3)[::-1] == mixed
+    assert sum(slots.reused_tokens(slot) for slot in range(3)) > 0, "the prefix cache has the prompt"
     offline = run.complete(requests)
     assert [(result.tokens, result.info["forced"]) for result in offline] == mixed
     lengths = [[len([*group]) for forced, group in groupby(marks) if forced] for _, marks in mixed]
