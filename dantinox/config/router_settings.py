@@ -214,7 +214,9 @@ class RouterSection(Section):
         preset = PRESET_NUMBERS[self.router_preset]
         if self.router_preset == "calibrated":
             preset = preset | {name: (measured or {})[name] for name in CALIBRATED_THRESHOLDS if name in (measured or {})}
-        set_values = self.model_dump(exclude={"router_preset", "use_attention", "clarify_token", "clarify_text"}, exclude_none=True)
+        set_values = self.model_dump(
+            exclude={"router_preset", "use_attention", "clarify_token", "clarify_text"}, exclude_none=True
+        )
         missing = [f"router.{name}" for name in CALIBRATED_THRESHOLDS if name not in preset | set_values]
         if missing:
             raise UserError(

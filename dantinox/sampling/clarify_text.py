@@ -1,7 +1,8 @@
-"""The clarify text: tokens that the router inserts into the output where it chooses `clarify`, one per step.
+"""The clarify text: tokens that the router inserts where it chooses `clarify`, one per step.
 
-Each token of the text is an ordinary position of the sequence: the model reads it, and the sampling steps see it as a generated
-token. A row needs one number as its state: how many tokens it has emitted since the beginning of the newest text.
+Each token of the text is an ordinary position of the sequence: the model reads it, and the sampling
+steps see it as a generated token. A row needs one number as its state: how many tokens it has
+emitted since the beginning of the newest text.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from jax import Array
 from dantinox.config import UserError
 
 MAX_CLARIFY_TOKENS = 256
-# The count of a row without a text so far. It is exact in float32, the type in which batches keep `RECURRENT_FIELDS`.
+# The count of a row without a text so far. It is exact in float32, the type of `RECURRENT_FIELDS`.
 NEVER = 2**24
 
 
@@ -68,9 +69,10 @@ class ClarifyText:
     def insert(self, since_B: Array, clarifies_B: Array, edited_BV: Array, cooldown_B: Array) -> Insertion:
         """Returns which rows emit a token of their text.
 
-        A text begins where the strategy is `clarify`, if it is the first one of the row, or if `cooldown_B` tokens have followed
-        the end of the last one. It continues in the next steps whatever their strategies are. A token that the edits forbid
-        is not emitted: the text does not begin, or it ends before this token.
+        A text begins where the strategy is `clarify`, if it is the first one of the row, or if `cooldown_B`
+        tokens have followed the end of the last one. It continues in the next steps whatever their
+        strategies are. A token that the edits forbid is not emitted: the text does not begin, or it ends
+        before this token.
 
         Args:
           since_B: the tokens since the beginning of the newest text, with its own; `NEVER`: there was none.

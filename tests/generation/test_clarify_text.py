@@ -37,7 +37,9 @@ ROWS = [
 
 def run_rows(rows, prompts, chunks, seeds):
     """Returns tokens and reports of rows `(clarify ids, settings)`, decoded in chunks of these sizes."""
-    given = [ENTROPY | own | {"seed": seed} | ({"clarify_text": "x"} if ids else {}) for (ids, own), seed in zip(rows, seeds)]
+    texts = [{"clarify_text": "x"} if ids else {} for ids, _ in rows]
+    columns = zip(rows, texts, seeds, strict=True)
+    given = [ENTROPY | own | text | {"seed": seed} for (_, own), text, seed in columns]
     tokens, lengths = builder.padded(prompts)
     params = SamplingParams.build(given, vocab_size=builder.V, clarify_ids=[ids for ids, _ in rows])
     limits = np.full(len(rows), STEPS)
@@ -84,7 +86,8 @@ def test_a_new_text_compiles_nothing():
     assert (_generate_toks.jitted_fn._cache_size(), sample_first._cache_size()) == programs
 
 
-# A model in which each byte of `CIRCLE` has one successor, and every other byte is followed by any byte: there, the text begins.
+# With these thresholds and the model `circle`, the text begins after every byte that is not in `CIRCLE`:
+# each byte of `CIRCLE` has one successor, and any byte follows the other ones.
 ASKS = {
     "strategy": "entropy", "use_attention": False, "low_entropy": 1.0, "low_varentropy": 10.0, "clarify_entropy": 3.0,
     "high_entropy": 3.0, "high_varentropy": 10.0, "clarify_text": "[?] a", "clarify_cooldown": 6,
@@ -204,5 +207,5 @@ def test_refusals():
         generate(builder.model(), [[1, 2]], 3, clarify_text="x", strategy="entropy")
     with_token = overlay(run.config, {"strategy": "entropy", "clarify_token": 3})
     assert overlay(with_token, {"clarify_text": "x"}).router.clarify_token is None, "a request replaces the token of the run"
-    with pytest.raises(UserError, match="router.clarify_text must be null if router.clarify_token is set"):
+    with pytest.raises(UserError, match=r"router\.clarify_text must be null if router\.clarify_token is set"):
         overlay(run.config, {"strategy": "entropy", "clarify_token": 3, "clarify_text": "x"})

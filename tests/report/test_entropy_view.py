@@ -133,7 +133,11 @@ def test_a_strategy_is_marked_where_it_starts():
 
 
 def test_tokens_that_were_not_drawn_have_a_mark_of_their_own():
-    tokens = [token("a", 1.0, "greedy"), *(token(part, 4.0, "clarify", forced=True) for part in "bc"), token("d", 1.0, "greedy")]
+    tokens = [
+        token("a", 1.0, "greedy"),
+        *(token(part, 4.0, "clarify", forced=True) for part in "bc"),
+        token("d", 1.0, "greedy"),
+    ]
     assert strip_styles(body(tokens)) == ["ᵍaᶠbcᵍd"]
     legend = next(show_entropy([document(tokens)], 200, "truecolor"))
     assert "ᵍ greedy  ᶠ forced" in SGR.sub("", legend) and "clarify" not in legend

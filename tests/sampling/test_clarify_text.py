@@ -89,8 +89,9 @@ def test_the_state_of_a_row_can_be_restored_in_the_middle_of_a_text():
         _, state, _ = step(params, state, UNIFORM_V[None], np.ones(1, bool))
         history.append({name: np.asarray(value, np.float32) for name, value in state.recurrent.items()})
     assert [one["since_clarify_text"].tolist() for one in history] == [[1], [2]]
-    for given, expected in ((history[0], [5, 7]), (history[1], [7]), ({"since_clarify_text": np.float32([np.nan])}, [3, 5, 7])):
-        state = init_state(params, np.int32([[2, 3]]), np.ones((1, 2), bool), V, generated_B=np.int32([1]), recurrent=given)
+    unknown = {"since_clarify_text": np.float32([np.nan])}
+    for values, expected in ((history[0], [5, 7]), (history[1], [7]), (unknown, [3, 5, 7])):
+        state = init_state(params, np.int32([[2, 3]]), np.ones((1, 2), bool), V, generated_B=np.int32([1]), recurrent=values)
         tokens = []
         for _ in expected:
             token_B, state, routed = step(params, state, PEAKED_V[None] if tokens else UNIFORM_V[None], np.ones(1, bool))
@@ -136,10 +137,10 @@ def test_errors():
     assert [*router_conflicts(RouterSection(clarify_token=3, clarify_text="x"))] == [
         ("router.clarify_text", "must be null if router.clarify_token is set: set one of them")
     ]
-    for given, message in (
+    for values, message in (
         ({"router.clarify_text": "x"}, "router.clarify_text has no effect while generation.strategy is chain"),
         ({"generation.strategy": "entropy", "router.clarify_text": ""}, "router.clarify_text must be"),
         ({"generation.num_beams": 2, "generation.strategy": "entropy", "router.clarify_text": "x"}, "num_beams"),
     ):
         with pytest.raises(UserError, match=message):
-            build_config({}, given, origin="")
+            build_config({}, values, origin="")
