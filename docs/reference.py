@@ -143,8 +143,8 @@ EXAMPLE_VALUES: dict[str, object] = {
     "router.low_entropy": 0.1, "router.low_varentropy": 0.1, "router.clarify_entropy": 3.0, "router.high_entropy": 5.0,
     "router.high_varentropy": 5.0, "router.entropy_scale": 1.0, "router.varentropy_scale": 1.0, "router.temperature_min": 0.3,
     "router.temperature_max": 1.5, "router.clarify_token": "?", "router.resample_temperature_min": 0.7,
-    "router.resample_temperature_min_factor": 0.7, "kv.budget": 0.3, "kv.budget_tokens": 128,
-    "kv.calibration": "kv_entropy.json", "logging.wandb_project": "my_project",
+    "router.clarify_text": "Which one do you mean?", "router.resample_temperature_min_factor": 0.7, "kv.budget": 0.3,
+    "kv.budget_tokens": 128, "kv.calibration": "kv_entropy.json", "logging.wandb_project": "my_project",
 }  # fmt: skip
 
 

@@ -199,7 +199,8 @@ OTHER: dict[str, tuple] = {
     "generation.watermark_keys": ([1, 2],), "generation.watermark_ngram": (4, {"generation.watermark_keys": [1]}),
     "generation.mirostat_tau": (3.0, {"generation.mirostat": 2}), "generation.mirostat_eta": (0.3, {"generation.mirostat": 2}),
     "router.router_preset": ("calibrated", ROUTER), "router.use_attention": (False, ROUTER),
-    "router.clarify_token": (3, ROUTER), "router.clarify_cooldown": (5, {**ROUTER, "router.clarify_token": 3}),
+    "router.clarify_token": (3, ROUTER), "router.clarify_text": ("Which?", ROUTER),
+    "router.clarify_cooldown": (5, {**ROUTER, "router.clarify_token": 3}),
     "kv.budget": (0.5,), "kv.budget_tokens": (64,), "kv.policy": ("tova", BUDGET), "kv.signal": ("uniform", BUDGET),
     "kv.dtype": ("int8",), "kv.sinks": (0, BUDGET), "kv.recent": (8, BUDGET), "kv.window": (8, BUDGET), "kv.pool": (5, BUDGET),
     "kv.decay": ("entropy", BUDGET), "kv.scale_min": (0.5, BY_HEAD), "kv.scale_max": (4.0, BY_HEAD),
@@ -257,7 +258,8 @@ def sampling_parameters(config):
     filled = config.model_copy(
         update={"generation": config.generation.model_copy(update={"seed": config.generation.seed or 1})}
     )
-    params = SamplingParams.build(filled, stop_ids=[0], protected_ids=[0], measured=measured)
+    clarify_ids = [[*(filled.router.clarify_text or "").encode()]]
+    params = SamplingParams.build(filled, stop_ids=[0], protected_ids=[0], clarify_ids=clarify_ids, measured=measured)
     leaves, kind = jax.tree.flatten(params)
     return str(kind), [np.asarray(leaf).tolist() for leaf in leaves], section_order(config.generation)
 

@@ -13,6 +13,7 @@ REQUEST_KEYS = {flat_name(key): key for key in FIELDS if key.partition(".")[0] i
 # Pairs of settings that exclude each other. A request that sets one of them removes the other from the base settings.
 PAIRS = [
     ("kv_budget", "kv_budget_tokens"),
+    ("clarify_token", "clarify_text"),
     *((key, f"base_{key}") for key in ROUTED_STEPS),
     *((flat_name(old), flat_name(new)) for old, new in ALIASES.items()),
 ]
@@ -35,7 +36,7 @@ def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: 
     * `strategy: entropy` replaces `greedy`;
     * `guidance_scale` replaces `speculation`, which does not change the text;
     * `num_beams` replaces `greedy` and the settings of steps that beam search does not run, such as the temperature;
-    * `kv_budget` replaces `kv_budget_tokens`, and the reverse;
+    * `kv_budget` replaces `kv_budget_tokens`, and the reverse; so do `clarify_token` and `clarify_text`;
     * a base value of the router (`base_top_k`) replaces the chain's value (`top_k`), and the reverse.
 
     With `strategy: entropy`, a temperature of 1 or a min_p of 0 in the request also becomes a base value of the router.

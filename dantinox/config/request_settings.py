@@ -113,6 +113,7 @@ class SamplingSettings(TypedDict, total=False):
     base_min_p: float
     candidates: int
     clarify_token: int | str | None
+    clarify_text: str | None
     clarify_cooldown: int
     clarify_temperature_factor: float
     clarify_temperature_attn_entropy: float

@@ -107,9 +107,14 @@ class RouterSection(Section):
         "clarify: token to emit, as id or string of one token (null: sample at a higher temperature)",
         group="strategies",
     )
-    clarify_cooldown: Annotated[CountOrZero, Needs(("router.clarify_token", is_set))] = field(
+    clarify_text: Annotated[str, Field(min_length=1)] | None = field(
+        None,
+        "clarify: text to insert instead of a token, at most 256 tokens (null: none)",
+        group="strategies",
+    )
+    clarify_cooldown: Annotated[CountOrZero, Needs(("router.clarify_token", is_set), ("router.clarify_text", is_set))] = field(
         32,
-        "clarify: minimum number of tokens between two clarify tokens",
+        "clarify: minimum number of tokens between two clarify tokens or texts",
         group="strategies",
     )
     clarify_temperature_factor: Coefficient = field(1.3, "clarify: factor on T₀", group="strategies")
@@ -209,7 +214,9 @@ class RouterSection(Section):
         preset = PRESET_NUMBERS[self.router_preset]
         if self.router_preset == "calibrated":
             preset = preset | {name: (measured or {})[name] for name in CALIBRATED_THRESHOLDS if name in (measured or {})}
-        set_values = self.model_dump(exclude={"router_preset", "use_attention", "clarify_token"}, exclude_none=True)
+        set_values = self.model_dump(
+            exclude={"router_preset", "use_attention", "clarify_token", "clarify_text"}, exclude_none=True
+        )
         missing = [f"router.{name}" for name in CALIBRATED_THRESHOLDS if name not in preset | set_values]
         if missing:
             raise UserError(
@@ -285,6 +292,8 @@ def forcing_thresholds(strategy: str) -> dict[str, float]:
 
 def router_conflicts(r: RouterSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among the settings of the section."""
+    if r.clarify_token is not None and r.clarify_text is not None:
+        yield "router.clarify_text", "must be null if router.clarify_token is set: set one of them"
     numbers = PRESET_NUMBERS[r.router_preset] | r.model_dump(exclude_none=True)
     for name in ("temperature", "adaptive_top_p", "adaptive_top_k", "adaptive_min_p"):
         low, high = numbers[f"{name}_min"], numbers[f"{name}_max"]

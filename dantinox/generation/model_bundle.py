@@ -227,6 +227,9 @@ class ModelBundle:
         """
         section, vocab_size = request.config.generation, self.model.config.vocab_size
         constraint, reasoning = request.constraint, request.reasoning
+        if constraint is not None and request.config.router.clarify_text is not None:
+            message = "router.clarify_text cannot be combined with a constraint on the output: remove one of them"
+            raise UserError(message, key="router.clarify_text")
         strings = find_banned_strings(tuple(section.banned_strings))
         regexes = compile_regexes(section.banned_regexes)
         matcher = None if constraint is None else self.matcher(constraint, section)

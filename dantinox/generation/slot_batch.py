@@ -39,7 +39,7 @@ from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import tree_bytes
 from dantinox.sampling import LogitProcessor
 from dantinox.sampling.chain import ALL_ALLOWED
-from dantinox.sampling.state import RECURRENT_FIELDS, fields_read
+from dantinox.sampling.state import recurrent_fields
 from dantinox.sampling.subsets import ALL_STEPS, LARGEST_SUBSET, reduce_state, restore
 
 COMPILE_THREADS = 2  # programs compiled in parallel
@@ -237,8 +237,8 @@ class SlotBatch(PrefillBatch):
         """Returns what `start_row` reads of a row, before it is packed; the features of the stepper are added to the others."""
         tokens_1S = np.zeros((1, self.context), np.int32)
         tokens_1S[0, : len(tokens)] = tokens
-        names = set(RECURRENT_FIELDS) & fields_read(row_params.params.plan)
-        values = {name: np.asarray([(recurrent or {}).get(name, np.nan)], np.float32) for name in sorted(names)}
+        names = sorted(recurrent_fields(row_params.params))
+        values = {name: np.asarray([(recurrent or {}).get(name, np.nan)], np.float32) for name in names}
         features += self.plan.stepper.features(tokens_1S, np.asarray([len(tokens)], np.int32), np.asarray([row_params.width]))
         numbers = np.asarray([slot, len(tokens), generated, limit], np.int32)
         return (row_params.params, tokens_1S, row_params.end_ids_1E, features, values), numbers

@@ -34,14 +34,15 @@ class ProgramKey(NamedTuple):
     """The key of a decode program; requests with the same key are decoded together.
 
     All requests without the router share one program, which reads the order of the sampling steps and the rules for ties and
-    top_p from arrays. With the router, different rules need different programs. Requests with different `features` have
-    different programs too (`request_features`).
+    top_p from arrays. With the router, different rules need different programs, and so do requests with a clarify text.
+    Requests with different `features` have different programs too (`request_features`).
     """
 
     strategy: str
     words: tuple[tuple[str, str], ...] = ()
     attends: bool = False
     features: tuple[str, ...] = ()
+    inserts_text: bool = False
 
 
 class RowParams(NamedTuple):
@@ -118,7 +119,8 @@ class ServedSettings:
         if g.strategy == "chain":
             return ProgramKey("chain", features=features)
         words = tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS)
-        return ProgramKey(g.strategy, words, config.router.use_attention, features)
+        inserts_text = config.router.clarify_text is not None
+        return ProgramKey(g.strategy, words, config.router.use_attention, features, inserts_text)
 
     def _check_drafts(self, requested: GenerationSection) -> None:
         """Checks that the drafts of a request are a part of those that the programs of the server can verify."""

@@ -1,4 +1,4 @@
-"""Converts settings that name tokens by text (banned words, biases, DRY breakers, stop tokens) to token ids."""
+"""Converts settings that name tokens by text (banned words, biases, DRY breakers, stop tokens, clarify text) to token ids."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -34,6 +34,7 @@ def sampling_params(
     return SamplingParams.build(
         rows,
         stop_ids=eos,
+        clarify_ids=[clarify_ids(tokenizer, config) for config in configs],
         protected_ids=[*eos, *(_newline_ids(tokenizer) if any("xtc" in active_steps(row.generation) for row in rows) else [])],
         sample_index=sample_index,
         vocab_size=vocab_size or tokenizer.vocab_size,
@@ -50,6 +51,21 @@ def stop_token_ids(tokenizer: Tokenizer, section: GenerationSection) -> tuple[in
 def end_ids(tokenizer: Tokenizer, section: GenerationSection) -> list[int]:
     """Returns the ids that end a sequence, with the EOS tokens unless the settings ignore them."""
     return [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
+
+
+def clarify_ids(tokenizer: Tokenizer, config: Config) -> list[int]:
+    """Returns the tokens of `router.clarify_text`, without a BOS token; empty without a text or without the router.
+
+    Raises:
+      UserError: the tokenizer cannot encode the text, or encodes it to nothing.
+    """
+    text, key = config.router.clarify_text, "router.clarify_text"
+    if text is None or config.generation.strategy != "entropy":
+        return []
+    ids = _encode(tokenizer, text, key)
+    if not ids:
+        raise UserError(f"{key} must be a text of at least one token, got {text!r}", key=key, value=text)
+    return ids
 
 
 def with_default_seed(config: Config, seed: int) -> Config:

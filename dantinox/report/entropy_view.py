@@ -22,7 +22,7 @@ from rich.cells import cell_len
 from dantinox.report.trace_file import Document
 
 Colors = Literal["truecolor", "256", "none"]
-Piece = tuple[str, float | None, str | None]  # text of one or more tokens, its entropy and strategy (None in the prompt)
+Piece = tuple[str, float | None, str | None]  # text of one or more tokens, its entropy and a key of `MARKS` (None: no mark)
 
 RAMP = np.array([
     (68, 1, 84), (71, 45, 123), (59, 82, 139), (44, 114, 142), (33, 145, 140), (40, 174, 128), (94, 201, 98),
@@ -35,7 +35,7 @@ RAMP_256 = (53, 55, 24, 31, 36, 77, 149, 220, 226)
 RAMP_BITS = 8.0
 WHITE_BELOW = {"truecolor": 1.503, "256": 0.782}  # bits below which white letters have more contrast than black ones (WCAG 2)
 LEGEND_BITS = (0, 0.5, 1, 2, 3, 4, 6, 8)
-MARKS = {"greedy": "ᵍ", "clarify": "ᶜ", "explore": "ᵉ", "resample": "ʳ", "adaptive": "ᵃ"}
+MARKS = {"greedy": "ᵍ", "clarify": "ᶜ", "explore": "ᵉ", "resample": "ʳ", "adaptive": "ᵃ", "forced": "ᶠ"}
 PICTURES = {**{chr(code): chr(0x2400 + code) for code in range(32)}, "\x7f": "␡", "\t": "⇥   "}
 BREAK, BASE, ZERO_WIDTH_NON_JOINER, ZERO_WIDTH_JOINER = "↵", "◌", "\u200c", "\u200d"
 
@@ -44,7 +44,7 @@ class Glyph(NamedTuple):
     """A character with its combining marks, which a terminal draws as one.
 
     Attributes:
-      mark: the strategy that starts at this glyph, else "".
+      mark: the strategy, or `forced`, that starts at this glyph, else "".
       starts: whether a token starts at this glyph.
       breaks: whether the line ends after this glyph.
     """
@@ -80,7 +80,7 @@ def show_entropy(documents: Sequence[Document], width: int, colors: Colors) -> I
       colors: `truecolor` and `256` shade with escape sequences, which each line resets; `none` prints digits below each line.
     """
     width = max(width, 20)
-    used = {token.get("strategy") for document in documents for token in document["tokens"]}
+    used = {_mark(token) for document in documents for token in document["tokens"]}
     yield from _legend([name for name in MARKS if name in used], width, colors)
     for number, document in enumerate(documents, 1):
         yield ""
@@ -133,6 +133,11 @@ def escape_character(character: str) -> str:
     return PICTURES.get(character, f"<U+{ord(character):04X}>" if is_unsafe and not is_joiner else character)
 
 
+def _mark(token: Mapping[str, Any]) -> str | None:
+    """Returns the strategy of a token, `forced` for a token that the router did not draw, or None without the router."""
+    return "forced" if token.get("forced") else token.get("strategy")
+
+
 def _pieces(tokens: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
     """Yields the pieces of a text. Tokens that together form one character get the highest of their entropies."""
     parts: list[Mapping[str, Any]] = []
@@ -140,7 +145,7 @@ def _pieces(tokens: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
         parts.append(token)
         if token["text"]:
             most_uncertain = max(parts, key=lambda part: _finite(part["entropy"]) or 0.0)
-            yield token["text"], _finite(most_uncertain["entropy"]), most_uncertain.get("strategy")
+            yield token["text"], _finite(most_uncertain["entropy"]), _mark(most_uncertain)
             parts = []
 
 

@@ -125,7 +125,7 @@ function strategyLabel(name) {
 
 function tokenNode(token, i) {
   const word = visible(token.text).replaceAll("↵", "line break");
-  const label = [word, token.strategy, `entropy ${formatMetric("entropy", token.entropy)}`].filter(Boolean).join(", ");
+  const label = [word, token.strategy, token.forced && "forced", `entropy ${formatMetric("entropy", token.entropy)}`].filter(Boolean).join(", ");
   const node = element("span", {class: "token", role: "option", "aria-label": label});
   mark(node, false);
   if (token.text === "") node.append(element("i", {}, "◌"));
@@ -137,6 +137,7 @@ function tokenNode(token, i) {
     node.classList.add(token.strategy);
     node.dataset.glyph = GLYPH[token.strategy];
   }
+  node.classList.toggle("forced", Boolean(token.forced));
   node.index = i;
   return node;
 }
@@ -159,6 +160,7 @@ function drawLegend() {
   const {shading} = state;
   const scale = element("span", {class: "scale"}, ...(shading in scales ? ramp(shading) : ["Colored by strategy"]));
   const names = isRouted() ? STRATEGIES.map(strategyLabel) : [];
+  if (state.sample.tokens.some((token) => token.forced)) names.push(element("span", {class: "forced"}, "not sampled"));
   byId("legend").replaceChildren(scale, element("span", {class: "names"}, ...names));
 }
 

@@ -19,6 +19,7 @@ from dantinox.sampling.best_of_n import Candidates, best_candidate, best_of_n, c
 from dantinox.sampling.draw import draw, row_key
 from dantinox.sampling.entropy_router import (
     ADAPTIVE,
+    CLARIFY,
     AttentionMetrics,
     Metrics,
     Route,
@@ -125,12 +126,19 @@ def sample(
             drawn_B = jnp.where(routes.strategy == ADAPTIVE, found.token, drawn_B)
         token_B = jnp.where(greedy_B, token_B, drawn_B)
     surprise_B = None if state.mu is None else (log_mass_B - final_BV[rows_B, token_B]) / jnp.log(2.0)
-    routed = None
+    routed = since_B = None
     if routes is not None and params.router is not None:
         assert state.clarified is not None and state.length is not None
         distance_B = jnp.where(state.clarified < 0, -1, state.length - 1 - state.clarified)
         forced_B = jax.vmap(should_clarify)(routes.strategy, edited_BV, distance_B, params.router)
         token_B = jnp.where(forced_B, params.router.clarify_token, token_B)
+        if params.clarify_text is not None:
+            assert state.since_clarify_text is not None
+            cooldown_B = jnp.asarray(params.router.clarify_cooldown)
+            clarifies_B = routes.strategy == CLARIFY
+            inserted = params.clarify_text.insert(state.since_clarify_text, clarifies_B, edited_BV, cooldown_B)
+            since_B, forced_B = inserted.since, forced_B | inserted.forced
+            token_B = jnp.where(inserted.forced, inserted.token, token_B)
         routed = RouterReport(attention if params.uses_attention else None, routes, forced_B, found)
     empty_B = jnp.max(allowed_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
@@ -146,7 +154,7 @@ def sample(
             reported = lax.cond(params.report_rows.any(), make_report, lambda *_: nothing(), *inputs)
         reported = reported._replace(routed=routed)
     probability_B = None if state.adaptive_sum is None else _probabilities(final_BV, token_B, params)
-    new_state = update(params, state, token_B, active_B, surprise_B, probability_B)
+    new_state = update(params, state, token_B, active_B, surprise_B, probability_B, since_B)
     return token_B, new_state, SampleInfo(repaired_B, empty_B, reported)
 
 

@@ -29,6 +29,7 @@ from dantinox.config.sampling_steps import (
     WatermarkKeys,
     is_digits,
 )  # fmt: skip
+from dantinox.sampling.clarify_text import ClarifyText
 from dantinox.sampling.entropy_router import Metrics, RouterConfig
 from dantinox.sampling.history import sequence_arrays
 from dantinox.sampling.logit_processor import LogitProcessor, check_logit_processor
@@ -79,6 +80,7 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
         "allowed_bits",
         "order",
         "loops",
+        "clarify_text",
     ),
     meta_fields=(
         "plan",
@@ -121,6 +123,7 @@ class SamplingParams:
         padded with −1. None: all rows use the order of the plan, for which the program is compiled.
       logit_processor: a function that edits the logits before all steps; part of the program. None: no such function.
       loops: the rules of loop detection; None: no row detects loops.
+      clarify_text: the texts that the router inserts; None: no row has one.
     """
 
     numbers: dict[str, Array]
@@ -141,6 +144,7 @@ class SamplingParams:
     order: Array | None = None
     logit_processor: LogitProcessor | None = None
     loops: LoopRules | None = None
+    clarify_text: ClarifyText | None = None
 
     @classmethod
     def build(
@@ -150,6 +154,7 @@ class SamplingParams:
         batch: int | None = None,
         stop_ids: Sequence[int] = (),
         protected_ids: Sequence[int] = (),
+        clarify_ids: Sequence[Sequence[int]] | None = None,
         sample_index: Sequence[int] | int = 0,
         vocab_size: int | None = None,
         measured: Mapping[str, float] | None = None,
@@ -168,6 +173,7 @@ class SamplingParams:
           batch: the number of rows B. None: the number of entries of `rows`.
           stop_ids: ids that `min_tokens` bans in addition to the row's own `stop_token_ids`, such as the EOS token.
           protected_ids: ids that `xtc` must not remove, such as the EOS token and the line break.
+          clarify_ids: the tokens of `router.clarify_text` of each row, empty for a row without a text. None: no row has one.
           sample_index: the index of a row among the samples of its prompt; part of the random key, like the seed.
           vocab_size: if given, ids outside the vocabulary raise an error.
           measured: the calibration of the model, for rows with `router_preset: calibrated`.
@@ -207,6 +213,8 @@ class SamplingParams:
         for name, given in (("score_fn chooses among", score_fn is not None), ("show_candidates shows", show_candidates)):
             if given and first.strategy != "entropy":
                 raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
+        if clarify_ids is None and first.strategy == "entropy" and any(c.router.clarify_text is not None for c in configs):
+            raise _error("router.clarify_text", "needs a tokenizer: pass its token ids as clarify_ids")
         stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
         enabled_by_row = [enabled_steps(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
         stochastic = extra_steps is not None or any(not is_greedy(section) for section in sections)
@@ -245,6 +253,7 @@ class SamplingParams:
             "order": np.stack([order_array(section_order(section)) for section in sections]) if dynamic_order else None,
             "loops": LoopRules.build(sections, always=extra_steps is not None),
             "router": jax.tree.map(lambda *numbers: np.stack(numbers), *routers) if routers else None,
+            "clarify_text": ClarifyText.build(clarify_ids or ()) if routers else None,
         }
         return cls(
             **jax.device_put(arrays),  # one call: separate `jnp.asarray` calls take several times as long

@@ -17,7 +17,7 @@ class RouterReport(NamedTuple):
     Attributes:
       attention: the attention metrics, or None if the router does not use them.
       route: the strategy, and the temperature, top-p, top-k and min-p to draw with.
-      forced: whether the clarify token was emitted instead of a drawn token.
+      forced: whether the clarify token, or a token of the clarify text, was emitted instead of a drawn token.
       candidates: the candidates in rows with the strategy `adaptive`; None if they are neither scored nor reported. Token ids,
         ln p under the model, and scores have shape [B, N]. The id −1 marks an unused entry.
     """

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dantinox.config.sampling_steps import STEPS
+from dantinox.sampling.clarify_text import NEVER
 from dantinox.sampling.history import extend_repeat_lengths, repeat_lengths
 from dantinox.sampling.logit_processor import TokenHistory
 from dantinox.sampling.loops import MAX_LOOP_PERIOD, extend_loop_runs, loop_runs
@@ -21,8 +22,8 @@ FIELDS_OF_INPUT = {
     "distance_V": {"last_seen"}, "count_V": {"count"}, "prompt_V": {"in_prompt"}, "mu": {"mu"},
     "average": {"adaptive_sum", "adaptive_weight"},
 }  # fmt: skip
-# Fields that depend on the probabilities of the earlier tokens, so that they cannot be computed from the tokens.
-RECURRENT_FIELDS = ("mu", "adaptive_sum", "adaptive_weight")
+# Fields that depend on how the earlier tokens were chosen, so that they cannot be computed from the tokens.
+RECURRENT_FIELDS = ("mu", "adaptive_sum", "adaptive_weight", "since_clarify_text")
 _repeat_lengths_of_rows = jax.jit(jax.vmap(repeat_lengths))  # outside jit the loop would be compiled at every call
 _loop_runs_of_rows = jax.jit(jax.vmap(loop_runs))
 
@@ -31,6 +32,12 @@ def fields_read(plan: Iterable[str]) -> set[str]:
     """Returns the state fields that these steps read."""
     inputs = {name for step in plan for name in STEPS[step].reads}
     return {field for name in inputs for field in FIELDS_OF_INPUT.get(name, ())}
+
+
+def recurrent_fields(params: SamplingParams) -> set[str]:
+    """Returns the `RECURRENT_FIELDS` of rows with these parameters."""
+    inserts = set() if params.clarify_text is None else {"since_clarify_text"}
+    return (set(RECURRENT_FIELDS) & fields_read(params.plan)) | inserts
 
 
 def token_histories(state: "SamplerState") -> TokenHistory:
@@ -42,7 +49,7 @@ def token_histories(state: "SamplerState") -> TokenHistory:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerState:
-    """The history of every row. A field that no step of the plan reads is None.
+    """The history of every row. A field that nothing reads is None.
 
     Attributes:
       n_generated: [B] int32, number of generated tokens.
@@ -58,6 +65,8 @@ class SamplerState:
         adaptive-p; their quotient is the weighted average.
       loop_runs: [B, P] int32, for each period how many tokens at the end of the output repeat it, see `loops.loop_runs`.
       clarified: [B] int32, last position of the router's clarify token; −1: it does not occur.
+      since_clarify_text: [B] int32, tokens since the beginning of the newest clarify text, with its own; `clarify_text.NEVER`:
+        none was inserted.
     """
 
     n_generated: Array
@@ -73,6 +82,7 @@ class SamplerState:
     adaptive_weight: Array | None = None
     loop_runs: Array | None = None
     clarified: Array | None = None
+    since_clarify_text: Array | None = None
 
     @property
     def recurrent(self) -> dict[str, Array]:
@@ -152,8 +162,10 @@ def init_state(
     if "adaptive_sum" in fields:  # as after many tokens of probability `adaptive_target`
         arrays["adaptive_weight"] = 1 / (1 - params.numbers["adaptive_decay"])
         arrays["adaptive_sum"] = params.numbers["adaptive_target"] * arrays["adaptive_weight"]
+    if params.clarify_text is not None:
+        arrays["since_clarify_text"] = jnp.full(B, NEVER, jnp.int32)
     for name, value in (recurrent or {}).items():
-        arrays[name] = jnp.where(jnp.isnan(value), arrays[name], value)
+        arrays[name] = jnp.where(jnp.isnan(value), arrays[name], value.astype(arrays[name].dtype))
     if params.router is not None:
         clarifies_BT = ids_BT == jnp.asarray(params.router.clarify_token)[:, None]
         arrays["clarified"] = jnp.max(jnp.where(clarifies_BT, position_BT, -1), axis=1)
@@ -167,6 +179,7 @@ def update(
     active_B: Array | None = None,
     surprise_B: Array | None = None,
     probability_B: Array | None = None,
+    since_B: Array | None = None,
 ) -> SamplerState:
     """Returns the state after each active row appends its token. Other rows do not change.
 
@@ -175,6 +188,7 @@ def update(
       active_B: bool, the rows to update. None: all.
       surprise_B: −log2 P of the tokens before mirostat's truncation; required if the plan contains mirostat.
       probability_B: P of the tokens before adaptive-p; required if the plan contains adaptive-p.
+      since_B: the new `since_clarify_text`; required if the router inserts texts.
     """
     active_B = jnp.ones(token_B.shape, bool) if active_B is None else active_B
     assert state.length is not None
@@ -210,6 +224,9 @@ def update(
     if state.clarified is not None:
         assert params.router is not None
         new["clarified"] = jnp.where(active_B & (token_B == params.router.clarify_token), position_B, state.clarified)
+    if state.since_clarify_text is not None:
+        assert since_B is not None
+        new["since_clarify_text"] = jnp.where(active_B, since_B, state.since_clarify_text)
     return replace(state, **new)
 
 

@@ -358,7 +358,7 @@ def test_overlay_switches_between_router_and_chain():
         ({"strategy": "entropy", "low_entropy": -1}, "router.low_entropy must be"),
         (
             {"strategy": "entropy", "clarify_cooldown": 3},
-            "router.clarify_cooldown has no effect while router.clarify_token is null",
+            "router.clarify_cooldown has no effect while router.clarify_token is null and router.clarify_text is null",
         ),
         (
             {"strategy": "entropy", "use_attention": False, "adaptive_top_k_agreement": 1},

@@ -102,10 +102,10 @@ _best = jax.jit(best_of_n)
 _route = jax.jit(route)
 
 
-def slowly(model, prompt, steps, settings, seed, attends):
+def slowly(model, prompt, steps, settings, seed, attends, inserted=()):
     """Returns the continuation, computed on the host, and the details of each token.
 
-    The details are (strategy, forced, entropy, varentropy, attention, ln p, rank, survivors).
+    The details are (strategy, forced, entropy, varentropy, attention, ln p, rank, survivors). `inserted` is the clarify text.
     """
     text, details = list(prompt), []
     settings = {key: value for key, value in settings.items() if key != "strategy"}
@@ -114,6 +114,7 @@ def slowly(model, prompt, steps, settings, seed, attends):
     base = {f"base_{key}": own.pop(key) for key in ROUTED_STEPS if key in own}
     config = RouterConfig(**{**{k: v for k, v in settings.items() if k not in step_keys}, **base})
     clarify, cooldown = int(config.clarify_token), int(config.clarify_cooldown)
+    place, end = 0, None  # the next token of the clarify text, and the position after the last one
     for n in range(steps):
         logits_V, attention = observe(model, text)
         H, varentropy, lnp = surprise(logits_V)
@@ -134,6 +135,13 @@ def slowly(model, prompt, steps, settings, seed, attends):
         recent = text[len(text) - cooldown :] if cooldown else []
         forced = strategy == CLARIFY and clarify >= 0 and edited_V[clarify] > -np.inf and clarify not in recent
         token = clarify if forced else token
+        ready = end is None or n - end >= cooldown
+        if inserted and (place or (strategy == CLARIFY and ready)):
+            forced = bool(edited_V[inserted[place]] > -np.inf)
+            token = inserted[place] if forced else token
+            ended = not forced or place + 1 == len(inserted)
+            end = n + forced if ended and (place or forced) else end
+            place = 0 if ended else place + 1
         rank = int((logits_V > logits_V[token]).sum())
         details.append(
             (strategy, forced, H, varentropy, attention, lnp[token], rank, int((np.asarray(final_V) > -np.inf).sum()))

@@ -132,6 +132,19 @@ def test_a_strategy_is_marked_where_it_starts():
     assert "ᵍ greedy  ᶜ clarify" in SGR.sub("", legend) and "explore" not in legend
 
 
+def test_tokens_that_were_not_drawn_have_a_mark_of_their_own():
+    tokens = [
+        token("a", 1.0, "greedy"),
+        *(token(part, 4.0, "clarify", forced=True) for part in "bc"),
+        token("d", 1.0, "greedy"),
+    ]
+    assert strip_styles(body(tokens)) == ["ᵍaᶠbcᵍd"]
+    legend = next(show_entropy([document(tokens)], 200, "truecolor"))
+    assert "ᵍ greedy  ᶠ forced" in SGR.sub("", legend) and "clarify" not in legend
+    shown = [*show_entropy([document(tokens)], 80, "none")]
+    assert "g greedy, f forced" in " ".join(shown) and "gf g" in shown
+
+
 def test_a_text_without_the_router_has_no_strategies():
     lines = list(show_entropy([document([token("a"), token("b")])], 80, "truecolor"))
     assert not set(SUPERSCRIPTS) & set("".join(lines))

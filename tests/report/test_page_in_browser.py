@@ -435,6 +435,17 @@ def test_an_impossible_token_is_marked(opened):
     assert find(browser, "#totals").text.split("\n")[1].startswith("∞")
 
 
+def test_tokens_that_were_not_drawn_are_underlined(opened):
+    document = trace(6)
+    for place, token in enumerate(document["tokens"]):
+        token["forced"] = 2 <= place < 5
+    browser = opened(document)
+    lines = [node.value_of_css_property("text-decoration-line") for node in browser.find_elements("css selector", ".token")]
+    assert lines == ["none"] * 2 + ["underline"] * 3 + ["none"]
+    assert "forced" in browser.find_elements("css selector", ".token")[3].get_attribute("aria-label")
+    assert "not sampled" in find(browser, "#legend").text
+
+
 def test_candidates_are_listed_in_the_order_of_their_draws(opened):
     document = trace(60, candidates=12)
     browser = opened(document)

@@ -35,7 +35,7 @@ def test_the_guide_preset_equals_the_guide():
 
 
 def test_settings_and_numbers_have_the_same_names():
-    names = set(RouterSection.model_fields) - {"router_preset", "use_attention"}
+    names = set(RouterSection.model_fields) - {"router_preset", "use_attention", "clarify_text"}
     assert names == {field.name for field in fields(RouterConfig)}
     own = {name: 7 for name in names - {"base_top_p", "base_min_p"} if not name.endswith(("_p_min", "_p_max"))}
     own |= {name: 0.7 for name in names - set(own)}

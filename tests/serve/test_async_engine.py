@@ -224,6 +224,30 @@ def test_the_router_is_compiled_while_other_requests_are_served(run):
     asyncio.run(read())
 
 
+@pytest.mark.slow
+def test_streams_mark_the_tokens_of_a_clarify_text(run):
+    """Where every token selects clarify, the text comes first, and again after the cooldown; the stream is the whole text."""
+    always = {"strategy": "entropy", "use_attention": False, "low_entropy": 0.0, "clarify_entropy": 0.0, "low_varentropy": 1e6}
+    always |= {"clarify_text": "Why? ", "clarify_cooldown": 4, "seed": 3, "ignore_eos": True}
+
+    async def read():
+        engine = start_engine(QUEUE)
+        texts = {}
+        for logprobs in (None, 0):
+            deltas = [delta async for delta in engine.submit(make_request(engine, "hello", logprobs, **always))]
+            texts[logprobs] = "".join(delta.text for delta in deltas)
+            records = [record for delta in deltas for record in delta.tokens]
+        engine.close()
+        return texts, records
+
+    texts, records = asyncio.run(read())
+    whole = run.generate("hello", max_new_tokens=16, logprobs=0, **always)
+    assert texts == {None: whole.text, 0: whole.text} and whole.text.startswith("Why? ")
+    marks = ([True] * 5 + [False] * 4) * 2
+    assert [record["forced"] for record in records] == whole.info["forced"] == marks[:16]
+    assert bytes(record["id"] for record in records[9:14]) == b"Why? "
+
+
 @pytest.mark.parametrize(
     ("kind", "source"),
     [

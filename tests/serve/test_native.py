@@ -72,6 +72,7 @@ def test_about_has_every_setting_with_its_range_and_steps(client):
     assert found["top_p"]["steps"] == ["top_p"] and found["mirostat_tau"]["steps"] == ["mirostat_v1", "mirostat_v2"]
     assert found["mirostat"]["choices"] == [0, 1, 2] and found["eta_cutoff"]["high"] == 1
     assert found["temperature_max"]["type"] == "number" and found["clarify_token"]["type"] == "text"
+    assert found["clarify_text"]["type"] == "text"
     assert {found[name]["type"] for name in ("stop", "logit_bias", "greedy", "max_new_tokens", "strategy")} == {
         "list", "map", "boolean", "integer", "choice",
     }  # fmt: skip
@@ -104,6 +105,13 @@ def test_a_text_is_streamed_token_by_token(client, engine):
     assert end["finish_reasons"] == ["length"]
     assert end["stats"]["new_tokens"] == 5 and end["stats"]["prompt_tokens"] == 3 and end["stats"]["decode_tok_per_s"] > 0
     assert engine.asked[0].logprobs == 3
+
+
+def test_a_clarify_text_is_a_setting(client, engine):
+    settings = {"strategy": "entropy", "clarify_text": "Which one?", "clarify_cooldown": 5, "max_new_tokens": 2}
+    begin = generate(client, {"prompt": "a", "settings": settings})[0][1]
+    assert begin["settings"]["clarify_text"] == engine.asked[0].config.router.clarify_text == "Which one?"
+    assert "clarify_token" in refused(client, {"prompt": "a", "settings": settings | {"clarify_token": 3}})["message"]
 
 
 def test_a_prompt_mixes_texts_and_ids(client, engine):

@@ -258,6 +258,7 @@ def test_the_end_token_has_the_reason_stop(engine):
         ({"preset": "llamacpp"}, {"preset": "llamacpp"}),
         ({"mirostat": 2, "mirostat_tau": 3.0}, {"mirostat": 2, "mirostat_tau": 3.0}),
         ({"strategy": "entropy", "router_preset": "guide"}, {"strategy": "entropy", "router_preset": "guide"}),
+        ({"strategy": "entropy", "clarify_text": "Why?"}, {"strategy": "entropy", "clarify_text": "Why?"}),
         ({"max_new_tokens": 6}, {"max_new_tokens": 6}),
         ({"max_new_tokens": 6, "max_tokens": 5}, {"max_new_tokens": 5}),
     ],

@@ -26,6 +26,7 @@ DEFAULTS = Config().generation
 # These settings need a tokenizer, or they change the weights, which `generate` does not do.
 UNSUPPORTED_SETTINGS = (
     "stop", "keep_stop", "token_healing", "json_whitespace", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel",
+    "clarify_text",
 )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class Explanation:
     Attributes:
       greedy: whether the most likely token was chosen without sampling.
       strategy: the strategy of the entropy router; None without the router.
-      forced: whether the router emitted its clarify token without sampling.
+      forced: whether the router emitted its clarify token, or the first token of its clarify text, without sampling.
       steps: `model`, then the steps of the chain in order, then `candidates` if the router drew candidates.
       tokens: the most likely tokens under the model, best first, followed by any other sampled tokens.
       drawn: the token of each of the `n` samples.
