@@ -79,7 +79,8 @@ def test_the_slots_sum_to_the_request_and_the_bytes_fall_with_it(ratio, signal):
         total = sum(heads * kept for groups in cached.compression.groups for heads, kept in groups)
         assert 0 <= int(ratio * 6 * 4 * slots) - total < 8
         assert all(slots not in leaf.shape for leaf in jax.tree.leaves(report))
-    # Two scales of 4 bytes per 128 elements in int8; one of 2 bytes per 32 in int4 and int2. Positions and importances are no larger.
+    # Two scales of 4 bytes per 128 elements in int8; two numbers of 2 bytes per 32 in int4 and int2. Positions and importances
+    # are no larger.
     dtypes = (jnp.float32, 1, None), (jnp.bfloat16, 1, None), (jnp.int8, 1, 0.58), (jnp.int4, 1.1, 0.32), ("int2", 1.2, 0.21)
     for dtype, of_full, of_bfloat16 in dtypes:
         report, full = (

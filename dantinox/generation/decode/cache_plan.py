@@ -117,7 +117,8 @@ def _head_shares(config: ModelConfig, kv: KVSection, calibration: KVCalibration 
     if len(ratios_L) != config.num_blocks:
         message = f"kv.layer_ratios must have one number for each of the {config.num_blocks} layers, got {len(ratios_L)}"
         raise UserError(message, key="kv.layer_ratios")
-    return _signal_shares(config, kv, calibration) * (ratios_L / ratios_L.mean())[:, None]
+    shares_LK: np.ndarray = _signal_shares(config, kv, calibration) * (ratios_L / ratios_L.mean())[:, None]
+    return shares_LK
 
 
 def _signal_shares(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None) -> np.ndarray:
