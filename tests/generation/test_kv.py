@@ -293,7 +293,7 @@ def test_decoding_holds_nothing_of_the_sequence_length(ratio, optimized):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "int8")), "int4"])
+@pytest.mark.parametrize("dtype", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "int8")), "int4", "int2"])
 def test_quantized_keys_are_never_dequantized_all_together(dtype, optimized):
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
@@ -303,7 +303,7 @@ def test_quantized_keys_are_never_dequantized_all_together(dtype, optimized):
     held = cache.report()["bytes"]
     assert held < 0.6 * create_cache(config, 2, 2048, jnp.float32).report()["bytes"]
     # In each of four layers, at most two of the eight heads at a time.
-    assert program.memory_analysis().temp_size_in_bytes < 0.1 * held * {"bfloat16": 1, "int8": 2, "int4": 3}[dtype]
+    assert program.memory_analysis().temp_size_in_bytes < 0.1 * held * {"bfloat16": 1, "int8": 2, "int4": 3, "int2": 6}[dtype]
     assert program.memory_analysis().alias_size_in_bytes >= held
 
 
