@@ -204,7 +204,7 @@ OTHER: dict[str, tuple] = {
     "kv.budget": (0.5,), "kv.budget_tokens": (64,), "kv.policy": ("tova", BUDGET), "kv.signal": ("uniform", BUDGET),
     "kv.dtype": ("int8",), "kv.sinks": (0, BUDGET), "kv.recent": (8, BUDGET), "kv.window": (8, BUDGET), "kv.pool": (5, BUDGET),
     "kv.decay": ("entropy", BUDGET), "kv.scale_min": (0.5, BY_HEAD), "kv.scale_max": (4.0, BY_HEAD),
-    "kv.grouping": ("mean", BY_HEAD), "kv.calibration": ("k.json", BUDGET),
+    "kv.layer_ratios": ([1.0, 2.0], BUDGET), "kv.grouping": ("mean", BY_HEAD), "kv.calibration": ("k.json", BUDGET),
     "logging.log_every": (3,), "logging.log_file": ("l.csv",), "logging.summary_file": ("s.json",), "logging.plot": (False,),
     "logging.tensorboard": (True,), "logging.wandb": (True,), "logging.wandb_project": ("p", {"logging.wandb": True}),
 }  # fmt: skip

@@ -67,7 +67,7 @@ EVALUATE: Flags = {
     "sequences": ("kv", COUNT_OPTION | {"help": "sequences to read, at least 6 (default: 200; fewer above 10 M parameters)"}),
     "kv_calibration": ("kv ruler", {"type": Path, "metavar": "FILE", "help":
         "calibration file with the signals of the attention heads (default: RUN/kv_entropy.json)"}),
-    "kv_dtype": ("kv ruler", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
+    "kv_dtype": ("kv ruler", {"choices": ["auto", "float32", "bfloat16", "int8", "int4", "int2"], "help":
         "precision of the compressed caches (default: auto)"}),
     "watermark_keys": ("watermark", {"type": int, "nargs": "+", "metavar": "KEY", "help":
         "secret numbers of the watermark (default: the run's generation.watermark_keys)"}),

@@ -6,13 +6,15 @@ The flags and keyword arguments of these settings are called `kv_budget`, `kv_po
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, Section, field
+from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, Section, as_tuple, field
 from dantinox.config.prerequisites import Needs, differs, is_set
 
 Policy = Literal["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
 AVERAGE_POLICIES = ("snapkv+ema", "expected_attention", "kvzip")  # policies that average attention while decoding
+# The range is far wider than any useful one, and narrow enough for exact arithmetic with the shares.
+LayerRatio = Annotated[float, Field(ge=1e-6, le=1e6)]
 Signal = Literal["uniform", "entropy", "coverage", "distance", "loss"]
 
 NEEDS_BUDGET = Needs(("kv.budget", is_set), ("kv.budget_tokens", is_set))
@@ -39,7 +41,10 @@ class KVSection(Section):
     signal: Annotated[Signal, NEEDS_BUDGET] = field(
         "loss", "signal that sets each head's share of the slots, measured by `calibrate --what kv` (uniform: equal shares)"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "int8", "int4"] = field(
+    layer_ratios: Annotated[tuple[LayerRatio, ...] | None, BeforeValidator(as_tuple), NEEDS_BUDGET] = field(
+        None, "share of each layer, relative to their mean and multiplied with the share of a head (null: equal shares)"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "int8", "int4", "int2"] = field(
         "auto", "dtype of cached keys and values (auto: the compute dtype)"
     )
     sinks: Annotated[CountOrZero, NEEDS_BUDGET] = field(4, "number of first tokens that are always kept")
@@ -93,5 +98,7 @@ def kv_conflicts(kv: KVSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among the settings of the section."""
     if kv.budget is not None and kv.budget_tokens is not None:
         yield "kv.budget", f"and kv.budget_tokens exclude each other: give one, got {kv.budget} and {kv.budget_tokens}"
+    if kv.layer_ratios == ():
+        yield "kv.layer_ratios", "must have one number for each layer, got []"
     if kv.pool % 2 == 0:
         yield "kv.pool", f"must be odd, got {kv.pool}"

@@ -153,7 +153,8 @@ class SamplingSettings(TypedDict, total=False):
     kv_budget_tokens: int | None
     kv_policy: Literal["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
     kv_signal: Literal["uniform", "entropy", "coverage", "distance", "loss"]
-    kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "int4"]
+    kv_layer_ratios: Sequence[float] | None
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "int4", "int2"]
     kv_sinks: int
     kv_recent: int
     kv_window: int

@@ -20,7 +20,17 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.attention import attend, attention, causal_mask, run_probe, run_probe_on_store
 from dantinox.model.attention_kernels import kernel_for
-from dantinox.model.cache_store import BFLOAT16_BITS, INT4_PACKED, AnyStore, LatentStore, SegmentedStore, Store, group_size
+from dantinox.model.cache_store import (
+    BFLOAT16_BITS,
+    PACKED_BITS,
+    PACKED_DTYPES,
+    AnyStore,
+    LatentStore,
+    SegmentedStore,
+    Store,
+    group_size,
+    is_packed,
+)
 from dantinox.model.compressed_cache import CompressedLayer, Compression
 from dantinox.model.layers import PLAIN_SOFTMAX
 from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
@@ -399,6 +409,7 @@ class KVCache:
             for span, layer in zip(self.uncompressed_slots, groups, strict=True)
             for store in layer
         ]
+        names = {BFLOAT16_BITS: "bfloat16"} | {stored: name for name, stored in PACKED_DTYPES.items()}
         full = sum(count * _slot_bytes(sizes, dtype) for count, sizes in slot_counts)
         return {
             "bytes": total,
@@ -408,15 +419,16 @@ class KVCache:
             "full_bytes_bfloat16": sum(count * 2 * sum(sizes) for count, sizes in slot_counts),
             "requested_ratio": self.requested,
             "ratio": total / full,
-            "dtype": {BFLOAT16_BITS: "bfloat16", INT4_PACKED: "int4"}.get(dtype, dtype.name),
+            "dtype": names.get(dtype, dtype.name),
             "slots": [[[store.heads, store.slots] for store in layer] for layer in groups],
         }
 
 
 def _slot_bytes(sizes: tuple[int, int], dtype: jnp.dtype) -> int:
     """Returns the bytes of a slot with a key and a value of these sizes, scales included."""
-    if dtype == INT4_PACKED:
-        return sum(size // 2 + 2 * size // group_size(size) * BFLOAT16_BITS.itemsize for size in sizes)
+    if is_packed(dtype):
+        bits = PACKED_BITS[dtype]
+        return sum(size * bits // 8 + 2 * size // group_size(size) * BFLOAT16_BITS.itemsize for size in sizes)
     return sum(sizes) * dtype.itemsize + (2 * 4 if dtype == jnp.int8 else 0)
 
 
@@ -443,7 +455,7 @@ def make_cache(
     """Returns an empty cache for `batch` rows of up to `slots` positions; a layer with a shorter window gets a `RingLayer`.
 
     Args:
-      dtype: the dtype of keys and values, or of latents: float32, bfloat16, int8 or int4.
+      dtype: the dtype of keys and values, or of latents: float32, bfloat16, int8, int4 or int2.
       compression: the slots of every head and the eviction policy; None: keep all tokens.
       extra: slots of each `RingLayer` in addition to its window, for draft tokens that may be rejected.
       segmented: use a `SegmentedStore` for layers that keep all tokens.
@@ -453,8 +465,7 @@ def make_cache(
     stored_dtype = jnp.dtype(dtype)
     if stored_dtype == jnp.bfloat16 and get_platform(config.platform).bfloat16_cache_as_bits:
         stored_dtype = BFLOAT16_BITS
-    elif stored_dtype == jnp.int4:
-        stored_dtype = INT4_PACKED
+    stored_dtype = PACKED_DTYPES.get(stored_dtype.name, stored_dtype)
 
     def empty(index: int, slots: int) -> Store:
         if config.latent is not None:

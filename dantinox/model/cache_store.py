@@ -1,4 +1,4 @@
-"""Storage of cached keys and values (or latents) in slots, as float32, bfloat16, int8 or int4."""
+"""Storage of cached keys and values (or latents) in slots, as float32, bfloat16, int8, int4 or int2."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,10 @@ from jax.typing import DTypeLike
 # The dtype of bfloat16 numbers stored as integers of the same bits (see `Platform.bfloat16_cache_as_bits`).
 BFLOAT16_BITS = jnp.dtype(jnp.uint16)
 INT4_PACKED = jnp.dtype(jnp.uint8)  # two int4 numbers per byte
-MAX_GROUP_SIZE = 32  # largest number of elements of an int4 vector that share a scale
+INT2_PACKED = jnp.dtype(jnp.uint32)  # sixteen int2 numbers per word
+PACKED_BITS = {INT4_PACKED: 4, INT2_PACKED: 2}  # the bits of a number in each packed dtype
+PACKED_DTYPES = {"int4": INT4_PACKED, "int2": INT2_PACKED}  # the dtype in which numbers of another dtype are packed
+MAX_GROUP_SIZE = 32  # largest number of elements of an int4 or int2 vector that share a scale
 MIN_SEGMENT = 128
 SEGMENT_UNIT = 64  # slots; a block of the prefix cache never crosses the border between two segments
 
@@ -34,8 +37,12 @@ class Store:
     * int8: every key and every value has a scale, which maps its largest magnitude to 127. The scales are applied to the
       operands or the results of the matrix multiplications.
     * `INT4_PACKED`: int4. Byte h of a vector holds number h in its lower four bits and number H/2 + h in its upper four bits.
-      `group_size` consecutive numbers share a scale and a minimum, both stored as bfloat16 bits. They share one array: first
-      the scales of all groups, then their minima. Its shape is `[B, K, 2 H/32, S]` for keys and `[B, K, S, 2 H/32]` for values.
+    * `INT2_PACKED`: int2. Word h of a vector holds the sixteen numbers h, H/16 + h, 2 H/16 + h, …, the first one in its lowest
+      two bits.
+
+    In a packed dtype, `group_size` consecutive numbers share a scale and a minimum, both stored as bfloat16 bits. They share
+    one array: first the scales of all groups, then their minima. Its shape is `[B, K, 2 H/32, S]` for keys and
+    `[B, K, S, 2 H/32]` for values.
     """
 
     k_BKHS: jax.Array
@@ -46,10 +53,10 @@ class Store:
     @classmethod
     def empty(cls, batch: int, heads: int, sizes: tuple[int, int], slots: int, dtype: DTypeLike) -> Self:
         """Returns a store of zeros; `sizes` are the sizes of a key and of a value."""
-        numbers_per_element = 2 if dtype == INT4_PACKED else 1
-        k = jnp.zeros((batch, heads, sizes[0] // numbers_per_element, slots), dtype)
-        v = jnp.zeros((batch, heads, slots, sizes[1] // numbers_per_element), dtype)
-        if dtype == INT4_PACKED:
+        numbers = numbers_per_element(dtype)
+        k = jnp.zeros((batch, heads, sizes[0] // numbers, slots), dtype)
+        v = jnp.zeros((batch, heads, slots, sizes[1] // numbers), dtype)
+        if is_packed(dtype):
             k_groups, v_groups = (2 * size // group_size(size) for size in sizes)
             k_scales = jnp.zeros((batch, heads, k_groups, slots), BFLOAT16_BITS)
             return cls(k, v, k_scales, jnp.zeros((batch, heads, slots, v_groups), BFLOAT16_BITS))
@@ -65,7 +72,7 @@ class Store:
         keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
         if k_scale_BTK is None or v_scale_BTK is None:
             return cls(keys, values)
-        if dtype == INT4_PACKED:
+        if is_packed(dtype):
             return cls(keys, values, k_scale_BTK.transpose(0, 2, 3, 1), v_scale_BTK.transpose(0, 2, 1, 3))
         return cls(keys, values, k_scale_BTK.transpose(0, 2, 1), v_scale_BTK.transpose(0, 2, 1))
 
@@ -85,12 +92,12 @@ class Store:
     @property
     def sizes(self) -> tuple[int, int]:
         """The sizes of the stored key and value of a slot and head."""
-        numbers_per_element = 2 if self.dtype == INT4_PACKED else 1
-        return numbers_per_element * self.k_BKHS.shape[2], numbers_per_element * self.v_BKSH.shape[3]
+        numbers = numbers_per_element(self.dtype)
+        return numbers * self.k_BKHS.shape[2], numbers * self.v_BKSH.shape[3]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """float32, bfloat16, int8, `BFLOAT16_BITS` or `INT4_PACKED`."""
+        """float32, bfloat16, int8, `BFLOAT16_BITS`, `INT4_PACKED` or `INT2_PACKED`."""
         return self.v_BKSH.dtype
 
     @property
@@ -126,7 +133,7 @@ class Store:
         values = self.v_BKSH.at[rows, heads, slots_BTK].set(v, mode="drop")
         if self.k_scale_BKS is None or self.v_scale_BKS is None:
             return type(self)(keys, values)
-        k_scale_index = (rows, heads, slice(None), slots_BTK) if self.dtype == INT4_PACKED else (rows, heads, slots_BTK)
+        k_scale_index = (rows, heads, slice(None), slots_BTK) if is_packed(self.dtype) else (rows, heads, slots_BTK)
         return type(self)(
             keys,
             values,
@@ -185,8 +192,8 @@ class LatentStore(Store):
     """Latents of S slots, for multi-head latent attention.
 
     All query heads share one key and one value, so the K axis is 1. The value is the latent, which is stored in `v_BKSH`. The
-    key is the latent followed by a rotated part, and only the rotated part is stored in `k_BKHS`. In int8 and int4 the latent
-    and the rotated part have separate scales.
+    key is the latent followed by a rotated part, and only the rotated part is stored in `k_BKHS`. With scales, the latent and
+    the rotated part have separate ones.
     """
 
     @staticmethod
@@ -286,7 +293,7 @@ class SegmentedStore:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """float32, bfloat16, int8, `BFLOAT16_BITS` or `INT4_PACKED`."""
+        """float32, bfloat16, int8, `BFLOAT16_BITS`, `INT4_PACKED` or `INT2_PACKED`."""
         return self.segments[0].dtype
 
     @property
@@ -354,7 +361,7 @@ def _matmul(
     Args:
       x_BKMI: queries or attention weights.
       w_BKIO: keys or values; `[B, K, O, I]` if `transposed`.
-      scale: the scales of w: one per slot in int8, one per group of numbers in int4.
+      scale: the scales of w: one per slot in int8, one per group of numbers in int4 and int2.
       out_dtype: the dtype of the result; attention weights are cast to it before the multiplication.
       slots: the axis of the slots in w, −1 or −2.
       transposed: compute x · wᵀ.
@@ -363,7 +370,7 @@ def _matmul(
     if scale is not None and w_BKIO.dtype == jnp.int8 and sums_slots:
         x_BKMI = x_BKMI * scale[:, :, None]
     x_BKMI = x_BKMI.astype(out_dtype) if sums_slots else x_BKMI
-    groups = scale if w_BKIO.dtype == INT4_PACKED else None
+    groups = scale if is_packed(w_BKIO.dtype) else None
     batched, per_head = (
         partial(form, out_dtype=out_dtype, axis=-3 - slots, transposed=transposed)
         for form in (_batched_matmul, _matmul_per_head)
@@ -408,8 +415,8 @@ def _matmul_per_head(
 
 def _dequantize(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
     """Converts stored vectors to float32; `axis` is the axis of the vector elements, which int8 scales do not have."""
-    if w.dtype == INT4_PACKED:
-        numbers = jnp.concatenate([w & 15, w >> 4], axis=axis).astype(jnp.float32)
+    if is_packed(w.dtype):
+        numbers = unpack(w, axis).astype(jnp.float32)
         assert scale is not None
         scales = jnp.repeat(_dequantize(scale, None, axis), 2 * numbers.shape[axis] // scale.shape[axis], axis=axis)
         step, minimum = jnp.split(scales, 2, axis=axis)
@@ -421,10 +428,10 @@ def _dequantize(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
 def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
     """Converts vectors `[..., H]` to a storage dtype and returns them with their scales.
 
-    The scales are `[...]` in int8, `[..., 2 H / group_size]` with `INT4_PACKED`, and None otherwise.
+    The scales are `[...]` in int8, `[..., 2 H / group_size]` in a packed dtype, and None otherwise.
     """
-    if dtype == INT4_PACKED:
-        return quantize_int4(x.astype(jnp.float32))
+    if is_packed(dtype):
+        return quantize_groups(x.astype(jnp.float32), dtype)
     if dtype != jnp.int8:
         return x.astype(jnp.bfloat16).view(BFLOAT16_BITS) if dtype == BFLOAT16_BITS else x.astype(dtype), None
     return quantize_int8(x.astype(jnp.float32))
@@ -437,31 +444,61 @@ def quantize_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
 
 
+def is_packed(dtype: DTypeLike) -> bool:
+    """Returns whether an element of this dtype holds several numbers."""
+    return jnp.dtype(dtype) in PACKED_BITS
+
+
+def numbers_per_element(dtype: DTypeLike) -> int:
+    """Returns how many numbers an element holds: 2 with `INT4_PACKED`, 16 with `INT2_PACKED`, otherwise 1."""
+    dtype = jnp.dtype(dtype)
+    return 8 * dtype.itemsize // PACKED_BITS[dtype] if dtype in PACKED_BITS else 1
+
+
 def group_size(size: int) -> int:
-    """Returns how many elements of an int4 vector of this size share a scale.
+    """Returns how many elements of a packed vector of this size share a scale.
 
     This is 32, or the largest power of two that divides the size if that is smaller.
-
-    Raises:
-      ValueError: the size is odd.
     """
-    if size % 2:
-        raise ValueError(f"int4 vectors must have an even size, got {size}")
     return math.gcd(size, MAX_GROUP_SIZE)
 
 
-def quantize_int4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes float32 vectors `[..., H]` to int4.
+def pack(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Packs integers `[..., H]` in [0, 2^bits) into elements of a packed dtype; `Store` documents their order.
 
-    Returns bytes `[..., H/2]`, and the bfloat16 bits of scales and minima `[..., 2 H/32]`. `Store` documents the order of the
-    elements. The minimum of a group becomes 0 and its maximum 15. The error of an element is at most half the scale, apart from
-    the rounding of scale and minimum to bfloat16.
+    Raises:
+      ValueError: H is not a multiple of the numbers per element.
     """
-    H = x.shape[-1]
-    groups = x.reshape(*x.shape[:-1], -1, group_size(H))
+    dtype, count = jnp.dtype(dtype), numbers_per_element(dtype)
+    if numbers.shape[-1] % count:
+        raise ValueError(f"vectors of {numbers.shape[-1]} numbers cannot be packed {count} to an element")
+    parts = jnp.split(numbers.astype(dtype), count, axis=-1)
+    packed = parts[0]
+    for number, part in enumerate(parts[1:], start=1):
+        packed |= part << number * PACKED_BITS[dtype]
+    return packed
+
+
+def unpack(elements: jax.Array, axis: int) -> jax.Array:
+    """Returns the integers of packed vectors, in the dtype of the elements; `axis` is the axis of the vector elements."""
+    bits, count = PACKED_BITS[elements.dtype], numbers_per_element(elements.dtype)
+    mask = (1 << bits) - 1
+    middle = (elements >> number * bits & mask for number in range(1, count - 1))
+    return jnp.concatenate([elements & mask, *middle, elements >> (count - 1) * bits], axis=axis)
+
+
+def quantize_groups(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Quantizes float32 vectors `[..., H]` to a packed dtype.
+
+    Returns the packed vectors, and the bfloat16 bits of scales and minima `[..., 2 H / group_size]`. The minimum of a group
+    becomes 0 and its maximum the largest number: 15 in int4, 3 in int2. The error of an element is at most half the scale,
+    apart from the rounding of scale and minimum to bfloat16.
+    """
+    largest = (1 << PACKED_BITS[jnp.dtype(dtype)]) - 1
+    groups = x.reshape(*x.shape[:-1], -1, group_size(x.shape[-1]))
     minimum, extent = jnp.min(groups, axis=-1), jnp.ptp(groups, axis=-1)
-    bits = quantize(jnp.concatenate([jnp.where(extent > 0, extent, 1.0) / 15, minimum], axis=-1), BFLOAT16_BITS)[0]
+    scales = jnp.where(extent > 0, extent, 1.0) / largest
+    bits = quantize(jnp.concatenate([scales, minimum], axis=-1), BFLOAT16_BITS)[0]
     step, minimum = jnp.split(_dequantize(bits, None, -1)[..., None], 2, axis=-2)
-    steps = jnp.clip(jnp.round((groups - minimum) / step), 0, 15).reshape(x.shape)
-    low, high = jnp.split(steps.astype(INT4_PACKED), 2, axis=-1)
-    return low | (high << 4), bits
+    steps = jnp.clip(jnp.round((groups - minimum) / step), 0, largest).reshape(x.shape)
+    return pack(steps, dtype), bits

@@ -17,19 +17,21 @@ OFF = "has no effect while kv.budget is null and kv.budget_tokens is null"
 OTHER = {
     "budget": 0.2, "budget_tokens": 64, "policy": "tova", "signal": "entropy", "dtype": "int8", "sinks": 0, "recent": 8,
     "window": 8, "pool": 5, "decay": "entropy", "scale_min": 0.5, "scale_max": 4.0, "grouping": "mean", "calibration": "k.json",
+    "layer_ratios": (1.0, 2.5),
 }  # fmt: skip
 
 
 @st.composite
 def sections(draw):
     """Draws a valid section, in which every setting has an effect."""
-    tree = {"dtype": draw(st.sampled_from(["auto", "float32", "bfloat16", "int8", "int4"]))}
+    tree = {"dtype": draw(st.sampled_from(["auto", "float32", "bfloat16", "int8", "int4", "int2"]))}
     budget = draw(st.sampled_from([None, "budget", "budget_tokens"]))
     if budget is None:
         return KVSection.model_validate(tree)
     tree[budget] = draw(st.floats(1e-6, 1) if budget == "budget" else st.integers(1, 2**31 - 1))
     tree["policy"] = draw(st.sampled_from(["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]))
     tree["signal"] = draw(st.sampled_from(["uniform", "entropy", "coverage", "distance", "loss"]))
+    tree["layer_ratios"] = draw(st.none() | st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4))
     tree |= {"sinks": draw(st.integers(0, 99)), "recent": draw(st.integers(1, 99))}
     if tree["policy"] == "snapkv+ema":
         tree |= {"window": draw(st.integers(1, 99)), "pool": draw(st.integers(0, 9)) * 2 + 1}
@@ -105,7 +107,8 @@ def test_every_setting_except_budgets_and_dtype_needs_a_budget(key):
             "kv.policy must be one of snapkv+ema, expected_attention, kvzip, streaming, tova, h2o, random, got 'snapkv'",
         ),
         ({"signal": None}, "kv.signal must be one of uniform, entropy, coverage, distance, loss, got null"),
-        ({"dtype": "int3"}, "kv.dtype must be one of auto, float32, bfloat16, int8, int4, got 'int3'"),
+        ({"dtype": "int3"}, "kv.dtype must be one of auto, float32, bfloat16, int8, int4, int2, got 'int3'"),
+        ({"budget": 0.2, "layer_ratios": []}, "kv.layer_ratios must have one number for each layer, got []"),
         ({"sinks": -1}, "kv.sinks must be an integer in [0, 2^31), got -1"),
         ({"recent": 0}, "kv.recent must be an integer in [1, 2^31), got 0"),
         ({"decay": 1.1}, "kv.decay must be a number in [0, 1], or entropy, got 1.1"),
@@ -244,6 +247,8 @@ def test_requests_and_flags_use_the_same_names():
         ("--kv_budget .2 --kv_signal entropy", "signal", "entropy"),
         ("--kv_dtype int8", "dtype", "int8"),
         ("--dtype bfloat16", "dtype", "auto"),  # the dtype of the model
+        ("--kv_budget .2 --kv_layer_ratios 1 1 2.5", "layer_ratios", (1.0, 1.0, 2.5)),
+        ("--kv_budget .2 --kv_layer_ratios [1,1,2.5]", "layer_ratios", (1.0, 1.0, 2.5)),
         ("--kv_budget .2 --kv_decay entropy", "decay", "entropy"),
         ("--kv_budget .2 --kv_decay 0.5", "decay", 0.5),
         ("--kv_budget .2 --kv_decay 0", "decay", 0.0),

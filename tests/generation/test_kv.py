@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dantinox.config import Config, UserError
+from dantinox.config import Config, LatentConfig, UserError
 from dantinox.config.kv_settings import AVERAGE_POLICIES, KVSection
 from dantinox.generation import generate, prepare
 from dantinox.generation.api.generate_ids import _IdsModel
@@ -79,8 +79,9 @@ def test_the_slots_sum_to_the_request_and_the_bytes_fall_with_it(ratio, signal):
         total = sum(heads * kept for groups in cached.compression.groups for heads, kept in groups)
         assert 0 <= int(ratio * 6 * 4 * slots) - total < 8
         assert all(slots not in leaf.shape for leaf in jax.tree.leaves(report))
-    # Two scales of 4 bytes per 128 elements in int8; one of 2 bytes per 32 in int4. Positions and importances are no larger.
-    dtypes = (jnp.float32, 1, None), (jnp.bfloat16, 1, None), (jnp.int8, 1, 0.58), (jnp.int4, 1.1, 0.32)
+    # Two scales of 4 bytes per 128 elements in int8; two numbers of 2 bytes per 32 in int4 and int2. Positions and importances
+    # are no larger.
+    dtypes = (jnp.float32, 1, None), (jnp.bfloat16, 1, None), (jnp.int8, 1, 0.58), (jnp.int4, 1.1, 0.32), ("int2", 1.2, 0.21)
     for dtype, of_full, of_bfloat16 in dtypes:
         report, full = (
             create_cache(config, 2, 512, dtype, cached.compression).report(),
@@ -112,6 +113,78 @@ def test_a_windowed_layer_counts_its_window():
     total = sum(heads * kept for layer in groups for heads, kept in layer)
     assert 0 <= int(0.5 * 2 * (256 + 32 + 100 + 256)) - total < 8
     assert all(kept <= cap for layer, cap in zip(groups, (256, 32, 100, 256), strict=True) for _, kept in layer)
+
+
+def head_slots(plan) -> list[list[int]]:
+    """Returns the slots of every head of each layer, in the order of `head_order`."""
+    return [[slots for heads, slots in groups for _ in range(heads)] for groups in plan.compression.groups]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "kv", "windows", "wanted"),
+    [
+        pytest.param((1, 1, 2, 4), {"budget": 0.25}, (None,) * 4, (64, 64, 128, 256), id="in proportion"),
+        pytest.param((3, 3, 6, 12), {"budget": 0.25}, (None,) * 4, (64, 64, 128, 256), id="only relative"),
+        # 528 slots per head of all layers: 24 are the least, and 504 are divided by 1, 2 and 4.
+        pytest.param((0.01, 1, 2, 4), {"budget_tokens": 132}, (None,) * 4, (24, 72, 144, 288), id="floor"),
+        # 456 of 912 slots: 96 for the window, which asks for more, and the other 360 by 1, 2 and 6.
+        pytest.param((9, 1, 2, 6), {"budget": 0.2802}, (96, None, None, None), (96, 40, 80, 240), id="window"),
+    ],
+)
+def test_layers_have_slots_in_proportion_to_their_ratios(ratios, kv, windows, wanted):
+    config = builder.config(max_context=512, windows=windows)
+    plan = plan_of(512, config, signal="uniform", layer_ratios=ratios, **kv)
+    assert head_slots(plan) == [[slots] * 2 for slots in wanted]
+
+
+def test_layer_ratios_multiply_the_shares_of_the_heads():
+    """Entropies over their mean are 0.5, 1.5 | 1, 1, and the layers have 0.5 and 1.5: shares of 1, 3 | 6, 6 of 16."""
+    entropy, kv = make_calibration([[3, 1, 9, 9], [6, 2, 6, 6]]), {"budget": 0.25, "layer_ratios": (1, 3)}
+    plan = plan_of(512, CONFIG, entropy, signal="entropy", **kv)
+    assert head_slots(plan) == [[96, 32], [192, 192]]
+    assert head_order(CONFIG, KVSection(signal="entropy", **kv), entropy) == ((1, 0), (0, 1))
+    # With the signal `loss` they multiply the slots that it requests: here 64 for every head, because fewer cost much.
+    rises_LKC = np.broadcast_to([0.1, 0.0, 0.0], (2, 2, 3))
+    loss = KVCalibration(np.ones((2, 4)), loss_LKC=rises_LKC, loss_slots=(16, 64, 512), path="here")
+    for ratios, wanted in ((None, (64, 64)), ((1, 3), (32, 96))):
+        assert head_slots(plan_of(512, CONFIG, loss, budget=0.125, layer_ratios=ratios)) == [[slots] * 2 for slots in wanted]
+
+
+def test_layer_ratios_of_another_number_of_layers_are_rejected():
+    for check in (plan_of, lambda **kv: head_order(CONFIG, KVSection(**kv))):
+        with pytest.raises(UserError, match=r"^kv.layer_ratios must have one number for each of the 2 layers, got 3$"):
+            check(budget=0.5, layer_ratios=(1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config", "said"),
+    [
+        ("int4", builder.config(head_size=7), "kv.dtype int4 needs heads with sizes that are multiples of 2, got 7"),
+        ("int2", CONFIG, "kv.dtype int2 needs heads with sizes that are multiples of 16, got 8"),
+        (
+            "int2",
+            builder.config(latent=LatentConfig(16, 4, 6), kv_heads=4),
+            "kv.dtype int2 needs latents and their rotated parts with sizes that are multiples of 16, got 4",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_packed_are_rejected(dtype, config, said):
+    with pytest.raises(UserError, match=f"^{said}$"):
+        plan_of(64, config, dtype=dtype)
+
+
+@pytest.mark.parametrize("budget", [{}, {"budget_tokens": 40, "signal": "uniform"}])
+def test_bytes_of_an_int2_cache(budget):
+    """Per slot and key head 2 · (48 / 4 + 2 · 2 · 3) bytes, and 8 for the position and the importance if tokens are evicted."""
+    config = builder.config(max_context=128, head_size=48, windows=(None, 32))
+    running = session(builder.model(config), [prompt()], 40, plan_of(128, config, dtype="int2", **budget))
+    chunks = [running.start(), running.advance()]
+    report, slots = running.caches[0].report(), 40 + 32 if budget else 128 + 32
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(running.caches[0])) == report["bytes"]
+    assert report["dtype"] == "int2" and report["payload_bytes"] == 2 * slots * 2 * 12
+    assert report["bytes"] == 2 * slots * 2 * (12 + 12) + (2 * 40 * 8 if budget else 0)
+    assert report["full_bytes_bfloat16"] == 2 * (128 + 32) * 2 * 48 * 2
+    assert np.isin(np.concatenate([chunk.tokens for chunk in chunks], axis=1), np.arange(builder.V)).all()
 
 
 def test_budget_tokens_are_slots_per_head():
@@ -220,7 +293,7 @@ def test_decoding_holds_nothing_of_the_sequence_length(ratio, optimized):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "int8")), "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4", "int2"])
 def test_quantized_keys_are_never_dequantized_all_together(dtype, optimized):
     config = builder.config(vocab_size=61, max_context=4096, head_size=32, kv_heads=4, windows=(None,) * 4)
     model = builder.model(config)
@@ -230,7 +303,7 @@ def test_quantized_keys_are_never_dequantized_all_together(dtype, optimized):
     held = cache.report()["bytes"]
     assert held < 0.6 * create_cache(config, 2, 2048, jnp.float32).report()["bytes"]
     # In each of four layers, at most two of the eight heads at a time.
-    assert program.memory_analysis().temp_size_in_bytes < 0.1 * held * {"bfloat16": 1, "int8": 2, "int4": 3}[dtype]
+    assert program.memory_analysis().temp_size_in_bytes < 0.1 * held * {"bfloat16": 1, "int8": 2, "int4": 3, "int2": 6}[dtype]
     assert program.memory_analysis().alias_size_in_bytes >= held
 
 

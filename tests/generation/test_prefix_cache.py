@@ -71,6 +71,7 @@ CASES = {
     "int8 cache": ({}, {"kv": {"dtype": "int8"}}),
     "sliding window": ({"windows": (48, None)}, {}),
     "short window": ({"windows": (24, None)}, {"kv": {"dtype": "int4"}}),
+    "int2 cache": ({"windows": (24, None), "head_size": 32}, {"kv": {"dtype": "int2"}}),
     "latent": ({"latent": LatentConfig(12, 4, 6, query_rank=10), "kv_heads": 4}, {}),
     "experts": ({"experts": ExpertsConfig(4, 2, shared_dim=16), "softcap": 3.0}, {}),
     "bfloat16": ({"dtype": "bfloat16"}, {}),

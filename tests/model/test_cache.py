@@ -387,16 +387,15 @@ def test_prefill_expands_latents_and_decoding_does_not(dtype, tolerance):
     follow(built, [(6, 6, 6)] + [ONE] * 12, empty(built, dtype).for_prefill(LATENT), tolerance)
 
 
-@jax.jit
-def int4_results(k_BTKH, v_BTKH, q_BKMH, weights_BKMS):
+@functools.partial(jax.jit, static_argnames=("dtype", "kind"))
+def packed_results(k_BTKH, v_BTKH, q_BKMH, weights_BKMS, *, dtype, kind=stores.Store):
     """Returns a store that is written at once and one that is written token by token, and what
     attention reads.
     """
-    B, T, K, H = k_BTKH.shape
-    store, one_by_one = (
-        stores.Store.from_kv(k_BTKH, v_BTKH, stores.INT4_PACKED),
-        stores.Store.empty(B, K, (H, H), T, stores.INT4_PACKED),
-    )
+    B, T, K, R = v_BTKH.shape
+    H = k_BTKH.shape[-1]
+    store = kind.from_kv(k_BTKH, v_BTKH, dtype)
+    one_by_one = kind.empty(B, K, (H if kind is stores.Store else H - R, R), T, dtype)
     for t in range(T):
         new = (x_BTKH[:, t : t + 1] for x_BTKH in (k_BTKH, v_BTKH))
         one_by_one = one_by_one.write(*new, jnp.full((B, 1, 1), t))
@@ -404,39 +403,114 @@ def int4_results(k_BTKH, v_BTKH, q_BKMH, weights_BKMS):
     return store, one_by_one, store.dequantize(jnp.float32), read
 
 
-@pytest.mark.parametrize("size", [64, pytest.param(6, marks=pytest.mark.slow)])
-def test_int4_is_within_half_a_scale(size):
+def check_reads(held, q_BKMH, weights_BKMS, found_scores, found):
+    """Compares what attention reads from a store with float64 sums over the dequantized keys and values.
+
+    float32 sums of H and of S products: an error of some epsilons of the sum of the absolute products.
+    """
+    keys_BSKH, values_BSKH = (np.asarray(side, np.float64) for side in held)
+    scale = keys_BSKH.shape[-1] ** -0.5
+    for axes, x, y, got, factor in (
+        ("bkmh,bskh->bkms", q_BKMH, keys_BSKH, found_scores, scale),
+        ("bkms,bskh->bkmh", weights_BKMS, values_BSKH, found, 1),
+    ):
+        sums = factor * np.einsum(axes, np.abs(x), np.abs(y))
+        assert (np.abs(got - factor * np.einsum(axes, np.float64(x), y)) <= 1e-5 * sums).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "size", "group"),
+    [
+        (stores.INT4_PACKED, 4, 64, 32),
+        (stores.INT2_PACKED, 2, 64, 32),
+        pytest.param(stores.INT4_PACKED, 4, 6, 2, marks=pytest.mark.slow),
+        pytest.param(stores.INT2_PACKED, 2, 48, 16, marks=pytest.mark.slow),
+    ],
+)
+def test_packed_numbers_are_within_half_a_scale(dtype, bits, size, group):
     """Every element of keys and values, written at once or one by one; matrix multiplications use the stored values."""
     random = np.random.default_rng(0)
     x_BTKH = random.standard_normal((2, 5, 3, size)) * 10.0 ** random.integers(-4, 4, (2, 5, 3, 1))
     x_BTKH[0, 0, 0] = 0
-    group = 32 if size == 64 else 2
     q_BKMH, weights_BKMS = random.standard_normal((2, 3, 4, size)), random.random((2, 3, 4, 5))
-    inputs = (np.float32(x) for x in (x_BTKH, -x_BTKH[..., ::-1], q_BKMH, weights_BKMS))
-    store, one_by_one, held, (found_scores, found) = int4_results(*inputs)
+    inputs = [np.float32(x) for x in (x_BTKH, -x_BTKH[..., ::-1], q_BKMH, weights_BKMS)]
+    store, one_by_one, held, read = packed_results(*inputs, dtype=dtype)
     jax.tree.map(np.testing.assert_array_equal, store, one_by_one)
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(store)) == 2 * 2 * 5 * 3 * (size // 2 + 2 * 2 * size // group)
-    held = [np.asarray(side_BSKH, np.float64) for side_BSKH in held]
-    for side_BSKH, wanted in zip(held, (x_BTKH, -x_BTKH[..., ::-1]), strict=True):
-        groups = wanted.reshape(2, 5, 3, -1, group)
-        rounding = 2**-8 * np.abs(groups).max(axis=-1)  # rounding of the minimum and of 15 scales to bfloat16
-        bound = np.repeat(np.ptp(groups, axis=-1) / 30 + 3 * rounding, group, axis=-1)
-        assert (np.abs(side_BSKH - wanted) <= bound + 1e-12).all()
-    # float32 sums of `size` and of 5 products: an error of some epsilons of the sum of the absolute
-    # products.
-    sums = np.einsum("bkmh,bskh->bkms", np.abs(q_BKMH), np.abs(held[0])) / np.sqrt(size)
-    scores = np.einsum("bkmh,bskh->bkms", q_BKMH, held[0]) / np.sqrt(size)
-    assert (np.abs(found_scores - scores) <= 1e-5 * sums).all()
-    average = np.einsum("bkms,bskh->bkmh", weights_BKMS, held[1])
-    sums = np.einsum("bkms,bskh->bkmh", weights_BKMS, np.abs(held[1]))
-    assert (np.abs(found - average) <= 1e-5 * sums).all()
+    row_bytes = size * bits // 8 + 2 * 2 * size // group
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(store)) == 2 * 2 * 5 * 3 * row_bytes
+    for side_BSKH, wanted in zip(held, inputs, strict=False):
+        groups = wanted.astype(np.float64).reshape(2, 5, 3, -1, group)
+        # Half a scale, and the rounding of the minimum and of the largest multiple of the scale to bfloat16.
+        extent, largest = np.ptp(groups, axis=-1), np.abs(groups).max(axis=-1)
+        bound = extent / (2**bits - 1) / 2 + 2**-9 * (1 + 2**-8) * (largest + extent)
+        assert (np.abs(np.asarray(side_BSKH, np.float64) - wanted) <= np.repeat(bound, group, axis=-1) + 1e-12).all()
+    check_reads(held, *inputs[2:], *read)
 
 
-def test_groups_of_int4():
+def test_latents_are_read_as_packed():
+    random = np.random.default_rng(1)
+    latent, rotated = random.standard_normal((2, 5, 1, 48)), random.standard_normal((2, 5, 1, 16))
+    k_BTKH = np.concatenate([latent, rotated], axis=-1)
+    inputs = [np.float32(x) for x in (k_BTKH, latent, random.standard_normal((2, 1, 4, 64)), random.random((2, 1, 4, 5)))]
+    store, one_by_one, held, read = packed_results(*inputs, dtype=stores.INT2_PACKED, kind=stores.LatentStore)
+    jax.tree.map(np.testing.assert_array_equal, store, one_by_one)
+    assert store.sizes == (16, 48) and sum(leaf.nbytes for leaf in jax.tree.leaves(store)) == 2 * 5 * 8 * (1 + 3)
+    for side, wanted, group in ((held[1], latent, 16), (held[0][..., 48:], rotated, 16)):
+        groups = wanted.reshape(2, 5, 1, -1, group)
+        bound = np.ptp(groups, axis=-1) / 6 + 2**-8 * (np.abs(groups).max(axis=-1) + np.ptp(groups, axis=-1))
+        assert (np.abs(np.asarray(side, np.float64) - wanted) <= np.repeat(bound, group, axis=-1)).all()
+    check_reads(held, *inputs[2:], *read)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(stores.INT4_PACKED, 4), (stores.INT2_PACKED, 2)])
+def test_order_of_packed_numbers(dtype, bits):
+    """Element e holds number e + i · H / n in its i-th lowest bits; unpacking restores the numbers, on either axis."""
+    H, n = 32, 8 * dtype.itemsize // bits
+    numbers = np.random.default_rng(0).integers(0, 2**bits, (3, H))
+    wanted = [[sum(int(row[e + i * H // n]) << bits * i for i in range(n)) for e in range(H // n)] for row in numbers]
+    packed = stores.pack(jnp.asarray(numbers, jnp.float32), dtype)
+    np.testing.assert_array_equal(packed, np.array(wanted, dtype), strict=True)
+    np.testing.assert_array_equal(stores.unpack(packed, -1), numbers)
+    np.testing.assert_array_equal(stores.unpack(packed.T, -2), numbers.T)
+
+
+def test_groups_of_packed_numbers():
     sizes = {64: 32, 96: 32, 24: 8, 6: 2, 10: 2, 12: 4, 80: 16}
     assert {size: stores.group_size(size) for size in sizes} == sizes
-    with pytest.raises(ValueError, match="int4 vectors must have an even size, got 7"):
-        stores.group_size(7)
+    with pytest.raises(ValueError, match="vectors of 7 numbers cannot be packed 2 to an element"):
+        stores.pack(jnp.zeros((1, 7)), stores.INT4_PACKED)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_over_an_int2_cache_is_that_over_its_rounded_keys(window):
+    """A prompt, then three decoded tokens: softmax attention in float64 over the rounded keys and values.
+
+    The queries of the prompt attend to the keys before rounding, so only the decoded tokens are compared.
+    """
+    random = np.random.default_rng(0)
+    B, T, K, G, H, last = 2, 9, 2, 3, 32, 3
+    q, k, v = (np.float32(random.standard_normal((B, T, K, *size))) for size in ((G, H), (H,), (H,)))
+    store = stores.Store.empty(B, K, (H, H), T if window is None else window, stores.INT2_PACKED)
+    layer = FullLayer(store) if window is None else RingLayer(store)
+
+    @jax.jit
+    def run(q, k, v, positions_BT):
+        split = T - last
+        _, after, _ = layer.attend(q[:, :split], k[:, :split], v[:, :split], positions_BT[:, :split], window)
+        outs = []
+        for t in range(split, T):
+            out, after, _ = after.attend(*(x[:, t : t + 1] for x in (q, k, v, positions_BT)), window)
+            outs.append(out)
+        return jnp.concatenate(outs, axis=1), stores.Store.from_kv(k, v, stores.INT2_PACKED).dequantize(jnp.float32)
+
+    found, (keys, values) = jax.device_get(run(q, k, v, places(B, T)))
+    for t in range(T - last, T):
+        first = 0 if window is None else max(0, t + 1 - window)
+        scores = np.einsum("bkgh,bskh->bkgs", q[:, t].astype(np.float64), keys[:, first : t + 1]) * H**-0.5
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        wanted = np.einsum("bkgs,bskh->bkgh", weights, values[:, first : t + 1].astype(np.float64))
+        np.testing.assert_allclose(found[:, t - (T - last)], wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize("window", [None, 5])

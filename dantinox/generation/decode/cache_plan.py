@@ -21,6 +21,7 @@ from dantinox.generation.decode.cache_budgets import (
 from dantinox.generation.decode.quantized_weights import HeadOrder
 from dantinox.model import Compression, KVCache, compute_dtype
 from dantinox.model.cache import uncompressed_slots
+from dantinox.model.cache_store import PACKED_DTYPES, numbers_per_element
 from dantinox.run import KVCalibration
 
 # With `kv.decay: entropy`, the importance of a token is a decaying sum of the attention it received. In a head whose attention
@@ -57,8 +58,8 @@ def plan_cache(
       round_up: if `kv.budget` is too small, use the smallest possible budget and print a warning.
 
     Raises:
-      UserError: the budget is below the minimum per head, the `kv.signal` was not measured, or int4 is requested with an odd
-        head size.
+      UserError: the budget is below the minimum per head, the `kv.signal` was not measured, `kv.layer_ratios` has another
+        number of layers, or the head sizes do not fit the packed dtype.
     """
     if kv.compresses and config.latent is not None:
         message = "kv.budget does not support latent caches: all heads share one latent, which cannot be evicted per head"
@@ -71,8 +72,10 @@ def plan_cache(
     sizes = (latent.rotated_size, latent.rank) if latent is not None else (
         config.head_size, config.global_head_size or config.head_size
     )  # fmt: skip
-    if dtype == "int4" and any(size % 2 for size in sizes):
-        message = f"kv.dtype int4 packs two numbers into a byte and needs even head sizes, got {max(sizes)}"
+    multiple = numbers_per_element(PACKED_DTYPES.get(dtype, dtype))
+    if uneven_sizes := [size for size in sizes if size % multiple]:
+        vectors = "heads" if latent is None else "latents and their rotated parts"
+        message = f"kv.dtype {dtype} needs {vectors} with sizes that are multiples of {multiple}, got {uneven_sizes[0]}"
         raise UserError(message, key="kv.dtype")
     return CachePlan(slots, dtype, _compression(config, kv, slots, calibration, round_up) if kv.compresses else None)
 
@@ -98,13 +101,28 @@ def fall_back_to_uniform(kv: KVSection, calibration: KVCalibration | None, remed
     reason = remedy if calibration is None else calibration.missing_signal(kv.signal)
     if not reason:
         return kv
-    warnings.warn(f"all heads get the same share of the cache: {reason}", stacklevel=4)
+    heads = "all heads" if kv.layer_ratios is None else "all heads of a layer"
+    warnings.warn(f"{heads} get the same share of the cache: {reason}", stacklevel=4)
     return kv.model_copy(update={"signal": "uniform"})
 
 
 @lru_cache(maxsize=4)
 def _head_shares(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None) -> np.ndarray:
-    """Returns the relative share of each key head `[L, K]`; equal without a calibration."""
+    """Returns the relative share of each key head `[L, K]`: that of the layer times that of the head.
+
+    The share of a layer is its number in `kv.layer_ratios` divided by their mean, and that of a head follows from
+    `kv.signal`. Without ratios all layers have equal shares, and without a calibration all heads.
+    """
+    ratios_L = np.asarray(kv.layer_ratios or (1.0,) * config.num_blocks)
+    if len(ratios_L) != config.num_blocks:
+        message = f"kv.layer_ratios must have one number for each of the {config.num_blocks} layers, got {len(ratios_L)}"
+        raise UserError(message, key="kv.layer_ratios")
+    shares_LK: np.ndarray = _signal_shares(config, kv, calibration) * (ratios_L / ratios_L.mean())[:, None]
+    return shares_LK
+
+
+def _signal_shares(config: ModelConfig, kv: KVSection, calibration: KVCalibration | None) -> np.ndarray:
+    """Returns the relative share of each key head `[L, K]` by `kv.signal`; equal without a calibration."""
     if calibration is None or kv.signal == "uniform":
         return np.ones((config.num_blocks, config.kv_heads))
     measured = calibration.signal(kv.signal)
