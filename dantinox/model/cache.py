@@ -11,7 +11,7 @@ row are consecutive and precede its padding.
 
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,10 @@ from dantinox.platform import get_platform
 
 
 class CacheReport(TypedDict):
-    """Byte counts of a cache, see `KVCache.report`."""
+    """Byte counts of a cache, see `KVCache.report`.
+
+    Generation adds `evicted` to that of a compressed cache: the keys that the sample has lost, summed over all key heads.
+    """
 
     bytes: int
     payload_bytes: int
@@ -50,6 +53,7 @@ class CacheReport(TypedDict):
     ratio: float
     dtype: str
     slots: list[list[list[int]]]
+    evicted: NotRequired[int]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["store"], meta_fields=[])

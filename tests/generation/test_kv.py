@@ -494,6 +494,19 @@ def test_settings_of_generate(tmp_path):
             generate(model, [prompt()], NEW, greedy=True, **kv)
 
 
+def test_evicted_keys_are_counted():
+    """Every head keeps 40 tokens. The newest token is not in the cache yet."""
+    run = _IdsModel(Config(), builder.model(CONFIG), [], None, False)
+    settings = {"max_new_tokens": NEW, "greedy": True, "kv_signal": "uniform", "kv_budget_tokens": 40}
+    (batch,) = run.start([run.request(prompt(), settings)])
+    for _ in batch.parts():
+        pass
+    (result,) = batch.results
+    heads, tokens = CONFIG.num_blocks * CONFIG.kv_heads, len(prompt()) + len(result.tokens) - 1
+    assert result.stats["cache"]["evicted"] == heads * (tokens - 40) > 0
+    assert f"{heads * (tokens - 40):,} keys evicted" in batch.summary()
+
+
 def test_a_budget_too_small_for_a_short_sequence_is_rounded_up():
     run = _IdsModel(Config(), builder.model(CONFIG), [], None, False)
 

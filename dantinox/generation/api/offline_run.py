@@ -224,8 +224,9 @@ class BatchRun:
             "first_token_seconds": self.times.first,
             "compile_seconds": self.times.compiling,
             "decode_tok_per_s": new / decoding if decoding > 0 and new > 0 else 0.0,
-            "cache": self.batch.caches[0].report() if self.batch.caches else None,
+            "cache": None,
         }
+        report_of = self._cache_report()
         requests = dict(zip(self._jobs, self._requests, strict=True))
         no_steps = self.batch.no_steps
         results = []
@@ -244,6 +245,7 @@ class BatchRun:
                         **stats,
                         "prompt_tokens": len(request.ids),
                         "new_tokens": len(sample.tokens),
+                        "cache": report_of(len(request.ids) + len(sample.tokens) - 1),
                         **self.batch.counts(row),  # type: ignore[typeddict-item]
                     },
                     steps=steps,
@@ -253,6 +255,14 @@ class BatchRun:
                 )
             )
         return results
+
+    def _cache_report(self) -> Callable[[int], CacheReport | None]:
+        """Returns a function from the tokens of a row in the cache to the report on the cache."""
+        cache = self.batch.caches[0].report() if self.batch.caches else None
+        if cache is None or not self._requests[0].config.kv.compresses:
+            return lambda _: cache
+        windows = self._model.model.config.windows
+        return lambda tokens: {**cache, "evicted": evicted_keys(cache["slots"], windows, tokens)}
 
     def _info_maker(self, job: Job, tokens: Sequence[int], steps: StepInfo | None) -> Callable[[], TokenColumns]:
         """Returns a function that makes `Result.info`; it holds no reference to the batch."""
@@ -272,6 +282,18 @@ class BatchRun:
         return make_info
 
 
+def evicted_keys(slots: Sequence[Sequence[Sequence[int]]], windows: Sequence[int | None], tokens: int) -> int:
+    """Returns how many keys all heads of a compressed cache have evicted after some tokens.
+
+    Args:
+      slots: the pairs `[key heads, slots]` of each layer.
+      windows: the window of each layer. A key that has left the window is not counted.
+    """
+    visible_L = [tokens if window is None else min(tokens, window) for window in windows]
+    groups = [(visible, *group) for visible, layer in zip(visible_L, slots, strict=True) for group in layer]
+    return sum(heads * max(0, visible - kept) for visible, heads, kept in groups)
+
+
 def _with_samples(request: GenerationRequest, count: int) -> GenerationRequest:
     """Returns a request for `count` samples."""
     same = request.config.generation.n == count
@@ -279,7 +301,10 @@ def _with_samples(request: GenerationRequest, count: int) -> GenerationRequest:
 
 
 def _cache_summary(cache: CacheReport | None, kv: KVSection) -> str:
-    """Returns `, cache 1.20 MB of 5.90 (80% saved, 24 to 64 slots per head)` for a compressed cache, else its size."""
+    """Returns `, cache 1.20 MB of 5.90 (80% saved, 24 to 64 slots per head, 9,200 keys evicted)` if the cache is compressed.
+
+    Otherwise it returns the size. The evicted keys are those of the first sample.
+    """
     if cache is None:
         return ""
     size = f", cache {cache['bytes'] / 1e6:.2f} MB"
@@ -289,4 +314,5 @@ def _cache_summary(cache: CacheReport | None, kv: KVSection) -> str:
     if cache["bytes"] == cache["full_bytes"]:
         return f"{size} (uncompressed: nothing can be evicted from at most {slots[-1]} tokens)"
     per_head = f"{slots[0]} slots per head" if slots[0] == slots[-1] else f"{slots[0]} to {slots[-1]} slots per head"
-    return f"{size} of {cache['full_bytes'] / 1e6:.2f} ({1 - cache['ratio']:.0%} saved, {per_head})"
+    evicted = f"{cache.get('evicted', 0):,} keys evicted"
+    return f"{size} of {cache['full_bytes'] / 1e6:.2f} ({1 - cache['ratio']:.0%} saved, {per_head}, {evicted})"
