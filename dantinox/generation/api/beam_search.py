@@ -20,7 +20,7 @@ from dantinox.generation.api.result import GenerationStats, Result
 from dantinox.generation.api.trace import changed_settings
 from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode.features import Constants, Features, attach
-from dantinox.generation.decode.generate_toks import prefill_prompts
+from dantinox.generation.decode.generate_toks import prefill_prompts, read_token
 from dantinox.generation.decode.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
@@ -236,9 +236,8 @@ def _search(
     def step(carry: tuple[KVCache, SamplerState, Beams]) -> tuple[KVCache, SamplerState, Beams]:
         cache, sampler, beams = carry
         position_P = jnp.where(beams.open_P, lengths_P + beams.length - 1, -1)
-        x_R1D, updated, _ = transformer.hidden(_newest(beams)[:, None], jnp.repeat(position_P, K)[:, None], cache=cache)
-        assert updated is not None
-        return _advance(updated, sampler, beams, transformer.logits(x_R1D[:, 0]), params, rules)
+        step_logits, cache = read_token(transformer, cache, _newest(beams), jnp.repeat(position_P, K))
+        return _advance(cache, sampler, beams, step_logits.logits, params, rules)
 
     cache, _, beams = jax.lax.while_loop(lambda carry: carry[2].open_P.any(), step, (cache, sampler, beams))
     return cache, beams
