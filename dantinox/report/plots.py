@@ -177,7 +177,8 @@ def _axis_mapping(intervals: Columns, evaluations: Columns, by: str) -> Callable
         per_step = _tokens_per_step(intervals, evaluations)
         return lambda steps: steps * per_step
     timed = np.isfinite(intervals["ms_per_step"])
-    steps, milliseconds = intervals["step"][timed], intervals["ms_per_step"][timed]
+    steps = intervals["step"][timed]
+    milliseconds = intervals["ms_per_step"][timed]
     newer = steps > np.maximum.accumulate(np.concatenate([[0.0], steps[:-1]])) if steps.size else np.zeros(0, bool)
     steps = np.concatenate([[0.0], steps[newer]])
     milliseconds = milliseconds[newer]

@@ -62,7 +62,7 @@ def columns_of(columns: Sequence[Column], output: str) -> list[Column]:
     return [column for column in columns if output in column.outputs]
 
 
-def text_table(columns: Sequence[Column], rows: Sequence[Any], width: int, front: int = 1) -> Iterator[str]:
+def text_table(columns: Sequence[Column], rows: Sequence[Any], width: int = 1 << 30, front: int = 1) -> Iterator[str]:
     """Yields the table in lines of at most `width` characters; see `side_by_side`."""
     cells = [[column.heading, *map(column.short, rows)] for column in columns_of(columns, TEXT)]
     return side_by_side(cells, width, front)
@@ -157,7 +157,11 @@ def _scaled(count: float, units: Sequence[str]) -> str:
     while abs(count) >= 999.5 and power < len(units) - 1:
         count = count / 1000
         power = power + 1
-    digits = 0 if power == 0 or abs(count) >= 99.95 else 1 if abs(count) >= 9.995 else 2
+    digits = 2
+    if power == 0 or abs(count) >= 99.95:
+        digits = 0
+    elif abs(count) >= 9.995:
+        digits = 1
     return f"{count:.{digits}f}{units[power]}"
 
 

@@ -90,7 +90,8 @@ def instructions(text: str) -> dict[str, Instruction]:
     A fusion gets the origin of the matrix multiplication in it, or else its own origin, or else that of any instruction in it.
     An instruction that XLA added gets the origin of the first instruction that reads it.
     """
-    frames, members = _Frames(text), computations(text)
+    frames = _Frames(text)
+    members = computations(text)
     found = {i.name: _set_origin(i, frames) for inside in members.values() for i in inside}
     for i in list(found.values()):
         if "calls=" in i.attributes:
@@ -103,7 +104,8 @@ def instructions(text: str) -> dict[str, Instruction]:
 
 
 def _set_origin(i: Instruction, frames: "_Frames") -> Instruction:
-    metadata, target = METADATA.search(i.attributes), TARGET.search(i.attributes)
+    metadata = METADATA.search(i.attributes)
+    target = TARGET.search(i.attributes)
     origin = metadata[1] if metadata else ""
     label = LABEL.search(origin)
     return replace(i, label=label[1] if label else "", frames=frames.of(origin), target=target[1] if target else "")

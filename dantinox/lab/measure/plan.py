@@ -269,8 +269,10 @@ def generation_programs(
     mesh = tensor_mesh(model, g.tensor_parallel, topology.devices) if g.tensor_parallel > 1 else None
     place: Callable[[Any], Any] = topology.place
     if mesh is not None:
-        weights, place = shard_model_shapes(weights, mesh), partial(shard_program_arguments, mesh)
-    lengths, limits = np.full(batch, prompt, np.int32), np.full(batch, new)
+        weights = shard_model_shapes(weights, mesh)
+        place = partial(shard_program_arguments, mesh)
+    lengths = np.full(batch, prompt, np.int32)
+    limits = np.full(batch, new)
     # The shares of the heads are measured on a trained model: here all heads get equal shares.
     kv = config.kv.model_copy(update={"signal": "uniform"} if config.kv.compresses else {})
     cache_plan = plan_cache(model, kv, slots_needed(lengths, limits))
@@ -331,7 +333,9 @@ def _compile_program(topology: Topology, planned: Program, program: Any, options
     try:
         compiled = topology.compile(program, options)
         text = compiled.as_text()
-        usage, kernels, work = memory_usage(compiled), find_kernels(text), count_work(text)
+        usage = memory_usage(compiled)
+        kernels = find_kernels(text)
+        work = count_work(text)
         collectives = {kind: Collectives(work.count[kind], round(work.sent[kind])) for kind in BYTES_SENT if work.count[kind]}
         needs = usage.peak
     except jax.errors.JaxRuntimeError as error:
@@ -369,7 +373,9 @@ def parse_needed_bytes(failure: str) -> int | None:
 
 
 def _milliseconds(seconds: float | None) -> str | None:
-    return None if seconds is None else (f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}")
+    if seconds is None:
+        return None
+    return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 
 def _bytes(kind: str) -> Column:

@@ -46,12 +46,12 @@ class Work:
         return sum(self.sent.values())
 
     def __add__(self, other: "Work") -> "Work":
-        count, sent = self.count + other.count, self.sent + other.sent
-        return Work(self.flops + other.flops, count, sent, self.unknown_loops + other.unknown_loops)
+        loops = self.unknown_loops + other.unknown_loops
+        return Work(self.flops + other.flops, self.count + other.count, self.sent + other.sent, loops)
 
     def repeat(self, iterations: int) -> "Work":
         """Returns the work of this many iterations of a loop body."""
-        count, sent = (Counter({kind: iterations * n for kind, n in of.items()}) for of in (self.count, self.sent))
+        count, sent = (Counter({kind: iterations * n for kind, n in counter.items()}) for counter in (self.count, self.sent))
         return Work(iterations * self.flops, count, sent, self.unknown_loops)
 
 
@@ -107,15 +107,15 @@ def _contraction_size(i: Instruction, operands: list[str]) -> int:
     return math.prod(sizes[int(axis)] for axis in re.findall(r"\d+", axes[1]))
 
 
-def _group_size(rest: str, devices: int) -> int:
+def _group_size(attributes: str, devices: int) -> int:
     """Returns the number of devices in a group of a collective; 0 for source-target pairs."""
-    if "source_target_pairs=" in rest:
+    if "source_target_pairs=" in attributes:
         return 0
-    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return len(listed[1].split(","))
-    if tiled := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
+    if tiled := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(tiled[1])
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}", rest):
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}", attributes):
         sizes = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
         return math.prod(int(part or sizes[name]) for name, part in re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2]))
     return devices

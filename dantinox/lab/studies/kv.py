@@ -50,7 +50,8 @@ KV_METHODS = (STREAMING, UNIFORM, *SIGNALS, "random", ORACLE)
 LARGE_METHODS = (STREAMING, UNIFORM, "distance", "loss", ORACLE)  # by default, for more than `LARGE_MODEL` parameters
 MIN_TOKENS = 32
 MIN_SEQUENCES = 2 * SEEDS
-FULL_COUNTS, QUICK_COUNTS = (200, 100), (48, 48)  # sequences of text, tasks of each kind; see `default_count`
+FULL_COUNTS = (200, 100)  # sequences of text, tasks of each kind; see `default_count`
+QUICK_COUNTS = (48, 48)
 MIN_COUNTS = (12, 6)
 DEFAULT_TOKENS = 512
 CONTINUED_PROMPTS = 24
@@ -207,7 +208,7 @@ def evaluate_kv(
     bench = CacheBenchmark(caches, progress)
     read, near = bench.measure_text(text)
     continuations = bench.continue_prompts(run, text, CONTINUED_PROMPTS)
-    recall = [dict[str, Interval]() for _ in caches]
+    recall = [dict[str, Any]() for _ in caches]
     if tasks is not None:
         recall = [
             {name: mean_interval(100 * correct_P) for name, correct_P in correct.items()}
@@ -291,8 +292,12 @@ def _agreement(cache: GreedyContinuations | None, full: GreedyContinuations | No
     if cache is None or full is None:
         return {}
     same_PT = cache.ids == full.ids
-    until_P = np.where(same_PT.all(axis=1), same_PT.shape[1], same_PT.argmin(axis=1))
-    return {"same": mean_interval(100 * same_PT.mean(axis=1)), "diverges": float(np.median(until_P)), "tok_per_s": cache.rate}
+    first_difference_P = np.where(same_PT.all(axis=1), same_PT.shape[1], same_PT.argmin(axis=1))
+    return {
+        "same": mean_interval(100 * same_PT.mean(axis=1)),
+        "diverges": float(np.median(first_difference_P)),
+        "tok_per_s": cache.rate,
+    }
 
 
 def _results_by_ratio(
@@ -333,5 +338,5 @@ def default_signal(ratios: Sequence[RatioResults]) -> str:
     for name in SIGNALS:
         verdicts = {ratio.against_uniform[name].verdict for ratio in ratios if name in ratio.against_uniform}
         if "better" in verdicts and "worse" not in verdicts:
-            means[name] = np.mean([one.loss for ratio in ratios for one in ratio.methods if one.name == name])
+            means[name] = np.mean([cache.loss for ratio in ratios for cache in ratio.methods if cache.name == name])
     return min(means, key=means.__getitem__, default=UNIFORM)

@@ -93,6 +93,7 @@ def _teacher_forced_logprobs(
     positions_BT = padded_positions(tokens_BT, lengths_B)
     empty = make_cache(model.config, B, *plan)
     x_BtD, cache, _ = prefill_hidden(model, tokens_BT[:, :start], positions_BT[:, :start], empty)
+    assert cache is not None
     first_BV = model.logits(x_BtD[jnp.arange(B), jnp.minimum(lengths_B, start) - 1])
 
     def step(cache: KVCache, column: tuple[jax.Array, jax.Array]) -> tuple[KVCache, jax.Array]:

@@ -45,7 +45,7 @@ def _task_columns(kind: str) -> list[Column]:
         aware, agnostic = both(cache)
         return None if aware is None else f"{aware.value:.0f} / {agnostic.value:.0f}"
 
-    files = {"form": ".1f", "interval": True, "outputs": (MARKDOWN, CSV)}
+    files: dict[str, Any] = {"form": ".1f", "interval": True, "outputs": (MARKDOWN, CSV)}
     return [
         Column("", f"{kind} %", pair, outputs=(TEXT,)),
         _column(f"{kind}_aware", f"{kind} %", **files),

@@ -79,8 +79,9 @@ def draw_sweep(study: SweepStudy) -> bytes:
     top = 1.0
     losses = [trial.loss for trial in study.trials if trial.loss is not None]
     if losses:  # an outlier must not compress the scale of the other trials
-        best, middle, worst = min(losses), median(losses), max(losses)
-        top = min(worst, best + OUTLIER_FACTOR * (middle - best)) + 0.08 * (middle - best or 1.0)
+        best = min(losses)
+        spread = median(losses) - best
+        top = min(max(losses), best + OUTLIER_FACTOR * spread) + 0.08 * (spread or 1.0)
     for axes, key in zip(panels, study.keys, strict=False):
         _draw(axes, study, key, top)
     for axes in list(panels)[len(study.keys) :]:
