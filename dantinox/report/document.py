@@ -103,7 +103,13 @@ def to_csv(blocks: Iterable[Block]) -> str:
 
 def to_markdown(blocks: Iterable[Block]) -> str:
     """Formats a report as Markdown. Figures are links to their files."""
-    return "\n\n".join(filter(None, map(_markdown, blocks))) + "\n"
+    return "\n\n".join(filter(None, map(_markdown, _flat(blocks)))) + "\n"
+
+
+def _flat(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Yields blocks, and those inside of `Details`."""
+    for block in blocks:
+        yield from block.blocks if isinstance(block, Details) else [block]
 
 
 def _markdown(block: Block) -> str:
@@ -121,8 +127,6 @@ def _markdown(block: Block) -> str:
             return markdown_table(columns, rows)
         case Figure(path, caption):
             return f"![{caption}]({path})"
-        case Details(blocks):
-            return to_markdown(blocks).strip()
 
 
 def to_html(blocks: Sequence[Block], title: str, folder: Path) -> str:
@@ -137,7 +141,7 @@ def to_html(blocks: Sequence[Block], title: str, folder: Path) -> str:
     """
     style = read_asset("document.css")
     policy = f"default-src 'none'; style-src '{source_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
-    body = "\n".join(_html(block, folder) for block in blocks)
+    body = "\n".join(_html(block, folder) for block in _flat(blocks))
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -167,8 +171,6 @@ def _html(block: Block, folder: Path) -> str:
                 data = base64.b64encode((folder / path).read_bytes()).decode()
             text = html.escape(caption)
             return f'<figure><img alt="{text}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'
-        case Details(blocks):
-            return "\n".join(_html(detail, folder) for detail in blocks)
 
 
 def study_files(

@@ -36,7 +36,8 @@ from dantinox.model.flops import adapter_parameters, attention_flops, forward_fl
 from dantinox.model.parameters import abstract_model
 from dantinox.platform import get_platform
 from dantinox.programs import Chip, MemoryUsage, memory_usage, tree_bytes
-from dantinox.report.tables import Column, human_bytes, human_count, human_time, percent, text_table, wrap_lines
+from dantinox.report.document import Block, Items, Table, to_lines
+from dantinox.report.tables import Column, human_bytes, human_count, human_time, percent
 from dantinox.sampling import SamplingParams
 
 RUN_MFUS = (1.0, 0.4)  # the bound, and a usual value of large training runs
@@ -413,28 +414,26 @@ COLLECTIVE_COLUMNS = tuple(map(_collective_column, BYTES_SENT))
 
 def plan_lines(plan: Plan, width: int = 100) -> Iterator[str]:
     """Yields the machine, the tables of programs, and remarks on each program, in lines of at most `width`."""
-    yield from wrap_lines(_machine(plan), width)
-    yield ""
+    return to_lines(_plan_blocks(plan), width)
+
+
+def _plan_blocks(plan: Plan) -> Iterator[Block]:
+    yield Items(list(_machine(plan)))
     names = MESH_COLUMNS if plan.chips > 1 else NAME_COLUMNS
-    communicating = [program for program in plan.programs if program.collectives]
-    for table, programs in (
-        (MEMORY_COLUMNS, plan.programs),
-        (TIME_COLUMNS, plan.programs),
-        (COLLECTIVE_COLUMNS, communicating),
-    ):
+    for table in (MEMORY_COLUMNS, TIME_COLUMNS, COLLECTIVE_COLUMNS):
+        programs = [program for program in plan.programs if table is not COLLECTIVE_COLUMNS or program.collectives]
+        columns = [column for column in table if any(column.value(program) is not None for program in programs)]
         if programs:
-            columns = [column for column in table if any(column.value(program) is not None for program in programs)]
-            yield from text_table([*names, *columns], programs, width, front=len(names))
-            yield ""
-    for program in plan.programs:
-        on = f" on {program.mesh}" if plan.chips > 1 else ""
-        kernels = "".join(f", {count} × {name}" for name, count in program.kernels.items())
-        yield from wrap_lines([f"{program.name}{on}: {_fits(program, plan.memory)}{kernels}"], width)
-    yield from wrap_lines(_run_time(plan), width)
-    yield ""
+            yield Table([*names, *columns], programs, front=len(names))
+    yield Items([*(_program_remark(plan, program) for program in plan.programs), *_run_time(plan)])
     formulas = [f"{name}: {formula}" for name, formula in plan.formulas.items()]
-    heading = f"N = {human_count(plan.matrix_parameters)} weights in matrix multiplications; FLOPs:"
-    yield from wrap_lines([heading, *formulas], width)
+    yield Items([f"N = {human_count(plan.matrix_parameters)} weights in matrix multiplications; FLOPs:", *formulas])
+
+
+def _program_remark(plan: Plan, program: Program) -> str:
+    place = f" on {program.mesh}" if plan.chips > 1 else ""
+    kernels = "".join(f", {count} × {name}" for name, count in program.kernels.items())
+    return f"{program.name}{place}: {_fits(program, plan.memory)}{kernels}"
 
 
 def _machine(plan: Plan) -> Iterator[str]:

@@ -22,7 +22,7 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.lab.measure.texts import open_text_store
-from dantinox.lab.studies.kv_bench import FREE_TOKENS, CacheBenchmark, GreedyContinuations, ReadMetrics
+from dantinox.lab.studies.kv_bench import FREE_TOKENS, CacheBenchmark, Generated, ReadMetrics
 from dantinox.lab.studies.kv_tasks import SEEDS, draw_sequences, draw_tasks, encodes_words
 from dantinox.lab.studies.kv_variants import (
     ORACLE,
@@ -44,7 +44,7 @@ from dantinox.lab.studies.statistics import (
     percentile_interval,
     verdict,
 )
-from dantinox.run import KVCalibration, open_run
+from dantinox.run import open_run
 
 KV_METHODS = (STREAMING, UNIFORM, *SIGNALS, "random", ORACLE)
 LARGE_METHODS = (STREAMING, UNIFORM, "distance", "loss", ORACLE)  # by default, for more than `LARGE_MODEL` parameters
@@ -201,7 +201,12 @@ def evaluate_kv(
         raise UserError(f"--sequences must be at least {MIN_SEQUENCES}, got {sequences}")
     check_ratios(ratios)
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
-    names, left_out = select_kv_methods(methods, measured, directory.path, run.parameters)
+    usual = LARGE_METHODS if run.parameters > LARGE_MODEL else KV_METHODS
+    names, left_out = select_methods(
+        methods, (*KV_METHODS, REFERENCE), measured, directory.path, "eval kv", usual=usual, needs_calibration=True
+    )
+    if names == [REFERENCE]:
+        raise UserError(f"{REFERENCE} is the baseline of the comparison: name at least one of {', '.join(KV_METHODS)}")
     caches, too_small = build_variants(run, measured, names, ratios, length, kv_dtype)
     text = draw_sequences(run.tokenizer, store, sequences, length)
     tasks = draw_tasks(run.tokenizer, text, task_count) if encodes_words(run.tokenizer) else None
@@ -246,25 +251,6 @@ def evaluate_kv(
     )
 
 
-def select_kv_methods(
-    names: Sequence[str] | None, measured: KVCalibration | None, path: Path, parameters: int = 0
-) -> tuple[list[str], list[str]]:
-    """Selects the methods of `eval kv`, see `select_methods`.
-
-    Without names, a model of more than `LARGE_MODEL` parameters gets only `LARGE_METHODS`.
-    """
-    is_reduced = names is None and parameters > LARGE_MODEL
-    known = LARGE_METHODS if is_reduced else (*KV_METHODS, REFERENCE)
-    found, left_out = select_methods(names, known, measured, path, "eval kv", needs_calibration=True)
-    found = [name for name in found if name != REFERENCE]
-    if not found:
-        raise UserError(f"{REFERENCE} is the baseline of the comparison: name at least one of {', '.join(KV_METHODS)}")
-    if is_reduced:
-        skipped = sorted(set(KV_METHODS) - set(LARGE_METHODS))
-        left_out.insert(0, f"{', '.join(skipped)}: name them in --methods")
-    return found, left_out
-
-
 def _cache_size(cache: CacheVariant) -> dict[str, Any]:
     if cache.report is None:
         return {"bytes": None, "share": None, "slots": None}
@@ -288,7 +274,7 @@ def intervals_by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[f
     return SeedIntervals(whole, seeds)
 
 
-def _agreement(cache: GreedyContinuations | None, full: GreedyContinuations | None) -> dict[str, Any]:
+def _agreement(cache: Generated | None, full: Generated | None) -> dict[str, Any]:
     if cache is None or full is None:
         return {}
     same_PT = cache.ids == full.ids

@@ -118,13 +118,6 @@ def generate_batch(cache: CacheVariant, batch: QuestionBatch, params: SamplingPa
     )
 
 
-class GreedyContinuations(NamedTuple):
-    """Continuations `[P, T]` of P prompts, and the tokens per second of the fastest batch."""
-
-    ids: np.ndarray
-    rate: float
-
-
 @dataclass(frozen=True)
 class CacheBenchmark:
     """Caches for sequences of one length, the full cache first. `progress` is called with progress lines."""
@@ -179,8 +172,11 @@ class CacheBenchmark:
                 scores[f"copy_{name}"] = correct_P[~tasks.needles]
         return found
 
-    def continue_prompts(self, run: LoadedModel, text: Sequences, count: int) -> list[GreedyContinuations | None]:
-        """Continues the first halves of `count` sequences greedily with each cache; None for the oracle."""
+    def continue_prompts(self, run: LoadedModel, text: Sequences, count: int) -> list[Generated | None]:
+        """Continues the first halves of `count` sequences greedily with each cache; None for the oracle.
+
+        The rate is that of the fastest batch.
+        """
         T = text.ids.shape[1]
         tokens = min(FREE_TOKENS, T - T // 2)
         picked = [np.flatnonzero(text.seeds == seed)[:share] for seed, share in enumerate(split_by_seed(count))]
@@ -196,7 +192,7 @@ class CacheBenchmark:
                 if cache.name != ORACLE:
                     generated.append(generate_batch(cache, batch, params))
                 done.advance()
-        return [_join_continuations(generated, P) if generated else None for generated in parts]
+        return [_fastest(generated, P) if generated else None for generated in parts]
 
     def answer_questions(
         self, run: LoadedModel, batches: Sequence[QuestionBatch], length: int, task: str
@@ -229,5 +225,6 @@ def greedy_params(run: LoadedModel, rows: int, **settings: Any) -> SamplingParam
     return run.params([run.settings({**NEUTRAL_SETTINGS, "greedy": True, "seed": 0, **settings})] * rows)
 
 
-def _join_continuations(parts: Sequence[Generated], count: int) -> GreedyContinuations:
-    return GreedyContinuations(np.concatenate([part.ids for part in parts])[:count], max(part.rate for part in parts))
+def _fastest(batches: Sequence[Generated], count: int) -> Generated:
+    """Returns the first `count` rows of all batches, and the speed of the fastest batch."""
+    return max(batches, key=lambda batch: batch.rate)._replace(ids=np.concatenate([batch.ids for batch in batches])[:count])

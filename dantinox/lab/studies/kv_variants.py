@@ -144,16 +144,19 @@ def select_methods(
     measured: KVCalibration | None,
     path: Path,
     study: str,
+    *,
+    usual: Sequence[str] | None = None,
     needs_calibration: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Selects the methods to compare.
 
     Args:
-      names: names in `known`; None: all whose signal was measured.
+      names: names in `known`; None: those of `usual` whose signal was measured.
       known: the names in `METHODS` that the study accepts.
       measured: the measured signals of the heads; None without a calibration.
       path: the run directory, for error messages.
       study: the command, for error messages.
+      usual: the methods to compare by default; None: all.
       needs_calibration: whether methods without a calibration are an error even if no method was named.
 
     Returns:
@@ -163,6 +166,11 @@ def select_methods(
       UserError: a name is unknown, or its method needs a signal that was not measured.
     """
     found = select_names(names, known, f"method of {study}")
+    left_out = []
+    if names is None and usual is not None:
+        unusual = sorted(set(found) - {*usual, REFERENCE})
+        left_out = [f"{', '.join(unusual)}: name them in --methods"] * bool(unusual)
+        found = [name for name in found if name in usual]
     reasons = {name: reason for name in found if (reason := _missing_signal(name, measured))}
     if reasons and measured is None and (needs_calibration or names is not None):
         raise UserError(
@@ -171,7 +179,8 @@ def select_methods(
         )
     if reasons and names is not None:
         raise UserError(next(iter(reasons.values())))
-    return [name for name in found if name not in reasons], [f"{name}: {reason}" for name, reason in reasons.items()]
+    left_out += [f"{name}: {reason}" for name, reason in reasons.items()]
+    return [name for name in found if name not in reasons], left_out
 
 
 def _missing_signal(name: str, measured: KVCalibration | None) -> str:

@@ -1,6 +1,7 @@
 """Report and plot of the comparison of compressed caches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,11 @@ def _column(path: str, heading: str = "", form: str = ",.0f", **options: Any) ->
 
 
 def _seed_columns(name: str, outputs: Sequence[str] = (CSV,)) -> list[Column]:
-    def value(seed: int) -> Callable[[CacheResult], Any]:
-        return lambda cache: getattr(cache, name).seeds[seed]
+    def of_seed(cache: CacheResult, seed: int) -> Any:
+        return getattr(cache, name).seeds[seed]
 
     return [
-        Column(f"{name}_seed{seed}", f"seed {seed}", value(seed), ".2f", interval=True, outputs=outputs)
+        Column(f"{name}_seed{seed}", f"seed {seed}", partial(of_seed, seed=seed), ".2f", interval=True, outputs=outputs)
         for seed in range(SEEDS)
     ]
 
@@ -57,7 +58,7 @@ MIN_GAIN, MIN_NEEDLE = 0.05, 95  # nats per token, percent; a study below these 
 NAME = _column("name", "method")._replace(name="method")
 DPPL = _column("dppl.all", "ΔPPL %", "+.2f", interval=True)
 TOP1 = _column("top1.all", "top-1 %", ".1f", interval=True)
-NEEDLE = _column("needle_aware", "needle %", ".1f", interval=True)
+NEEDLES = _task_columns("needle")
 COLUMNS = [
     _column("ratio", outputs=(CSV,)),
     NAME,
@@ -74,7 +75,7 @@ COLUMNS = [
     _column("gap_closed", "gap %", ".0f", interval=True, spread=False),
     _column("same", "same %", ".1f", interval=True, outputs=(MARKDOWN, CSV)),
     _column("diverges", "differs at"),
-    *_task_columns("needle"),
+    *NEEDLES,
     *_task_columns("copy"),
     _column("bytes", "bytes"),
     _column("tok_per_s", "tok/s"),
@@ -87,9 +88,9 @@ def kv_blocks(study: KVStudy) -> Iterator[Block]:
     yield Paragraph(_description(study))
     yield Items([*preconditions(study), *_left_out_lines(study)])
     all_caches = [cache for ratio in study.ratios for cache in ratio.methods]
-    columns = [
-        column if any(column.value(cache) is not None for cache in all_caches) else _hidden(column) for column in COLUMNS
-    ]
+    empty = [column for column in COLUMNS if all(column.value(cache) is None for cache in all_caches)]
+    columns = [column for column in COLUMNS if column not in empty]
+    columns += [column._replace(outputs=(CSV,)) for column in empty if CSV in column.outputs]
     for ratio in study.ratios:
         caches = [study.full, *ratio.methods]
         yield Heading(f"Ratio {ratio.ratio:g}")
@@ -100,11 +101,6 @@ def kv_blocks(study: KVStudy) -> Iterator[Block]:
         yield Items(conclusions(study))
     yield Heading("Terms")
     yield Items(_notes(study))
-
-
-def _hidden(column: Column) -> Column:
-    """Returns a column that only CSV has."""
-    return column._replace(outputs=tuple(output for output in column.outputs if output == CSV))
 
 
 def preconditions(study: KVStudy) -> list[str]:
@@ -154,7 +150,7 @@ def draw_kv(study: KVStudy) -> bytes:
     if study.full.needle_aware is None:
         _draw(finds, study, TOP1, "same most likely token as with the full cache, %")
     else:
-        _draw(finds, study, NEEDLE, "needles found with the question in the prompt, %")
+        _draw(finds, study, NEEDLES[1], "needles found with the question in the prompt, %")
         finds.axhline(study.full.needle_aware.value, color="#bbbbbb", linewidth=1.2, zorder=1)
         finds.set_ylim(-3, 103)
     losses.axhline(0, color="#bbbbbb", linewidth=1.2, label="full", zorder=1)

@@ -14,7 +14,7 @@ from dantinox.lab.studies.local_tasks import LocalTaskStudy
 from dantinox.lab.studies.speedrun import BASE, FINAL, REPORTS, STAGES, StageResult
 from dantinox.lab.studies.speedrun_evaluation import ANSWER_TOKENS, Sample, TaskResult
 from dantinox.machine import cpu_name
-from dantinox.report.document import Block, Figure, Heading, Paragraph, Table, Verbatim, to_html, to_lines, to_markdown
+from dantinox.report.document import Block, Details, Figure, Heading, Paragraph, Table, Verbatim, to_html, to_lines, to_markdown
 from dantinox.report.tables import Column, human_count, human_time
 from dantinox.run import RunDirectory, load_run_config
 
@@ -125,11 +125,12 @@ def speedrun_blocks(speedrun: Speedrun) -> Iterator[Block]:
     yield Paragraph(f"{totals(speedrun)}.")
     yield Heading("Stages")
     yield Table(stage_columns(speedrun.price), speedrun.stages)
-    yield Paragraph(
+    note = (
         "Loss in nats per token and bits per byte are those of the best evaluation on held-out text; in fine-tuning, on "
         "held-out answers. The reward is the mean reward of greedy answers to held-out problems. Tokens are positions in "
         "batches. FLOPs are model FLOPs of the training steps. Time includes start-up, sampling and evaluations."
     )
+    yield Details([Paragraph(note)])
     for stage in speedrun.stages:
         curve = "loss" if stage.reward is None else "reward"
         plot = Path(stage.name) / "plots" / f"{curve}.png"
@@ -138,23 +139,26 @@ def speedrun_blocks(speedrun: Speedrun) -> Iterator[Block]:
     if speedrun.tasks:
         yield Heading("Tasks")
         yield Table(TASK_COLUMNS, speedrun.tasks)
-        yield Paragraph("Greedy answers to questions that training has not seen.")
+        yield Details([Paragraph("Greedy answers to questions that training has not seen.")])
     yield Heading("Built-in tasks")
     if isinstance(speedrun.local_tasks, str):
         yield Paragraph(f"Not run: {speedrun.local_tasks}.")
     else:
         yield Table(local_task_columns(speedrun.local_tasks), local_task_rows(speedrun.local_tasks))
-        yield Paragraph(
+        note = (
             "Accuracy in the tasks of `dantinox eval tasks RUN --tasks builtin`. Centered accuracy is 0 for random guesses and "
             "1 for perfect answers; intervals cover 95 %."
         )
+        yield Details([Paragraph(note)])
     if speedrun.samples:
-        yield Heading("Chat")
-        yield Paragraph("Greedy answers of the final model to held-out questions, each with the reference answer.")
-        for sample in speedrun.samples:
-            yield Verbatim(f"User:\n{sample.question}\n\nAssistant:\n{sample.answer}\n\nReference:\n{sample.reference}")
-    yield Heading("Commands")
-    yield Verbatim("\n".join([*(stage.command for stage in speedrun.stages), chat_command(speedrun)]))
+        texts = [
+            f"User:\n{sample.question}\n\nAssistant:\n{sample.answer}\n\nReference:\n{sample.reference}"
+            for sample in speedrun.samples
+        ]
+        note = "Greedy answers of the final model to held-out questions, each with the reference answer."
+        yield Details([Heading("Chat"), Paragraph(note), *map(Verbatim, texts)])
+    commands = [*(stage.command for stage in speedrun.stages), chat_command(speedrun)]
+    yield Details([Heading("Commands"), Verbatim("\n".join(commands))])
 
 
 def chat_command(speedrun: Speedrun) -> str:
@@ -170,15 +174,7 @@ def speedrun_files(speedrun: Speedrun) -> dict[str, Callable[[], str | bytes]]:
 
 def speedrun_lines(speedrun: Speedrun, width: int) -> Iterator[str]:
     """Yields the tables, the total, the paths of the reports and the command to chat."""
-    blocks: list[Block] = [Table(stage_columns(speedrun.price), speedrun.stages)]
-    if speedrun.tasks:
-        blocks.append(Table(TASK_COLUMNS, speedrun.tasks))
-    if isinstance(speedrun.local_tasks, str):
-        blocks.append(Paragraph(f"no built-in tasks: {speedrun.local_tasks}"))
-    else:
-        blocks.append(Table(local_task_columns(speedrun.local_tasks), local_task_rows(speedrun.local_tasks)))
-    yield from to_lines(blocks, width)
+    yield from to_lines(speedrun_blocks(speedrun), width)
     yield ""
-    yield totals(speedrun)
     yield f"report: {speedrun.folder / REPORTS[0]}"
     yield f"next: {chat_command(speedrun)}"
