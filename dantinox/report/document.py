@@ -56,7 +56,7 @@ class Table(NamedTuple):
 class Details(NamedTuple):
     """Blocks that only Markdown and HTML show."""
 
-    blocks: "Sequence[Block]"
+    blocks: "Sequence[Shown]"
 
 
 class Figure(NamedTuple):
@@ -66,7 +66,8 @@ class Figure(NamedTuple):
     caption: str
 
 
-Block = Heading | Paragraph | Items | Verbatim | Table | Figure | Details
+Shown = Heading | Paragraph | Items | Verbatim | Table | Figure
+Block = Shown | Details
 
 
 def to_lines(blocks: Iterable[Block], width: int) -> Iterator[str]:
@@ -106,13 +107,13 @@ def to_markdown(blocks: Iterable[Block]) -> str:
     return "\n\n".join(filter(None, map(_markdown, _flat(blocks)))) + "\n"
 
 
-def _flat(blocks: Iterable[Block]) -> Iterator[Block]:
+def _flat(blocks: Iterable[Block]) -> Iterator[Shown]:
     """Yields blocks, and those inside of `Details`."""
     for block in blocks:
         yield from block.blocks if isinstance(block, Details) else [block]
 
 
-def _markdown(block: Block) -> str:
+def _markdown(block: Shown) -> str:
     match block:
         case Heading(text, level):
             return f"{'#' * level} {text}"
@@ -150,7 +151,7 @@ def to_html(blocks: Sequence[Block], title: str, folder: Path) -> str:
     )
 
 
-def _html(block: Block, folder: Path) -> str:
+def _html(block: Shown, folder: Path) -> str:
     match block:
         case Heading(text, level):
             return f"<h{level}>{html.escape(text)}</h{level}>"
