@@ -262,12 +262,14 @@ def generation_programs(
     topology: Topology, config: Config, model: ModelConfig, batch: int, prompt: int, new: int
 ) -> Iterator[PlannedProgram]:
     """Yields prefill and decoding of `batch` prompts with the settings of `generation`, `router` and `kv`."""
-    g = config.generation
-    rows = batch * config.generation.n
+    settings = config.generation
+    rows = batch * settings.n
     model = replace(model, scan_layers=False)
     # XLA's cost analysis does not see the work of native kernels.
-    weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights, g.matmul_dtype, "xla"))
-    mesh = tensor_mesh(model, g.tensor_parallel, topology.devices) if g.tensor_parallel > 1 else None
+    weights = nnx.eval_shape(
+        lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), settings.weights, settings.matmul_dtype, "xla")
+    )
+    mesh = tensor_mesh(model, settings.tensor_parallel, topology.devices) if settings.tensor_parallel > 1 else None
     place: Callable[[Any], Any] = topology.place
     if mesh is not None:
         weights = shard_model_shapes(weights, mesh)
@@ -277,15 +279,19 @@ def generation_programs(
     # The shares of the heads are measured on a trained model: here all heads get equal shares.
     kv = config.kv.model_copy(update={"signal": "uniform"} if config.kv.compresses else {})
     cache_plan = plan_cache(model, kv, slots_needed(lengths, limits))
-    seeded = config.model_copy(update={"generation": g.model_copy(update={"seed": g.seed or 0})})
+    seeded = config.model_copy(update={"generation": settings.model_copy(update={"seed": settings.seed or 0})})
     rows_batch = StaticBatch(
         weights,
         np.zeros((batch, prompt), np.int32),
         lengths,
-        SamplingParams.build(seeded, batch=rows, stop_ids=[0], sample_index=[*range(g.n)] * batch, vocab_size=model.vocab_size),
-        limits_B=np.repeat(limits, g.n),
+        SamplingParams.build(
+            seeded, batch=rows, stop_ids=[0], sample_index=[*range(settings.n)] * batch, vocab_size=model.vocab_size
+        ),
+        limits_B=np.repeat(limits, settings.n),
         eos_ids=[[0]] * rows,
-        options=StaticOptions(stepper=Stepper() if g.use_cache else UncachedStepper(), plan=cache_plan, samples=g.n),
+        options=StaticOptions(
+            stepper=Stepper() if settings.use_cache else UncachedStepper(), plan=cache_plan, samples=settings.n
+        ),
     )
     first, following = rows_batch.trace(place)
     options = dict(get_platform(topology.platform).decoding_options)
@@ -300,7 +306,7 @@ def generation_programs(
         """Returns the FLOPs of a forward pass over `rows` sequences that computes only their last logits."""
         return rows * (length * (token + attention_flops(model, length)) + head)
 
-    shares = g.tensor_parallel
+    shares = settings.tensor_parallel
     on = ONE_DEVICE if mesh is None else f"tensor {mesh.size}"
     flops = forward(batch, prompt) // shares
     yield Program("prefill", on, f"{batch} × {prompt} tokens", flops, 0, read + cache), first, options
@@ -310,9 +316,9 @@ def generation_programs(
         sizes = 2 * model.latent.rank + model.latent.rotated_size
         groups = model.n_heads
     flops = rows * (token + head + 2 * sizes * groups * slots_read(model, cache_plan))
-    flops = flops if g.use_cache else forward(rows, cache_plan.slots)
-    reads = f"{rows} × 1 token, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
-    idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots) // shares
+    flops = flops if settings.use_cache else forward(rows, cache_plan.slots)
+    reads = f"{rows} × 1 token, {cache_plan.slots} slots" if settings.use_cache else f"{rows} × {cache_plan.slots} tokens"
+    idle = idle_expert_bytes(weights, model, rows if settings.use_cache else rows * cache_plan.slots) // shares
     yield Program("decode", on, reads, flops // shares, 0, read - idle + cache), following, options
 
 

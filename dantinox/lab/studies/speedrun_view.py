@@ -79,7 +79,7 @@ def _four(number: float | None) -> str | None:
 
 
 def _correct_answers(number: int, task: TaskResult) -> str:
-    return f"{task.right[number]} of {task.count}"
+    return f"{task.correct[number]} of {task.count}"
 
 
 TASK_COLUMNS = [
