@@ -244,7 +244,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
-    """Runs `evaluate_NAME` in `lab/studies/NAME.py`, then `NAME_lines` and `NAME_files` in `lab/studies/NAME_view.py`."""
+    """Runs `evaluate_NAME` in `lab/studies/NAME.py`, and reports it by `NAME_blocks` and `draw_NAME` in `NAME_view.py`."""
     from dantinox.run import open_run
 
     name = options.what
@@ -252,13 +252,16 @@ def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     check_writable_folder(out, "--out")
     use_compilation_cache()
     from dantinox.report.console import steady_progress
+    from dantinox.report.document import study_files, to_lines
     from dantinox.report.plots import save_files
 
-    study, view = import_module(f"dantinox.lab.studies.{name}"), import_module(f"dantinox.lab.studies.{name}_view")
+    study = import_module(f"dantinox.lab.studies.{name}")
+    view = import_module(f"dantinox.lab.studies.{name}_view")
     with steady_progress() as progress:
         found = getattr(study, f"evaluate_{name}")(options.run_dir, progress=progress, **flags)
-    print_lines(lambda width: getattr(view, f"{name}_lines")(found, width))
-    save_files(out, getattr(view, f"{name}_files")(found))
+    blocks = list(getattr(view, f"{name}_blocks")(found))
+    print_lines(lambda width: to_lines(blocks, width))
+    save_files(out, study_files(name, found, blocks, getattr(view, f"draw_{name}", None)))
     return 0
 
 
@@ -294,13 +297,15 @@ def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 
 def _local_tasks(options: argparse.Namespace, names: list[str], flags: dict[str, Any]) -> int:
     from dantinox.lab.studies.local_tasks import evaluate_local_tasks
-    from dantinox.lab.studies.local_tasks_view import local_task_lines
+    from dantinox.lab.studies.local_tasks_view import local_task_blocks
     from dantinox.report.console import steady_progress
+    from dantinox.report.document import to_lines
 
     del flags["tasks"]
     with steady_progress() as progress:
         found = evaluate_local_tasks(options.run_dir, names, progress=progress, **flags)
-    return print_result(options, found.record() if options.json else found, lambda width: local_task_lines(found, width))
+    record = found.record() if options.json else found
+    return print_result(options, record, lambda width: to_lines(local_task_blocks(found), width))
 
 
 def _harness_tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:

@@ -133,16 +133,18 @@ def sweep(options: argparse.Namespace) -> int:
             print(trial.name, ", ".join(f"{key} {quote(value)}" for key, value in trial.chosen.items()))
         return 0
     from dantinox.lab.studies.sweep import SweepStudy, run_sweep, train_in_subprocess
-    from dantinox.lab.studies.sweep_view import sweep_csv, sweep_files, sweep_lines
+    from dantinox.lab.studies.sweep_view import draw_sweep, sweep_blocks
     from dantinox.report.console import show_progress
+    from dantinox.report.document import study_files, to_csv, to_lines
     from dantinox.report.plots import save_files
 
     def on_result(study: SweepStudy) -> None:
-        atomic_write(found.runs_dir / "sweep.csv", sweep_csv(study))
+        atomic_write(found.runs_dir / "sweep.csv", to_csv(sweep_blocks(study)))
 
     study = run_sweep(found, train_in_subprocess(_prepare), show_progress, options.retry, on_result)
-    print_lines(lambda width: sweep_lines(study, width))
-    save_files(found.runs_dir, sweep_files(study))
+    blocks = list(sweep_blocks(study))
+    print_lines(lambda width: to_lines(blocks, width))
+    save_files(found.runs_dir, study_files("sweep", study, blocks, draw_sweep))
     return 0
 
 

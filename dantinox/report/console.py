@@ -30,7 +30,8 @@ def steady_progress(
 
     After `seconds` without a new line, the last line is repeated with the time since it was first shown.
     """
-    stopped, lock = threading.Event(), threading.Lock()
+    stopped = threading.Event()
+    lock = threading.Lock()
     last = "starting"
     started = time.monotonic()
     shown = time.monotonic()
@@ -84,7 +85,11 @@ class Progress:
           done: the units that were already complete. The time left is estimated from the other ones.
           interval: seconds between two lines.
         """
-        self.show, self.task, self.total, self.unit, self.interval = show, task, total, unit, interval
+        self.show = show
+        self.task = task
+        self.total = total
+        self.unit = unit
+        self.interval = interval
         self.first = done
         self.done = done
         self.started = time.monotonic()

@@ -68,7 +68,9 @@ def terminal_colors(stream: TextIO) -> Colors:
     screen = Console(file=stream)
     if screen.no_color:
         return "none"
-    return "truecolor" if screen.color_system == "truecolor" else "256" if screen.color_system == "256" else "none"
+    if screen.color_system == "truecolor":
+        return "truecolor"
+    return "256" if screen.color_system == "256" else "none"
 
 
 def show_entropy(documents: Sequence[Document], width: int, colors: Colors) -> Iterator[str]:
@@ -184,7 +186,7 @@ def _wrap(glyphs: Iterable[Glyph], width: int, mark_cells: int) -> Iterator[list
     """Yields lines of glyphs. A line that is too long is broken after its last space, if it has one."""
     line: list[Glyph] = []
     for glyph in glyphs:
-        while line and sum(one.cells + mark_cells * bool(one.mark) for one in [*line, glyph]) > width:
+        while line and sum(part.cells + mark_cells * bool(part.mark) for part in [*line, glyph]) > width:
             spaces = [i for i, earlier in enumerate(line, 1) if earlier.text == " "]
             cut = spaces[-1] if spaces and glyph.text != " " else len(line)
             yield line[:cut]
@@ -219,8 +221,8 @@ def _style(bits: float, colors: Colors) -> str:
 def _draw_marks_below(line: Sequence[Glyph]) -> Iterator[str]:
     """Yields the text, a line with a digit at the start of each token, and a line with a letter where a strategy starts."""
     yield "".join(glyph.text for glyph in line)
-    digits = [f"{min(int(g.entropy + 0.5), 9)}" if g.starts and g.entropy is not None else "" for g in line]
-    letters = [glyph.mark[:1] if glyph.mark in MARKS else "?" if glyph.mark else "" for glyph in line]
+    digits = [f"{min(int(glyph.entropy + 0.5), 9)}" if glyph.starts and glyph.entropy is not None else "" for glyph in line]
+    letters = [glyph.mark[:1] if glyph.mark in ("", *MARKS) else "?" for glyph in line]
     for marks in (digits, letters):
         if below := "".join(mark.ljust(glyph.cells) for mark, glyph in zip(marks, line, strict=True)).rstrip():
             yield below

@@ -216,9 +216,9 @@ def _columns(path: Path, names: Sequence[str], read: Callable[[str], np.ndarray]
 def _blocks(path: Path) -> Iterator[str]:
     """Yields the complete lines of a file in texts of about `BLOCK_BYTES`, without empty lines; none if it does not exist."""
     with _open_log(path) as file:
-        rest = b""
+        incomplete = b""
         while data := file.read(BLOCK_BYTES):
-            lines, _, rest = (rest + data).rpartition(b"\n")
+            lines, _, incomplete = (incomplete + data).rpartition(b"\n")
             text = lines.decode().replace("\r\n", "\n").strip("\n")
             while "\n\n" in text:
                 text = text.replace("\n\n", "\n")

@@ -2,11 +2,9 @@
 
 import io
 import itertools
-import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,7 +177,8 @@ def _axis_mapping(intervals: Columns, evaluations: Columns, by: str) -> Callable
         per_step = _tokens_per_step(intervals, evaluations)
         return lambda steps: steps * per_step
     timed = np.isfinite(intervals["ms_per_step"])
-    steps, milliseconds = intervals["step"][timed], intervals["ms_per_step"][timed]
+    steps = intervals["step"][timed]
+    milliseconds = intervals["ms_per_step"][timed]
     newer = steps > np.maximum.accumulate(np.concatenate([[0.0], steps[:-1]])) if steps.size else np.zeros(0, bool)
     steps = np.concatenate([[0.0], steps[newer]])
     milliseconds = milliseconds[newer]
@@ -261,21 +260,6 @@ def _add_tokens(axes: Any, per_step: float) -> None:
     top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
     top.xaxis.set_major_formatter(lambda value, _: human_count(value))
     top.set_xlabel("tokens")
-
-
-def study_files(
-    name: str, study: Any, csv: Callable[[Any], str], markdown: Callable[[Any], str], draw: Callable[[Any], bytes]
-) -> dict[str, Callable[[], str | bytes]]:
-    """Returns file name → function that creates the content, for each file of a study.
-
-    The plot comes last, because it alone needs matplotlib.
-    """
-
-    def as_json(study: Any) -> str:
-        return json.dumps(asdict(study), indent=1, allow_nan=False) + "\n"
-
-    makers: dict[str, Callable[[Any], str | bytes]] = {"csv": csv, "md": markdown, "json": as_json, "png": draw}
-    return {f"{name}.{kind}": partial(make, study) for kind, make in makers.items()}
 
 
 def save_files(folder: Path, files: Mapping[str, Callable[[], str | bytes]]) -> None:

@@ -51,7 +51,9 @@ def _svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     if not points:
         return "<p>No rewards yet.</p>"
     steps, values = zip(*points, strict=True)
-    low, high, last = min(values), max(values), max(steps)
+    low = min(values)
+    high = max(values)
+    last = max(steps)
     scale = (high - low) or 1.0
 
     def place(step: float, value: float) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 MISSING_CELL = "–"
+TEXT, MARKDOWN, CSV = "text", "markdown", "csv"  # the outputs of a table
 
 
 class Column(NamedTuple):
@@ -20,6 +21,7 @@ class Column(NamedTuple):
       form: format specification of a number; numbers of 100 and more have no decimals.
       interval: whether the value has an interval. The CSV table then has three columns for it, and Markdown shows both ends.
       spread: whether the text table shows half the width of the interval after the value.
+      outputs: the outputs that have this column; HTML is like Markdown.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Column(NamedTuple):
     form: str = ".3f"
     interval: bool = False
     spread: bool = True
+    outputs: Sequence[str] = (TEXT, MARKDOWN, CSV)
 
     def number(self, value: Any) -> str:
         """Formats one cell: a number by `form`, text as it is, None as a dash."""
@@ -54,13 +57,20 @@ class Column(NamedTuple):
         return f"{value} [{low}, {high}]"
 
 
-def text_table(columns: Sequence[Column], rows: Sequence[Any], width: int, front: int = 1) -> Iterator[str]:
+def columns_of(columns: Sequence[Column], output: str) -> list[Column]:
+    """Returns the columns that an output has."""
+    return [column for column in columns if output in column.outputs]
+
+
+def text_table(columns: Sequence[Column], rows: Sequence[Any], width: int = 1 << 30, front: int = 1) -> Iterator[str]:
     """Yields the table in lines of at most `width` characters; see `side_by_side`."""
-    return side_by_side([[column.heading, *map(column.short, rows)] for column in columns], width, front)
+    cells = [[column.heading, *map(column.short, rows)] for column in columns_of(columns, TEXT)]
+    return side_by_side(cells, width, front)
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """Formats the table as Markdown."""
+    columns = columns_of(columns, MARKDOWN)
     lines = [[column.heading for column in columns], ["---"] * len(columns)]
     lines += [[column.long(row) for column in columns] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -68,11 +78,14 @@ def markdown_table(columns: Sequence[Column], rows: Sequence[Any]) -> str:
 
 def csv_table(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """Formats the table as CSV. Numbers are written exactly; a missing value is an empty cell."""
+    columns = columns_of(columns, CSV)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([c.name + end for c in columns for end in (("", "_low", "_high") if c.interval else ("",))])
+    writer.writerow([
+        column.name + end for column in columns for end in (("", "_low", "_high") if column.interval else ("",))
+    ])  # fmt: skip
     for row in rows:
-        found = [(c.value(row) or [None] * 3) if c.interval else [c.value(row)] for c in columns]
+        found = [(column.value(row) or [None] * 3) if column.interval else [column.value(row)] for column in columns]
         writer.writerow([cell for cells in found for cell in cells])
     return out.getvalue()
 
@@ -144,7 +157,11 @@ def _scaled(count: float, units: Sequence[str]) -> str:
     while abs(count) >= 999.5 and power < len(units) - 1:
         count = count / 1000
         power = power + 1
-    digits = 0 if power == 0 or abs(count) >= 99.95 else 1 if abs(count) >= 9.995 else 2
+    digits = 2
+    if power == 0 or abs(count) >= 99.95:
+        digits = 0
+    elif abs(count) >= 9.995:
+        digits = 1
     return f"{count:.{digits}f}{units[power]}"
 
 

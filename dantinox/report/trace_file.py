@@ -38,7 +38,7 @@ def trace_lines(documents: Iterable[Document]) -> Iterator[str]:
         yield _line({"kind": "sample", "sample": sample, **document, "tokens": len(tokens)})
         first = document["stats"].get("prompt_tokens", 0)
         for step, token in enumerate(tokens):
-            lists = {kind: [[one[name] for name in LISTS[kind]] for one in token[kind]] for kind in LISTS if kind in token}
+            lists = {kind: [[entry[name] for name in LISTS[kind]] for entry in token[kind]] for kind in LISTS if kind in token}
             place = {"kind": "token", "sample": sample, "step": step, "position": first + step}
             yield _line(place | token | lists)
 

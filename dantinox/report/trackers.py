@@ -116,7 +116,8 @@ class _WeightsAndBiases:
 
     def __init__(self, folder: Path, config: Config):
         self.wandb = _library("wandb", "wandb")
-        self.folder, self.config = folder, config
+        self.folder = folder
+        self.config = config
         self.state_path = folder / "wandb" / "dantinox.json"
         self.run: Any = None
         self.last_logged = 0

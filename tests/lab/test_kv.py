@@ -17,25 +17,27 @@ from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import load
 from dantinox.generation.decode.quantized_weights import permute_heads, prepare
 from dantinox.lab.measure import head_loss as eviction
-from dantinox.lab.studies import kv, kv_bench, statistics
+from dantinox.lab.studies import kv, kv_bench, kv_variants, statistics
 from dantinox.lab.studies.continuations import NEUTRAL_SETTINGS
-from dantinox.lab.studies.kv import _agreement, _loss_metrics, default_signal, evaluate_kv, gap_closed, intervals_by_seed
-from dantinox.lab.studies.kv_bench import (
-    METHODS,
-    NEAR_KEYS,
-    CacheBenchmark,
-    GreedyContinuations,
-    ReadMetrics,
-    build_variants,
-    near_keys_variant,
-    read_metrics,
-    select_methods,
+from dantinox.lab.studies.kv import (
+    KV_METHODS,
+    LARGE_METHODS,
+    _agreement,
+    _loss_metrics,
+    default_signal,
+    evaluate_kv,
+    gap_closed,
+    intervals_by_seed,
 )
+from dantinox.lab.studies.kv_bench import CacheBenchmark, Generated, ReadMetrics, read_metrics
 from dantinox.lab.studies.kv_tasks import Sequences, draw_sequences, draw_tasks, encodes_words, split_by_seed
-from dantinox.lab.studies.kv_view import kv_lines
+from dantinox.lab.studies.kv_variants import NEAR_KEYS, build_variants, near_keys_variant, select_methods
+from dantinox.lab.studies.kv_view import kv_blocks
+from dantinox.lab.studies.ruler import RULER_METHODS
 from dantinox.lab.studies.statistics import mean_interval
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
+from dantinox.report.document import to_lines
 from dantinox.run import (
     KVCalibration,
     create_run,
@@ -154,10 +156,10 @@ def test_the_default_signal_follows_from_the_rule(ratios, default):
 def test_continuations_are_compared_with_those_of_the_full_cache():
     full = np.array([[1, 2, 3, 4], [5, 6, 7, 8], [1, 1, 1, 1]])
     own = np.array([[1, 2, 3, 4], [5, 0, 7, 8], [1, 1, 0, 0]])
-    found = _agreement(GreedyContinuations(own, 12.5), GreedyContinuations(full, 99.0))
+    found = _agreement(Generated(own, 0.0, 12.5), Generated(full, 0.0, 99.0))
     assert found["same"][0] == pytest.approx((100 + 75 + 50) / 3)
     assert found["diverges"] == 2 and found["tok_per_s"] == 12.5  # the median of 4, 1 and 2
-    assert _agreement(None, GreedyContinuations(full, 1.0)) == {}
+    assert _agreement(None, Generated(full, 0.0, 1.0)) == {}
 
 
 # --- texts --------------------------------------------------------------------------------------------------------------
@@ -296,24 +298,33 @@ def calibration(**also):
     return KVCalibration(np.array([[1.0, 2.0, 3.0, 4.0], [5.0, 1.0, 1.0, 1.0]]), **also)
 
 
+def select(names, measured, path, usual=KV_METHODS):
+    known = (*KV_METHODS, "full")
+    return select_methods(names, known, measured, path, "eval kv", usual=usual, needs_calibration=True)
+
+
 def test_methods_are_selected_by_name_and_calibration(tmp_path):
     whole = calibration(coverage_LN=np.ones((2, 4)), distance_LN=np.ones((2, 4)), loss_LKC=np.ones((2, 2, 1)), loss_slots=(64,))
-    assert select_methods(None, whole, tmp_path) == (list(METHODS), [])
-    assert select_methods(["oracle", "full", "uniform"], None, tmp_path) == (["uniform", "oracle"], [])
+    assert select(None, whole, tmp_path) == (list(KV_METHODS), [])
+    assert select(["oracle", "full", "uniform"], None, tmp_path) == (["uniform", "oracle", "full"], [])
     large = ["streaming", "uniform", "distance", "loss", "oracle"], ["coverage, entropy, random: name them in --methods"]
-    assert select_methods(None, whole, tmp_path, 10**8) == large
-    assert select_methods(["random", "uniform"], whole, tmp_path, 10**8) == (["uniform", "random"], [])
-    names, left_out = select_methods(None, calibration(), tmp_path)
+    assert select(None, whole, tmp_path, LARGE_METHODS) == large
+    assert select(["random", "uniform"], whole, tmp_path, LARGE_METHODS) == (["uniform", "random"], [])
+    names, left_out = select(None, calibration(), tmp_path)
     assert names == ["streaming", "uniform", "entropy", "random", "oracle"]
     assert [line.split(":")[0] for line in left_out] == ["coverage", "distance", "loss"] and "--what kv` again" in left_out[0]
     with pytest.raises(UserError, match=ERRORS["holds_no_loss"]):
-        select_methods(["loss"], calibration(), tmp_path)
-    with pytest.raises(UserError, match=ERRORS["entropy_cannot_run_without_kv_entropy"]):
-        select_methods(["uniform", "entropy"], None, tmp_path)
-    with pytest.raises(UserError, match=ERRORS["full_is_the_baseline_of"]):
-        select_methods(["full"], None, tmp_path)
+        select(["loss"], calibration(), tmp_path)
+    for names in (["uniform", "entropy"], None):
+        with pytest.raises(
+            UserError, match=ERRORS["entropy_cannot_run_without_kv_entropy"] if names else "entropy, coverage, "
+        ):
+            select(names, None, tmp_path)
     with pytest.raises(UserError, match=ERRORS["unknown_method_of_eval_kv"]):
-        select_methods(["Entrpy"], None, tmp_path)
+        select(["Entrpy"], None, tmp_path)
+    # `eval ruler` leaves methods out if there is no calibration.
+    found = select_methods(None, RULER_METHODS, None, tmp_path, "eval ruler")
+    assert found[0] == ["full", "streaming", "uniform", "expected_attention", "kvzip"] and len(found[1]) == 5
 
 
 def test_all_caches_of_a_ratio_have_the_same_bytes(run):
@@ -379,7 +390,7 @@ def windowed(model, window):
 
 @pytest.mark.slow
 def test_near_keys_variant_equals_a_model_with_windows(run, text, monkeypatch):
-    monkeypatch.setattr(kv_bench, "NEAR_KEYS", 12)
+    monkeypatch.setattr(kv_variants, "NEAR_KEYS", 12)
     caches, _ = build_variants(run, None, [], [0.5], CONTEXT)
     near = near_keys_variant(caches[0])
     assert near.model.config.windows == (12, 12) and caches[0].model.config.windows == (None, None)
@@ -492,12 +503,13 @@ def test_record_of_an_evaluation(toy, monkeypatch):
         assert all(0 <= method[f"{kind}_aware"][0] <= 100 for kind in ("needle", "copy"))
     assert messages[0].startswith("reading sequences: ")
     assert any(line.startswith("recall tasks, question-agnostic") for line in messages)
-    assert any(line.startswith("needles found") or line.startswith("Needles found") for line in kv_lines(study))
+    assert any(line.startswith("needles found") or line.startswith("Needles found") for line in to_lines(kv_blocks(study), 100))
 
 
 def test_errors_are_raised_before_the_work(toy, run_dir):
     for wrong, sentence in (
         ({"ratios": [1.0]}, "--ratios must be between 0 and 1, got 1"),
+        ({"methods": ["full"]}, ERRORS["full_is_the_baseline_of"]),
         ({"tokens": 31}, "--tokens and the model's context must be at least 32, got 31"),
         ({"sequences": 5}, "--sequences must be at least 6, got 5"),
         ({"methods": ["uniform"], "sequences": 9999}, "9999 sequences are needed"),

@@ -1,4 +1,4 @@
-"""Lines, CSV, Markdown and plot of the comparison of compressed caches, from a handwritten record."""
+"""Report and plot of the comparison of compressed caches, from a handwritten record."""
 
 import csv
 import io
@@ -11,8 +11,9 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.lab.studies.kv import CacheResult, KVStudy, RatioResults, SeedIntervals
-from dantinox.lab.studies.kv_view import conclusions, draw_kv, kv_csv, kv_files, kv_lines, kv_markdown, preconditions
+from dantinox.lab.studies.kv_view import conclusions, draw_kv, kv_blocks, preconditions
 from dantinox.lab.studies.statistics import Interval
+from dantinox.report.document import study_files, to_csv, to_lines, to_markdown
 from dantinox.report.plots import save_files
 from tests.error_texts import ERRORS
 
@@ -122,12 +123,12 @@ def test_inconclusive_measurements_are_flagged(record):
 
 @pytest.mark.parametrize("width", [100, 80, 60])
 def test_lines_fit_and_contain_every_number(record, width):
-    lines = list(kv_lines(record, width))
+    lines = list(to_lines(kv_blocks(record), width))
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     for part in (
-        "ratio 0.5",
-        "ratio 0.2",
+        "Ratio 0.5",
+        "Ratio 0.2",
         "+150 ±0",
         "+2.00 ±0.40",
         "-0.25 ±0.40",
@@ -139,12 +140,12 @@ def test_lines_fit_and_contain_every_number(record, width):
         assert part in text
     assert "96 / 41" in text and "88 / 12" in text and "Left out: loss: the calibration" in text
     assert "that overlap" not in text and "12.3 %" in text
-    assert lines.count("ratio 0.2") == 1
+    assert lines.count("Ratio 0.2") == 1
 
 
 def test_table_fits_in_a_hundred_columns(record):
-    lines = list(kv_lines(record))
-    at = lines.index("ratio 0.5")
+    lines = list(to_lines(kv_blocks(record), 100))
+    at = lines.index("Ratio 0.5")
     heading, full, *rows = lines[at + 1 : at + 7]
     assert [row.split()[0] for row in (heading, full, *rows)] == ["method", "full", "streaming", "uniform", "entropy", "oracle"]
     assert heading.split()[-2:] == ["bytes", "tok/s"] and rows[-1].split()[-2:] == ["–", "–"] and lines[at + 7] == ""
@@ -153,14 +154,14 @@ def test_table_fits_in_a_hundred_columns(record):
 
 def test_without_tasks_columns_are_dropped_with_a_reason(record):
     bare = replace(without_tasks(record), overlapping=True)
-    text = "\n".join(kv_lines(bare))
+    text = "\n".join(to_lines(kv_blocks(bare), 100))
     assert "needle %" not in text and "does not encode" in text and "200 sequences that overlap" in " ".join(text.split())
-    assert "needle" not in kv_markdown(bare).split("## Ratio")[1]
+    assert "needle" not in to_markdown(kv_blocks(bare)).split("## Ratio")[1]
 
 
 def test_csv_reads_back_exactly(record):
     record.ratios[1].methods[1].kl.seeds[2] = Interval(0.1 + 0.2, 1 / 3, 2 / 3)
-    rows = list(csv.DictReader(io.StringIO(kv_csv(record))))
+    rows = list(csv.DictReader(io.StringIO(to_csv(kv_blocks(record)))))
     assert [(row["ratio"], row["method"]) for row in rows[:2]] == [("1", "full"), ("0.5", "streaming")]
     assert len(rows) == 10 and all(None not in row and None not in row.values() for row in rows)
     row = rows[7]
@@ -177,14 +178,14 @@ def test_csv_reads_back_exactly(record):
 
 
 def test_markdown_has_intervals_and_seeds(record):
-    text = kv_markdown(record)
+    text = to_markdown(kv_blocks(record))
     assert text.startswith("# Compressed caches on recall\n") and text.count("\n## Ratio ") == 2
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in tables}) == 2
-    assert "| `uniform` | 2.00 [1.60, 2.40] | 0.0123 [0.0113, 0.0133] | 91.3 [90.5, 92.1] | 57.2 [50.0, 61.0] |" in text
-    assert "| `uniform` | 1.00 [0.00, 2.00] | 2.00 [1.00, 3.00] | 3.00 [2.00, 4.00] |" in text
+    assert "| uniform | +2.00 [+1.60, +2.40] | 0.0123 [0.0113, 0.0133] | 91.3 [90.5, 92.1] | 57 [50, 61] |" in text
+    assert "| uniform | 1.00 [0.00, 2.00] | 2.00 [1.00, 3.00] | 3.00 [2.00, 4.00] |" in text
     assert all(f"* {sentence}" in text for sentence in conclusions(record))
-    assert "Conclusions" not in kv_markdown(with_against(record, {}, {}))
+    assert "Conclusions" not in to_markdown(kv_blocks(with_against(record, {}, {})))
 
 
 def test_plot_is_a_png(record):
@@ -198,16 +199,16 @@ def test_plot_is_a_png(record):
 
 def test_files(record, tmp_path):
     pytest.importorskip("matplotlib")
-    save_files(tmp_path / "new" / "folder", kv_files(record))
+    save_files(tmp_path / "new" / "folder", study_files("kv", record, list(kv_blocks(record)), draw_kv))
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == FILES
     assert json.loads((tmp_path / "new" / "folder" / "kv.json").read_text()) == json.loads(json.dumps(asdict(record)))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=ERRORS["cannot_write_file"]):
-        save_files(tmp_path / "file" / "below", kv_files(record))
+        save_files(tmp_path / "file" / "below", study_files("kv", record, list(kv_blocks(record)), draw_kv))
 
 
 def test_without_matplotlib_other_files_are_written(record, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=ERRORS["plots_need_matplotlib_pip_install"]):
-        save_files(tmp_path, kv_files(record))
+        save_files(tmp_path, study_files("kv", record, list(kv_blocks(record)), draw_kv))
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES[:3]

@@ -16,11 +16,13 @@ from dantinox.generation import load
 from dantinox.generation.decode.cache_plan import CachePlan
 from dantinox.lab.measure.texts import pad_rows
 from dantinox.lab.studies import ruler
-from dantinox.lab.studies.ruler import EvalBatch, RulerCache, _generate_answers, evaluate_ruler
+from dantinox.lab.studies.kv_bench import CacheBenchmark, QuestionBatch
+from dantinox.lab.studies.kv_variants import CacheVariant
+from dantinox.lab.studies.ruler import evaluate_ruler
 from dantinox.lab.studies.ruler_tasks import TASKS, Haystack, Sample, build_haystack, make_sample, match_score, python_manual
-from dantinox.lab.studies.ruler_view import ruler_csv, ruler_files, ruler_lines, ruler_markdown
+from dantinox.lab.studies.ruler_view import ruler_blocks
 from dantinox.model import make_cache
-from dantinox.report.console import Progress
+from dantinox.report.document import study_files, to_csv, to_lines, to_markdown
 from tests.error_texts import ERRORS
 
 
@@ -133,22 +135,24 @@ def test_error_if_a_text_is_too_short():
 
 def test_greedy_answers_match_the_full_forward_pass(run_dir):
     """Covers prompts of two lengths, question tokens read one by one, and more steps than a chunk has."""
-    model = load(run_dir).model
+    run = load(run_dir)
+    model = run.model
     plan = CachePlan(96, "float32")
-    cache = RulerCache("full", 1.0, model, plan, make_cache(model.config, 1, *plan).report())
+    cache = CacheVariant("full", 1.0, model, plan, make_cache(model.config, 1, *plan).report())
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 200, size).tolist() for size in (20, 13)]
     given = [rng.integers(3, 200, size).tolist() for size in (3, 7)]
     messages = []
-    job = EvalBatch("x", prompts, given, 34)
-    ids_BT, *_ = _generate_answers(cache, job, 64, Progress(messages.append, "x", job.num_calls(64), "calls"))
+    batch = QuestionBatch(prompts, given, 34)
+    ((generated,),) = CacheBenchmark([cache], messages.append).answer_questions(run, [batch], 64, "answers")
+    assert messages == ["answers: 1 batches, one for each cache"] and generated.rate > 0 < generated.prefill_seconds
     whole = nnx.jit(lambda model, tokens: model(tokens, jnp.arange(64)[None])[0])
     for row, (prompt, known) in enumerate(zip(prompts, given, strict=True)):
         text = [*prompt, *known]
-        for _ in range(job.new_tokens):
+        for _ in range(batch.new_tokens):
             tokens_1T, _ = pad_rows([text], 64)
             text.append(int(whole(model, tokens_1T)[0, len(text) - 1].argmax()))
-        assert ids_BT[row, len(known) - 1 :][: job.new_tokens].tolist() == text[-job.new_tokens :]
+        assert generated.ids[row].tolist() == text[-batch.new_tokens :]
 
 
 @pytest.mark.slow
@@ -177,11 +181,16 @@ def test_study_of_a_cyclic_model(run_dir, monkeypatch, tmp_path):
             assert one.scores[seen]["vt"].value == 100 and one.scores[seen]["qa_1"].value == 0
             assert one.scores[seen]["mean"].value == 50
     assert study.findings[0].share == 1 and study.findings[1].share < 0.25 and messages[0].startswith("RULER at 64 tokens: ")
-    lines = list(ruler_lines(study, 200))
+    blocks = list(ruler_blocks(study))
+    lines = list(to_lines(blocks, 200))
     assert any(re.match(r"kvzip +0.50 +50.0", line) for line in lines)
-    assert "| kvzip | 0.50 | 50.0 [0.0, 100.0]" in ruler_markdown(study)
-    assert ruler_csv(study).count("\n") == 3 and "vt_aware_low" in ruler_csv(study)
-    assert json.loads(ruler_files(study)["ruler.json"]())["findings"][0]["scores"]["aware"]["vt"] == [100.0, 100.0, 100.0]
+    assert "| kvzip | 0.50 | 50.0 [0.0, 100.0]" in to_markdown(blocks)
+    assert to_csv(blocks).count("\n") == 3 and "vt_aware_low" in to_csv(blocks)
+    assert json.loads(study_files("ruler", study, blocks)["ruler.json"]())["findings"][0]["scores"]["aware"]["vt"] == [
+        100.0,
+        100.0,
+        100.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +201,7 @@ def test_study_of_a_cyclic_model(run_dir, monkeypatch, tmp_path):
         ({"ratios": [1.0]}, "--ratios must be between 0 and 1, got 1"),
         ({"tasks": "vt,cw"}, "unknown task of RULER cw: did you mean cwe"),
         ({"methods": ["kvzap"]}, "unknown method of eval ruler kvzap: did you mean kvzip"),
-        ({"methods": ["loss"]}, "the method loss needs a signal that was not measured: run `dantinox calibrate"),
+        ({"methods": ["loss"]}, "loss cannot run without .*kv_entropy.json: run `dantinox calibrate"),
     ],
 )
 def test_errors(run_dir, given, message):

@@ -1,4 +1,4 @@
-"""Lines, CSV, Markdown and plot of the comparison of sampling methods, from a handwritten record."""
+"""Report and plot of the comparison of sampling methods, from a handwritten record."""
 
 import csv
 import io
@@ -16,12 +16,10 @@ from dantinox.lab.studies.sampling_view import (
     HEADINGS,
     conclusions,
     draw_sampling,
-    sampling_csv,
-    sampling_files,
-    sampling_lines,
-    sampling_markdown,
+    sampling_blocks,
 )
 from dantinox.lab.studies.statistics import Interval
+from dantinox.report.document import study_files, to_csv, to_lines, to_markdown
 from dantinox.report.plots import save_files
 from tests.error_texts import ERRORS
 
@@ -88,14 +86,14 @@ def test_conclusions_contain_their_numbers(record):
 
 def test_description_warns_if_the_model_is_its_own_reference(record):
     warning = "The reference is the model itself, which favors its own most likely texts: low temperatures look better"
-    assert warning in " ".join(sampling_lines(record)) and warning in sampling_markdown(record)
+    assert warning in " ".join(to_lines(sampling_blocks(record), 100)) and warning in to_markdown(sampling_blocks(record))
     record = replace(record, reference="/somewhere/runs/large")
-    text = sampling_markdown(record)
+    text = to_markdown(sampling_blocks(record))
     assert "The reference is /somewhere/runs/large." in text and "itself, which" not in text
 
 
 def test_table_has_a_line_per_method(record):
-    lines = list(sampling_lines(record, 400))
+    lines = list(to_lines(sampling_blocks(record), 400))
     table = lines[2:8]
     assert table[0].split() == ["method", "setting", *HEADINGS.values(), "tok/s"]
     cells = {line.split()[0]: re.split(r"\s{2,}", line) for line in table[1:]}
@@ -111,7 +109,7 @@ def test_table_has_a_line_per_method(record):
 
 @pytest.mark.parametrize("width", [60, 100, 140])
 def test_columns_that_do_not_fit_are_printed_below(record, width):
-    lines = list(sampling_lines(record, width))
+    lines = list(to_lines(sampling_blocks(record), width))
     assert max(map(len, lines)) <= max(width, 60 + 14)
     text = "\n".join(lines)
     assert all(text.count(heading) >= 1 for heading in HEADINGS.values())
@@ -120,7 +118,7 @@ def test_columns_that_do_not_fit_are_printed_below(record, width):
 
 
 def test_csv_reads_back_exactly(record):
-    rows = list(csv.DictReader(io.StringIO(sampling_csv(record))))
+    rows = list(csv.DictReader(io.StringIO(to_csv(sampling_blocks(record)))))
     assert [row["method"] for row in rows] == [method.name for method in record.methods]
     for row, method in zip(rows, record.methods, strict=True):
         for key in (*HEADINGS, "tok_per_s"):
@@ -132,18 +130,20 @@ def test_csv_reads_back_exactly(record):
 
 
 def test_markdown_contains_tables_and_conclusions(record):
-    text = sampling_markdown(record)
+    text = to_markdown(sampling_blocks(record))
     assert text.startswith("# Sampling methods on dante\n")
     tables = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
     assert len(tables) == 2 and [len(table) for table in tables] == [2 + 5, 2 + 2]
     for table in tables:
         assert len({line.count("|") for line in table}) == 1
-    assert "| `min_p` | min_p 0.0631 | 0.300 [0.288, 0.334] |" in tables[0][4] and "| 2900 [2890, 2920] |" in tables[0][4]
-    assert "| `router_calibrated` − `min_p` | +0.123 [+0.050, +0.200] |" in tables[1][2]
+    assert "| min_p | min_p 0.0631 | 0.300 [0.288, 0.334] |" in tables[0][4] and "| 2900 [2890, 2920] |" in tables[0][4]
+    assert "| router_calibrated − min_p | +0.123 [+0.050, +0.200] |" in tables[1][2]
     assert all(f"* {sentence}" in text for sentence in conclusions(record))
     assert "greedy 12.5 %" in text and "of at most 5 trials on 40 other prompts" in text
     record = replace(record, comparisons=[], shares=None)
-    assert sampling_markdown(record).count("\n| ---") == 1 and "router_random:" not in sampling_markdown(record)
+    assert to_markdown(sampling_blocks(record)).count("\n| ---") == 1 and "router_random:" not in to_markdown(
+        sampling_blocks(record)
+    )
 
 
 def test_plot_is_a_png(record):
@@ -157,16 +157,16 @@ def test_plot_is_a_png(record):
 
 def test_files(record, tmp_path):
     pytest.importorskip("matplotlib")
-    save_files(tmp_path / "new" / "folder", sampling_files(record))
+    save_files(tmp_path / "new" / "folder", study_files("sampling", record, list(sampling_blocks(record)), draw_sampling))
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == FILES
     assert json.loads((tmp_path / "new" / "folder" / "sampling.json").read_text()) == json.loads(json.dumps(asdict(record)))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=ERRORS["cannot_write_file"]):
-        save_files(tmp_path / "file" / "below", sampling_files(record))
+        save_files(tmp_path / "file" / "below", study_files("sampling", record, list(sampling_blocks(record)), draw_sampling))
 
 
 def test_without_matplotlib_other_files_are_written(record, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=ERRORS["plots_need_matplotlib_pip_install"]):
-        save_files(tmp_path, sampling_files(record))
+        save_files(tmp_path, study_files("sampling", record, list(sampling_blocks(record)), draw_sampling))
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES[:3]

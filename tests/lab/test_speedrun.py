@@ -280,6 +280,7 @@ def test_the_reports_have_the_numbers_of_the_logs(finished, evaluation):
     accuracies = [f"{np.mean(study.scores[0].correct):.2f}" for study in local_tasks.values()]
     assert f"| arithmetic/addition | {' | '.join(accuracies)} |" in files["report.md"]
     lines = list(speedrun_lines(found, 100))
+    assert {"Stages", "Tasks", "Built-in tasks"} < set(lines) and "Commands" not in lines and "" in lines
     assert f"next: dantinox chat {folder / 'run' / 'grpo'} --max_new_tokens 64" in lines
 
 
@@ -292,7 +293,7 @@ def test_tasks_that_do_not_fit_are_reported(finished, monkeypatch):
     monkeypatch.setattr("dantinox.lab.studies.speedrun_evaluation.evaluate_local_tasks", fail)
     found = Speedrun(folder / "run", stages, [], [], evaluate_tasks_of_stages(folder / "run", smoke=True), 1.0, "a CPU")
     assert "Not run: the task a has a prompt of 300 tokens." in str(speedrun_files(found)["report.md"]())
-    assert "no built-in tasks: the task a has a prompt of 300 tokens" in list(speedrun_lines(found, 100))
+    assert "Not run: the task a has a prompt of 300 tokens." in list(speedrun_lines(found, 100))
 
 
 def test_finished_stages_are_not_repeated(finished):

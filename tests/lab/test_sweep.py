@@ -16,8 +16,9 @@ from dantinox import cli
 from dantinox.config import UserError
 from dantinox.config.sweep_file import load_sweep
 from dantinox.lab.studies.sweep import run_sweep, train_in_subprocess
-from dantinox.lab.studies.sweep_view import draw_sweep, sweep_csv, sweep_lines
+from dantinox.lab.studies.sweep_view import draw_sweep, sweep_blocks
 from dantinox.report import MetricsLog
+from dantinox.report.document import to_csv, to_lines, to_markdown
 from dantinox.run import RunDirectory, save_config
 from tests.error_texts import ERRORS
 
@@ -80,13 +81,14 @@ def test_every_trial_is_trained_once_over_several_starts(tmp_path):
 
 def test_table_and_plot(tmp_path):
     study = run_sweep(spec(tmp_path), Trainer(trial_002="the loss is NaN"))
-    rows = list(csv.DictReader(sweep_csv(study).splitlines()))
+    rows = list(csv.DictReader(to_csv(sweep_blocks(study)).splitlines()))
     assert [float(row["val_loss"]) for row in rows] == [1.5, 1.75, 2.0, 2.5, 9.0, 2.75]
     assert rows[0]["training.lr"] == "0.01" and rows[0]["training.optimizer"] == "adamw" and rows[-1]["problem"]
-    lines = list(sweep_lines(study, 80))
+    lines = list(to_lines(sweep_blocks(study), 80))
     assert lines[0].split() == ["trial", "lr", "optimizer", "val", "loss", "bits/byte", "at", "step", "of", "ms/step"]
     assert lines[1].split()[:4] == ["trial_003", "0.01", "adamw", "1.5000"]
     assert lines[-1] == "trial_002: the loss is NaN" and max(map(len, lines)) <= 80
+    assert "| trial_003 | 0.01 | adamw | 1.5000 |" in to_markdown(sweep_blocks(study))
     pytest.importorskip("matplotlib")
     assert draw_sweep(study).startswith(b"\x89PNG")
 
@@ -94,11 +96,11 @@ def test_table_and_plot(tmp_path):
 def test_trials_with_rewards_are_ranked_by_reward(tmp_path):
     notes = []
     study = run_sweep(spec(tmp_path), Trainer("val_reward", trial_002="the loss is NaN"), notes.append)
-    rows = list(csv.DictReader(sweep_csv(study).splitlines()))
+    rows = list(csv.DictReader(to_csv(sweep_blocks(study)).splitlines()))
     assert [float(row["val_reward"]) for row in rows] == [9.5, 3.0, 2.5, 2.25, 2.0, 2.75] and "val_loss" not in rows[0]
     assert [row["best_step"] for row in rows] == ["10"] * 6 and rows[-1]["problem"], "the best is the highest"
     assert notes[1] == "trial_001: val_reward 3.0000 at 10"
-    assert next(sweep_lines(study, 80)).split()[3:5] == ["val", "reward"]
+    assert next(to_lines(sweep_blocks(study), 80)).split()[3:5] == ["val", "reward"]
     pytest.importorskip("matplotlib")
     assert draw_sweep(study).startswith(b"\x89PNG")
 

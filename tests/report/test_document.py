@@ -1,12 +1,32 @@
 """Reports as Markdown and as one HTML file: every block, and text that would break the format."""
 
 import base64
+from dataclasses import dataclass
 
 import pytest
 
 from dantinox.config import UserError
-from dantinox.report.document import Figure, Heading, Paragraph, Table, Verbatim, to_html, to_markdown
-from dantinox.report.tables import Column
+from dantinox.report.document import (
+    Details,
+    Figure,
+    Heading,
+    Items,
+    Paragraph,
+    Table,
+    Verbatim,
+    study_files,
+    to_csv,
+    to_html,
+    to_lines,
+    to_markdown,
+)
+from dantinox.report.tables import CSV, MARKDOWN, TEXT, Column
+
+
+@dataclass(frozen=True)
+class Record:
+    number: int
+
 
 COLUMNS = [Column("a", "first", lambda row: row[0]), Column("b", "second", lambda row: row[1], ".2f")]
 BLOCKS = [
@@ -36,6 +56,51 @@ def test_html_loads_nothing_and_escapes_text(tmp_path):
     ):  # fmt: skip
         assert part in page
     assert "<i>" not in page and "http" not in page.replace("http-equiv", "")
+
+
+REPORT = [
+    Heading("Title", 1),
+    Items([]),
+    Paragraph("A sentence."),
+    Heading("Part"),
+    Table(
+        [
+            Column("name", "name", lambda row: row[0]),
+            Column("exact", "", lambda row: row[1], outputs=(CSV,)),
+            Column("short", "short", lambda row: row[1], ".1f", outputs=(TEXT,)),
+            Column("long", "long", lambda row: row[1], ".2f", outputs=(MARKDOWN,)),
+        ],
+        [("x", 1 / 8)],
+    ),
+    Details([Paragraph("Only in files.")]),
+    Items([f"one {'word ' * 14}end", "two"]),
+    Table([Column("other", "other", lambda row: row[0])], [("y", None)]),
+]
+
+
+def test_one_report_is_written_to_the_console_to_markdown_and_to_csv():
+    assert list(to_lines(REPORT, 20)) == [
+        "A sentence.", "", "Part", "name  short", "x       0.1", "",
+        f"one {'word ' * 11}".strip(), "  word word word end", "two", "", "other", "y",
+    ]  # fmt: skip
+    assert to_markdown(REPORT) == (
+        "# Title\n\nA sentence.\n\n## Part\n\n| name | long |\n| --- | --- |\n| x | 0.12 |\n\nOnly in files.\n\n"
+        f"* one {'word ' * 14}end\n* two\n\n| other |\n| --- |\n| y |\n"
+    )
+    assert to_csv(REPORT) == "name,exact\nx,0.125\ny,\n"
+
+
+def test_html_shows_details_lists_and_the_columns_of_markdown(tmp_path):
+    page = to_html(REPORT, "T", tmp_path)
+    assert "<p>Only in files.</p>" in page and "<li>two</li></ul>" in page
+    assert "<th>name</th><th>long</th>" in page and "<td>0.12</td>" in page
+
+
+def test_files_of_a_study_end_with_its_plot():
+    study = Record(3)
+    files = study_files("kv", study, REPORT, lambda record: bytes([record.number]))
+    assert list(files) == ["kv.csv", "kv.md", "kv.json", "kv.png"] and files["kv.png"]() == b"\x03"
+    assert files["kv.json"]() == '{\n "number": 3\n}\n' and "kv.png" not in study_files("kv", study, REPORT)
 
 
 def test_a_missing_figure_is_named(tmp_path):

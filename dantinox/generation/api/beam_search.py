@@ -20,7 +20,7 @@ from dantinox.generation.api.result import GenerationStats, Result
 from dantinox.generation.api.trace import changed_settings
 from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode.features import Constants, Features, attach
-from dantinox.generation.decode.generate_toks import prefill_prompts
+from dantinox.generation.decode.generate_toks import prefill_prompts, read_token
 from dantinox.generation.decode.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
@@ -225,10 +225,8 @@ def _search(
         cache, sampler, beams = carry
         token_R = jnp.where(beams.length > 0, _newest(beams), last_R)
         position_P = jnp.where(beams.open_P, lengths_P + beams.length - 1, -1)
-        x_R1D, updated, _ = transformer.hidden(token_R[:, None], jnp.repeat(position_P, K)[:, None], cache=cache)
-        assert updated is not None
-        logits_RV = transformer.logits(x_R1D[:, 0])
-        beams, rows_R = extend(beams, edit_logits(logits_RV, params, sampler), rules)
+        step_logits, updated = read_token(transformer, cache, token_R, jnp.repeat(position_P, K))
+        beams, rows_R = extend(beams, edit_logits(step_logits.logits, params, sampler), rules)
         # Each beam takes the cache and the sampling history of the beam that it extends.
         cache, sampler = jax.tree.map(lambda x: x[rows_R], (updated, sampler))
         return cache, update(params, sampler, _newest(beams)), beams

@@ -417,14 +417,24 @@ def _prefill_rows(
     return x_NPtD.transpose(1, 0, 2, 3).reshape(P, parts * size, -1)[:, :T], cache
 
 
+def read_token(
+    model: Transformer, cache: KVCache, token_B: jax.Array, position_B: jax.Array, attention: bool = False
+) -> tuple[StepLogits, KVCache]:
+    """Returns the logits after one more token of every row, and the cache updated with this token.
+
+    Args:
+      position_B: the position of the token; −1 for a row that reads nothing.
+      attention: whether to measure the attention of the token.
+    """
+    x_B1D, updated, aux = model.hidden(token_B[:, None], position_B[:, None], cache=cache, probe=make_probe(attention))
+    assert updated is not None
+    return StepLogits(model.logits(x_B1D[:, 0]), attention_metrics(attention, aux)), updated
+
+
 def forward_step(model: Transformer, cache: KVCache, state: DecodeState, params: SamplingParams) -> tuple[StepLogits, KVCache]:
     """Returns the logits after the newest token of every row, and the cache updated with this token."""
-    positions_B1 = jnp.where(state.done_B, -1, state.position_B)[:, None]
-    x_B1D, updated, aux = model.hidden(
-        state.token_B[:, None], positions_B1, cache=cache, probe=make_probe(params.uses_attention)
-    )
-    assert updated is not None
-    return StepLogits(model.logits(x_B1D[:, 0]), attention_metrics(params.uses_attention, aux)), updated
+    position_B = jnp.where(state.done_B, -1, state.position_B)
+    return read_token(model, cache, state.token_B, position_B, params.uses_attention)
 
 
 @shared_trace("report")  # one trace serves prefill and decoding

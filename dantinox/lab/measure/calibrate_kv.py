@@ -205,7 +205,8 @@ def sample_sequences(ids: np.ndarray, count: int, length: int, eos_id: int | Non
     while len(chosen) < count and tries < MAX_TRIES and len(ids) > 0:
         start, stop = _document_span(ids, int(random.integers(len(ids))), length, eos_id)
         if stop - start >= min(MIN_TOKENS, length) and (start, stop) not in chosen:
-            chosen[start, stop], tries = None, 0
+            chosen[start, stop] = None
+            tries = 0
         else:
             tries += 1
     return [np.asarray(ids[start:stop], np.int32) for start, stop in chosen]

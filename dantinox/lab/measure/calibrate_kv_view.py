@@ -114,4 +114,6 @@ def _bits_range(name: str) -> str:
     """Returns the entropy range of a head type in bits: `< 0.5`, `0.5–1.5` … `≥ 4`."""
     below = HEAD_TYPES[name]
     least = max((bound for bound in HEAD_TYPES.values() if bound < below), default=0)
-    return f"< {below:g}" if least == 0 else f"≥ {least:g}" if below == math.inf else f"{least:g}–{below:g}"
+    if least == 0:
+        return f"< {below:g}"
+    return f"≥ {least:g}" if below == math.inf else f"{least:g}–{below:g}"

@@ -81,7 +81,7 @@ def _draw(axes: Any, calibration: RouterCalibration, preset: str) -> None:
     counts = np.ma.masked_equal(np.asarray(cells["counts"]).T, 0)
     # The axes show all positions and the thresholds of both presets.
     thresholds = [_numbers(calibration, preset) for preset in PRESETS]
-    right, top = (
+    x_max, y_max = (
         1.12 * max(cells[f"{metric}_edges"][-1], *(numbers[f"high_{metric}"] for numbers in thresholds))
         for metric in ("entropy", "varentropy")
     )
@@ -95,14 +95,15 @@ def _draw(axes: Any, calibration: RouterCalibration, preset: str) -> None:
         if name not in RULES:
             shown.append(Patch(fill=False, edgecolor=color, linestyle=":", label=f"else {label}"))
             continue
-        (left, end), (low, high) = strategy_intervals(name, _numbers(calibration, preset)).values()
-        left, low = left or -right, low or -top  # no edge along the axes
-        box = (left, low), min(end, 2 * right) - left, min(high, 2 * top) - low
+        (x_low, x_high), (y_low, y_high) = strategy_intervals(name, _numbers(calibration, preset)).values()
+        x_low = x_low or -x_max  # no edge along the axes
+        y_low = y_low or -y_max
+        box = (x_low, y_low), min(x_high, 2 * x_max) - x_low, min(y_high, 2 * y_max) - y_low
         axes.add_patch(Rectangle(*box, facecolor=color, alpha=0.13, linewidth=0))
         axes.add_patch(Rectangle(*box, fill=False, edgecolor=color, linewidth=1.3))
         shown.append(Patch(facecolor=color + "22", edgecolor=color, label=label))
     shown += axes.plot(*max_varentropy(calibration.vocab_size), "--", color="#333333", linewidth=0.8, label="largest V")
-    axes.set(xlim=(0, right), ylim=(0, top), xlabel="entropy H (bits)", ylabel="varentropy V (bits²)")
+    axes.set(xlim=(0, x_max), ylim=(0, y_max), xlabel="entropy H (bits)", ylabel="varentropy V (bits²)")
     axes.set_title(preset, loc="left", fontsize=10)
     axes.spines[["right", "top"]].set_visible(False)
     axes.legend(
@@ -120,7 +121,7 @@ def max_varentropy(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     others = max(vocab_size - 1, 1)
     odds = np.linspace(-30, 40, 1400)  # ln(p / (1 - p)), dense where the curve is steep
     p = 1 / (1 + np.exp(-odds))
-    rest = 1 / (1 + np.exp(odds))
+    rest = 1 / (1 + np.exp(odds))  # 1 − p
     surprise = -np.log2(p)
     others_surprise = np.log2(others) - np.log2(rest)
     above = p >= 1 / vocab_size

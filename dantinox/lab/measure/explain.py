@@ -207,9 +207,10 @@ def _steps_and_tokens(
 def _apply_router_settings(step_settings: Sequence[StepSettings], route: Route, candidates: int) -> list[StepSettings]:
     """Replaces the settings that the router overrode, and appends its `candidates` step if the strategy drew candidates."""
     found = [
-        (name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED_STEPS else own) for name, own in step_settings
+        (name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED_STEPS else settings)
+        for name, settings in step_settings
     ]
-    found = [(name, {name: 0} if own.get("top_k") == KEEP_ALL else own) for name, own in found]
+    found = [(name, {name: 0} if settings.get("top_k") == KEEP_ALL else settings) for name, settings in found]
     return found + ([("candidates", {"candidates": candidates})] if int(route.strategy) == ADAPTIVE else [])
 
 

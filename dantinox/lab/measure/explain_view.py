@@ -34,7 +34,7 @@ def explanation_lines(explanation: Explanation, width: int = 100) -> Iterator[st
         yield "×  removed by this step"
     if explanation.strategy:
         yield f"the entropy router chose: {explanation.strategy}"
-    yield "*  the greedy choice" if explanation.greedy else "*  emitted" if explanation.forced else "*  drawn"
+    yield f"*  {_star_meaning(explanation)}"
     yield ""
     rows = [(s.name, str(s.survivors), percent(s.mass, 2), f"{s.entropy:.2f} bits") for s in explanation.steps]
     columns = zip(("step", "left", "mass", "entropy"), *rows, strict=True)
@@ -46,6 +46,12 @@ def explanation_lines(explanation: Explanation, width: int = 100) -> Iterator[st
         yield from side_by_side(_attention_columns(explanation.attention), width)
         yield ""
     yield from wrap_lines(_drawn_lines(explanation), max(width, 40))
+
+
+def _star_meaning(explanation: Explanation) -> str:
+    if explanation.greedy:
+        return "the greedy choice"
+    return "emitted" if explanation.forced else "drawn"
 
 
 def _attention_columns(attention: Mapping[str, Sequence[Sequence[float]]]) -> list[list[str]]:

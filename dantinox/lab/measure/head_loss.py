@@ -145,7 +145,8 @@ def _loss_rises_batch(
 ) -> jax.Array:
     """Returns estimated loss rises summed over the counted tokens of each row, `[B, L, K, C]`; see `estimate_loss_rises`."""
     model = dequantize(model)
-    config, (B, T) = model.config, tokens_BT.shape
+    config = model.config
+    B, T = tokens_BT.shape
     shape = B, T, config.kv_heads, config.n_heads // config.kv_heads, config.head_size
     counted_BS = (jnp.arange(start, T) >= from_B[:, None]) & (jnp.arange(start, T) < lengths_B[:, None])
 
@@ -187,7 +188,8 @@ def estimate_loss_rises(
     Returns:
       The rises `[L, K, C]` in nats per token, and the C sizes. The last size is the longest sequence, whose rise is 0.
     """
-    config, (B, T) = model.config, tokens_BT.shape
+    config = model.config
+    B, T = tokens_BT.shape
     from_B = lengths_B // 2
     least = MIN_KEPT if T > 2 * MIN_KEPT else SLOT_UNIT
     sizes = [least << i for i in range(T.bit_length()) if least << i < T] + [T]

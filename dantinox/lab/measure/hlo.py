@@ -90,23 +90,27 @@ def instructions(text: str) -> dict[str, Instruction]:
     A fusion gets the origin of the matrix multiplication in it, or else its own origin, or else that of any instruction in it.
     An instruction that XLA added gets the origin of the first instruction that reads it.
     """
-    frames, members = _Frames(text), computations(text)
-    found = {i.name: _set_origin(i, frames) for inside in members.values() for i in inside}
-    for i in list(found.values()):
-        if "calls=" in i.attributes:
-            found[i.name] = _set_fusion_origin(i, [found[part.name] for called in i.called for part in members.get(called, [])])
-    for i in reversed(list(found.values())):  # an instruction precedes the instructions that read it
-        for read in NAME.findall(i.operands):
-            if read in found and not found[read].frames and found[i.name].frames:
-                found[read] = replace(found[read], label=found[i.name].label, frames=found[i.name].frames)
+    frames = _Frames(text)
+    members = computations(text)
+    found = {op.name: _set_origin(op, frames) for inside in members.values() for op in inside}
+    for op in list(found.values()):
+        if "calls=" in op.attributes:
+            found[op.name] = _set_fusion_origin(
+                op, [found[part.name] for called in op.called for part in members.get(called, [])]
+            )
+    for op in reversed(list(found.values())):  # an instruction precedes the instructions that read it
+        for read in NAME.findall(op.operands):
+            if read in found and not found[read].frames and found[op.name].frames:
+                found[read] = replace(found[read], label=found[op.name].label, frames=found[op.name].frames)
     return found
 
 
-def _set_origin(i: Instruction, frames: "_Frames") -> Instruction:
-    metadata, target = METADATA.search(i.attributes), TARGET.search(i.attributes)
+def _set_origin(op: Instruction, frames: "_Frames") -> Instruction:
+    metadata = METADATA.search(op.attributes)
+    target = TARGET.search(op.attributes)
     origin = metadata[1] if metadata else ""
     label = LABEL.search(origin)
-    return replace(i, label=label[1] if label else "", frames=frames.of(origin), target=target[1] if target else "")
+    return replace(op, label=label[1] if label else "", frames=frames.of(origin), target=target[1] if target else "")
 
 
 def _set_fusion_origin(outer: Instruction, parts: list[Instruction]) -> Instruction:

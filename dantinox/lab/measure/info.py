@@ -35,48 +35,53 @@ def info_lines(run_dir: str | Path) -> Iterator[str]:
 
 
 def _model(run: RunDirectory, config: Config, tokenizer: Tokenizer) -> str:
-    m = config.architecture(tokenizer.vocab_size)
-    cache = tree_bytes(jax.eval_shape(partial(make_cache, m, 1, m.max_context, compute_dtype(m))))
-    windows = sorted({window for window in m.windows if window is not None})
-    keys = f"{m.kv_heads} key/value heads" if m.latent is None else f"latents of size {m.latent.rank} + {m.latent.rotated_size}"
-    if m.global_head_size or m.global_kv_heads:
-        keys += f"; {m.global_kv_heads or m.kv_heads} of {m.global_head_size or m.head_size} in layers without a window"
-    if m.kv_shared_layers:
-        keys += f"; the last {m.kv_shared_layers} layers reuse those of earlier layers"
+    model = config.architecture(tokenizer.vocab_size)
+    cache = tree_bytes(jax.eval_shape(partial(make_cache, model, 1, model.max_context, compute_dtype(model))))
+    windows = sorted({window for window in model.windows if window is not None})
+    keys = f"{model.kv_heads} key/value heads"
+    if model.latent is not None:
+        keys = f"latents of size {model.latent.rank} + {model.latent.rotated_size}"
+    if model.global_head_size or model.global_kv_heads:
+        heads = model.global_kv_heads or model.kv_heads
+        keys += f"; {heads} of {model.global_head_size or model.head_size} in layers without a window"
+    if model.kv_shared_layers:
+        keys += f"; the last {model.kv_shared_layers} layers reuse those of earlier layers"
     trained = []
     lora = config.trained_architecture(tokenizer.vocab_size).lora
     if lora is not None:
-        count = human_count(adapter_parameters(replace(m, lora=lora)))
+        count = human_count(adapter_parameters(replace(model, lora=lora)))
         trained = [
             ("adapters", f"{count} trained parameters of rank {lora.rank} on the weights of {config.training.init_from}")
         ]
     return table([
-        ("parameters", human_count(sum(shape.size for shape in abstract_model(m)[1].values()))),
+        ("parameters", human_count(sum(shape.size for shape in abstract_model(model)[1].values()))),
         *trained,
-        ("shape", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {keys}"),
-        ("feed-forward", f"{m.activation}, {m.hidden_dim} wide{_experts(m)}"),
-        ("positions", m.position + (f", sliding windows of {windows}" if windows else "")),
-        ("context", f"{m.max_context} tokens, cache {human_bytes(cache)} per row"),
-        ("weights", _stored_weights(run, config, m)),
+        ("shape", f"{model.num_blocks} layers, dim {model.dim}, {model.n_heads} heads of {model.head_size}, {keys}"),
+        ("feed-forward", f"{model.activation}, {model.hidden_dim} wide{_experts(model)}"),
+        ("positions", model.position + (f", sliding windows of {windows}" if windows else "")),
+        ("context", f"{model.max_context} tokens, cache {human_bytes(cache)} per row"),
+        ("weights", _stored_weights(run, config, model)),
         ("tokenizer", f"{config.tokenizer.tokenizer_type}, vocabulary of {tokenizer.vocab_size}"),
     ])  # fmt: skip
 
 
-def _experts(m: ModelConfig) -> str:
-    if m.experts is None:
+def _experts(model: ModelConfig) -> str:
+    if model.experts is None:
         return ""
-    shared = f" and a shared layer {m.experts.shared_dim} wide" if m.experts.shared_dim else ""
-    dense = f"; {len(m.experts.dense_layers)} dense layers {m.experts.dense_dim} wide" if m.experts.dense_layers else ""
-    return f"; {m.experts.count} experts, {m.experts.top_k} per token{shared}{dense}"
+    shared = f" and a shared layer {model.experts.shared_dim} wide" if model.experts.shared_dim else ""
+    dense = (
+        f"; {len(model.experts.dense_layers)} dense layers {model.experts.dense_dim} wide" if model.experts.dense_layers else ""
+    )
+    return f"; {model.experts.count} experts, {model.experts.top_k} per token{shared}{dense}"
 
 
-def _stored_weights(run: RunDirectory, config: Config, m: ModelConfig) -> str:
+def _stored_weights(run: RunDirectory, config: Config, model: ModelConfig) -> str:
     """Returns the bytes of the stored weights by block format or dtype; those of the base for a run with adapters."""
     if config.lora.rank is not None:
         base = open_base(config.training.init_from, run)
         adapter = f"adapters {human_bytes(run.weights_or_adapter.stat().st_size)}"
-        return f"{_stored_weights(base, load_run_config(base), m)}; {adapter}"
-    shapes = abstract_model(replace(m, scan_layers=False), packed_arrays(run.weights))[1]
+        return f"{_stored_weights(base, load_run_config(base), model)}; {adapter}"
+    shapes = abstract_model(replace(model, scan_layers=False), packed_arrays(run.weights))[1]
     sizes = Counter[str]()
 
     def add(name: str, array: np.ndarray) -> None:

@@ -189,7 +189,8 @@ def _program_length(model: ModelConfig, texts: Sequence[ScoringInput]) -> int:
 def _score_batch(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns ln p `[B, T − 1]` of all tokens but the first, and whether each is the most likely token at its position."""
     model = dequantize(model)
-    seen_BT, next_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+    seen_BT = tokens_BT[:, :-1]
+    next_BT = tokens_BT[:, 1:]
     x_BTD, _, _ = model.hidden(seen_BT, padded_positions(seen_BT, lengths_B - 1))
 
     def score_position(x_D: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:

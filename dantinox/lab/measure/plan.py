@@ -36,7 +36,8 @@ from dantinox.model.flops import adapter_parameters, attention_flops, forward_fl
 from dantinox.model.parameters import abstract_model
 from dantinox.platform import get_platform
 from dantinox.programs import Chip, MemoryUsage, memory_usage, tree_bytes
-from dantinox.report.tables import Column, human_bytes, human_count, human_time, percent, text_table, wrap_lines
+from dantinox.report.document import Block, Items, Table, to_lines
+from dantinox.report.tables import Column, human_bytes, human_count, human_time, percent
 from dantinox.sampling import SamplingParams
 
 RUN_MFUS = (1.0, 0.4)  # the bound, and a usual value of large training runs
@@ -261,20 +262,24 @@ def generation_programs(
     topology: Topology, config: Config, model: ModelConfig, batch: int, prompt: int, new: int
 ) -> Iterator[PlannedProgram]:
     """Yields prefill and decoding of `batch` prompts with the settings of `generation`, `router` and `kv`."""
-    g = config.generation
-    rows = batch * config.generation.n
+    settings = config.generation
+    rows = batch * settings.n
     model = replace(model, scan_layers=False)
     # XLA's cost analysis does not see the work of native kernels.
-    weights = nnx.eval_shape(lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), g.weights, g.matmul_dtype, "xla"))
-    mesh = tensor_mesh(model, g.tensor_parallel, topology.devices) if g.tensor_parallel > 1 else None
+    weights = nnx.eval_shape(
+        lambda: prepare(Transformer(model, rngs=nnx.Rngs(0)), settings.weights, settings.matmul_dtype, "xla")
+    )
+    mesh = tensor_mesh(model, settings.tensor_parallel, topology.devices) if settings.tensor_parallel > 1 else None
     place: Callable[[Any], Any] = topology.place
     if mesh is not None:
-        weights, place = shard_model_shapes(weights, mesh), partial(shard_program_arguments, mesh)
-    lengths, limits = np.full(batch, prompt, np.int32), np.full(batch, new)
+        weights = shard_model_shapes(weights, mesh)
+        place = partial(shard_program_arguments, mesh)
+    lengths = np.full(batch, prompt, np.int32)
+    limits = np.full(batch, new)
     # The shares of the heads are measured on a trained model: here all heads get equal shares.
     kv = config.kv.model_copy(update={"signal": "uniform"} if config.kv.compresses else {})
     cache_plan = plan_cache(model, kv, slots_needed(lengths, limits))
-    seeded = config.model_copy(update={"generation": g.model_copy(update={"seed": g.seed or 0})})
+    seeded = config.model_copy(update={"generation": settings.model_copy(update={"seed": settings.seed or 0})})
     rows_batch = StaticBatch(
         weights,
         np.zeros((batch, prompt), np.int32),
@@ -284,12 +289,14 @@ def generation_programs(
             batch=rows,
             stop_ids=[0],
             clarify_ids=[[0]] * rows if config.router.clarify_text else None,
-            sample_index=[*range(g.n)] * batch,
+            sample_index=[*range(settings.n)] * batch,
             vocab_size=model.vocab_size,
         ),
-        limits_B=np.repeat(limits, g.n),
+        limits_B=np.repeat(limits, settings.n),
         eos_ids=[[0]] * rows,
-        options=StaticOptions(stepper=Stepper() if g.use_cache else UncachedStepper(), plan=cache_plan, samples=g.n),
+        options=StaticOptions(
+            stepper=Stepper() if settings.use_cache else UncachedStepper(), plan=cache_plan, samples=settings.n
+        ),
     )
     first, following = rows_batch.trace(place)
     options = dict(get_platform(topology.platform).decoding_options)
@@ -304,7 +311,7 @@ def generation_programs(
         """Returns the FLOPs of a forward pass over `rows` sequences that computes only their last logits."""
         return rows * (length * (token + attention_flops(model, length)) + head)
 
-    shares = g.tensor_parallel
+    shares = settings.tensor_parallel
     on = ONE_DEVICE if mesh is None else f"tensor {mesh.size}"
     flops = forward(batch, prompt) // shares
     yield Program("prefill", on, f"{batch} × {prompt} tokens", flops, 0, read + cache), first, options
@@ -314,9 +321,9 @@ def generation_programs(
         sizes = 2 * model.latent.rank + model.latent.rotated_size
         groups = model.n_heads
     flops = rows * (token + head + 2 * sizes * groups * slots_read(model, cache_plan))
-    flops = flops if g.use_cache else forward(rows, cache_plan.slots)
-    reads = f"{rows} × 1 token, {cache_plan.slots} slots" if g.use_cache else f"{rows} × {cache_plan.slots} tokens"
-    idle = idle_expert_bytes(weights, model, rows if g.use_cache else rows * cache_plan.slots) // shares
+    flops = flops if settings.use_cache else forward(rows, cache_plan.slots)
+    reads = f"{rows} × 1 token, {cache_plan.slots} slots" if settings.use_cache else f"{rows} × {cache_plan.slots} tokens"
+    idle = idle_expert_bytes(weights, model, rows if settings.use_cache else rows * cache_plan.slots) // shares
     yield Program("decode", on, reads, flops // shares, 0, read - idle + cache), following, options
 
 
@@ -338,7 +345,9 @@ def _compile_program(topology: Topology, planned: Program, program: Any, options
     try:
         compiled = topology.compile(program, options)
         text = compiled.as_text()
-        usage, kernels, work = memory_usage(compiled), find_kernels(text), count_work(text)
+        usage = memory_usage(compiled)
+        kernels = find_kernels(text)
+        work = count_work(text)
         collectives = {kind: Collectives(work.count[kind], round(work.sent[kind])) for kind in BYTES_SENT if work.count[kind]}
         needs = usage.peak
     except jax.errors.JaxRuntimeError as error:
@@ -376,7 +385,9 @@ def parse_needed_bytes(failure: str) -> int | None:
 
 
 def _milliseconds(seconds: float | None) -> str | None:
-    return None if seconds is None else (f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}")
+    if seconds is None:
+        return None
+    return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 
 def _bytes(kind: str) -> Column:
@@ -414,28 +425,26 @@ COLLECTIVE_COLUMNS = tuple(map(_collective_column, BYTES_SENT))
 
 def plan_lines(plan: Plan, width: int = 100) -> Iterator[str]:
     """Yields the machine, the tables of programs, and remarks on each program, in lines of at most `width`."""
-    yield from wrap_lines(_machine(plan), width)
-    yield ""
+    return to_lines(_plan_blocks(plan), width)
+
+
+def _plan_blocks(plan: Plan) -> Iterator[Block]:
+    yield Items(list(_machine(plan)))
     names = MESH_COLUMNS if plan.chips > 1 else NAME_COLUMNS
-    communicating = [program for program in plan.programs if program.collectives]
-    for table, programs in (
-        (MEMORY_COLUMNS, plan.programs),
-        (TIME_COLUMNS, plan.programs),
-        (COLLECTIVE_COLUMNS, communicating),
-    ):
+    for table in (MEMORY_COLUMNS, TIME_COLUMNS, COLLECTIVE_COLUMNS):
+        programs = [program for program in plan.programs if table is not COLLECTIVE_COLUMNS or program.collectives]
+        columns = [column for column in table if any(column.value(program) is not None for program in programs)]
         if programs:
-            columns = [column for column in table if any(column.value(program) is not None for program in programs)]
-            yield from text_table([*names, *columns], programs, width, front=len(names))
-            yield ""
-    for program in plan.programs:
-        on = f" on {program.mesh}" if plan.chips > 1 else ""
-        kernels = "".join(f", {count} × {name}" for name, count in program.kernels.items())
-        yield from wrap_lines([f"{program.name}{on}: {_fits(program, plan.memory)}{kernels}"], width)
-    yield from wrap_lines(_run_time(plan), width)
-    yield ""
+            yield Table([*names, *columns], programs, front=len(names))
+    yield Items([*(_program_remark(plan, program) for program in plan.programs), *_run_time(plan)])
     formulas = [f"{name}: {formula}" for name, formula in plan.formulas.items()]
-    heading = f"N = {human_count(plan.matrix_parameters)} weights in matrix multiplications; FLOPs:"
-    yield from wrap_lines([heading, *formulas], width)
+    yield Items([f"N = {human_count(plan.matrix_parameters)} weights in matrix multiplications; FLOPs:", *formulas])
+
+
+def _program_remark(plan: Plan, program: Program) -> str:
+    place = f" on {program.mesh}" if plan.chips > 1 else ""
+    kernels = "".join(f", {count} × {name}" for name, count in program.kernels.items())
+    return f"{program.name}{place}: {_fits(program, plan.memory)}{kernels}"
 
 
 def _machine(plan: Plan) -> Iterator[str]:

@@ -46,12 +46,12 @@ class Work:
         return sum(self.sent.values())
 
     def __add__(self, other: "Work") -> "Work":
-        count, sent = self.count + other.count, self.sent + other.sent
-        return Work(self.flops + other.flops, count, sent, self.unknown_loops + other.unknown_loops)
+        loops = self.unknown_loops + other.unknown_loops
+        return Work(self.flops + other.flops, self.count + other.count, self.sent + other.sent, loops)
 
     def repeat(self, iterations: int) -> "Work":
         """Returns the work of this many iterations of a loop body."""
-        count, sent = (Counter({kind: iterations * n for kind, n in of.items()}) for of in (self.count, self.sent))
+        count, sent = (Counter({kind: iterations * n for kind, n in counter.items()}) for counter in (self.count, self.sent))
         return Work(iterations * self.flops, count, sent, self.unknown_loops)
 
 
@@ -63,59 +63,59 @@ def count_work(text: str) -> Work:
 
     @cache
     def work_of(computation: str) -> Work:
-        types = {i.name: i.type for i in members[computation]}
+        types = {op.name: op.type for op in members[computation]}
         total = Work()
         # A TPU program repeats an asynchronous collective in every fusion that continues it: count only its start. A fusion
         # named all-reduce-scatter contains an all-reduce but works as a reduce-scatter.
-        is_async_start = any('"AsyncCollectiveStart"' in i.attributes for i in members[computation])
+        is_async_start = any('"AsyncCollectiveStart"' in op.attributes for op in members[computation])
         scatters = computation.startswith("all-reduce-scatter")
-        for i in members[computation]:
-            if i.opcode.endswith(("-done", "-update")) or (
-                "chain_id=" in i.attributes and i.opcode in BYTES_SENT and not is_async_start
+        for op in members[computation]:
+            if op.opcode.endswith(("-done", "-update")) or (
+                "chain_id=" in op.attributes and op.opcode in BYTES_SENT and not is_async_start
             ):
                 continue
-            if scatters and i.opcode == "all-reduce":
-                i = replace(i, opcode="reduce-scatter")
-            total += _instruction_work(i, types, devices)
-            for name in i.called:
-                total += _loop_work(work_of(name), i, members) if i.opcode == "while" else work_of(name)
+            if scatters and op.opcode == "all-reduce":
+                op = replace(op, opcode="reduce-scatter")
+            total += _instruction_work(op, types, devices)
+            for name in op.called:
+                total += _loop_work(work_of(name), op, members) if op.opcode == "while" else work_of(name)
         return total
 
     return work_of("ENTRY")
 
 
-def _instruction_work(i: Instruction, types: Mapping[str, str], devices: int) -> Work:
+def _instruction_work(op: Instruction, types: Mapping[str, str], devices: int) -> Work:
     """Returns the work of an instruction without the computations that it calls."""
-    operands = [types[name] for name in re.findall(r"%([\w.\-]+)", i.operands) if name in types]
-    if contracted := _contraction_size(i, operands):
-        return Work(flops=2.0 * math.prod(_dimensions(i.type)) * contracted)
-    kind = i.opcode.removesuffix("-start")
-    if kind not in BYTES_SENT or (n := _group_size(i.attributes, devices)) == 1:
+    operands = [types[name] for name in re.findall(r"%([\w.\-]+)", op.operands) if name in types]
+    if contracted := _contraction_size(op, operands):
+        return Work(flops=2.0 * math.prod(_dimensions(op.type)) * contracted)
+    kind = op.opcode.removesuffix("-start")
+    if kind not in BYTES_SENT or (n := _group_size(op.attributes, devices)) == 1:
         return Work()
     return Work(count=Counter({kind: 1}), sent=Counter({kind: BYTES_SENT[kind](sum(map(_bytes, operands)), n)}))
 
 
-def _contraction_size(i: Instruction, operands: list[str]) -> int:
+def _contraction_size(op: Instruction, operands: list[str]) -> int:
     """Returns the number of products that each element of the result sums; 0 if it is not a matrix multiplication."""
-    if i.opcode == "convolution":
-        letters = re.findall(r"dim_labels=\w+_(\w+)->", i.attributes)[0]
+    if op.opcode == "convolution":
+        letters = re.findall(r"dim_labels=\w+_(\w+)->", op.attributes)[0]
         return math.prod(n for letter, n in zip(letters, _dimensions(operands[1]), strict=True) if letter != "o")
-    axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.attributes)  # of a `dot` or a library call
+    axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.attributes)  # of a `dot` or a library call
     if not axes:
         return 0
     sizes = _dimensions(operands[0])
     return math.prod(sizes[int(axis)] for axis in re.findall(r"\d+", axes[1]))
 
 
-def _group_size(rest: str, devices: int) -> int:
+def _group_size(attributes: str, devices: int) -> int:
     """Returns the number of devices in a group of a collective; 0 for source-target pairs."""
-    if "source_target_pairs=" in rest:
+    if "source_target_pairs=" in attributes:
         return 0
-    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return len(listed[1].split(","))
-    if tiled := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
+    if tiled := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(tiled[1])
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}", rest):
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}", attributes):
         sizes = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
         return math.prod(int(part or sizes[name]) for name, part in re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2]))
     return devices
@@ -133,10 +133,10 @@ def _loop_work(body_work: Work, loop: Instruction, members: Mapping[str, list[In
 
 def _constants(computation: str, members: Mapping[str, list[Instruction]]) -> Iterator[int]:
     """Yields the integer constants of a computation."""
-    for i in members[computation]:
-        if i.opcode == "constant" and re.match(r"[su]\d+\[\]", i.type):
-            yield int(i.operands)
-        for name in i.called:
+    for op in members[computation]:
+        if op.opcode == "constant" and re.match(r"[su]\d+\[\]", op.type):
+            yield int(op.operands)
+        for name in op.called:
             yield from _constants(name, members)
 
 

@@ -126,7 +126,7 @@ def _emulate_h100() -> Iterator[None]:
     answers: dict[str, Callable[..., Any]] = {
         "check_cudnn_version": lambda: CUDNN,
         "check_compute_capability": lambda least: tuple(map(int, least.split("."))) <= CAPABILITY,
-        "is_cuda_compute_capability_equal": lambda one: tuple(map(int, one.split("."))) == CAPABILITY,
+        "is_cuda_compute_capability_equal": lambda capability: tuple(map(int, capability.split("."))) == CAPABILITY,
     }
     try:
         module = importlib.import_module(CUDNN_MODULE)

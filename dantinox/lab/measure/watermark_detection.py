@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dantinox.config import UserError, overlay
 from dantinox.lab.measure.texts import read_documents
-from dantinox.report.tables import side_by_side
+from dantinox.report.tables import Column, text_table
 from dantinox.run import load_run_config, open_run
 from dantinox.sampling.watermark import Detection, detect
 from dantinox.text import Tokenizer
@@ -55,30 +55,30 @@ def detect_watermark(
     given = {"watermark_keys": watermark_keys, "watermark_ngram": watermark_ngram}
     base = load_run_config(run)
     section = overlay(base, {name: value for name, value in given.items() if value is not None}, "command line").generation
-    keys, ngram = section.watermark_keys, section.watermark_ngram
+    keys = section.watermark_keys
+    ngram = section.watermark_ngram
     if not keys:
         raise UserError("the run has no generation.watermark_keys: give the keys of the text with --watermark_keys")
     documents = read_documents(Tokenizer.load(run.tokenizer), data_path, base.data.text_field, tokens)
-    found = [detect(one.ids.tolist(), keys, ngram) if len(one.ids) >= ngram else None for one in documents]
+    found = [detect(document.ids.tolist(), keys, ngram) if len(document.ids) >= ngram else None for document in documents]
     if not any(found):
         raise UserError(f"{data_path} has no document of at least {ngram} tokens, the length of the hashed sequences")
-    marked = sum(one is not None and one.p < MARKED_BELOW for one in found)
+    marked = sum(detection is not None and detection.p < MARKED_BELOW for detection in found)
     return WatermarkReport(marked, found, ngram, len(keys))
 
 
 def watermark_lines(report: WatermarkReport) -> list[str]:
     """Returns the result as the lines of a table: the documents with the largest z first."""
-    numbered = [(number, one) for number, one in enumerate(report.documents, 1) if one is not None]
-    numbered.sort(key=lambda pair: -pair[1].z)
-    shown = [one for _, one in numbered[:MAX_LINES]]
+    numbered = [(number, detection) for number, detection in enumerate(report.documents, 1) if detection is not None]
+    numbered.sort(key=lambda row: -row[1].z)
     columns = [
-        ["document", *(str(number) for number, _ in numbered[:MAX_LINES])],
-        ["tokens", *(str(one.tokens) for one in shown)],
-        ["mean g", *(f"{one.mean:.4f}" for one in shown)],
-        ["z", *(f"{one.z:.2f}" for one in shown)],
-        ["p", *(f"{one.p:.1e}" for one in shown)],
+        Column("document", "document", lambda row: str(row[0])),
+        Column("tokens", "tokens", lambda row: str(row[1].tokens)),
+        Column("mean", "mean g", lambda row: f"{row[1].mean:.4f}"),
+        Column("z", "z", lambda row: f"{row[1].z:.2f}"),
+        Column("p", "p", lambda row: f"{row[1].p:.1e}"),
     ]
-    lines = list(side_by_side(columns))
+    lines = list(text_table(columns, numbered[:MAX_LINES]))
     if len(numbered) > MAX_LINES:
         lines.append(f"and {len(numbered) - MAX_LINES} more documents")
     if len(numbered) < len(report.documents):

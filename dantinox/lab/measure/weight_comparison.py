@@ -96,9 +96,11 @@ def _compare_logits(model: Transformer, other: Transformer, a_NBTD: jax.Array, b
 
     def compare_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         a_TD, b_TD, targets_T, mask_T = row  # one row at a time bounds the memory of the logits
-        a, b = model.logits(a_TD), other.logits(b_TD)
-        nats = [-jnp.take_along_axis(jax.nn.log_softmax(x_TV), targets_T[:, None], 1)[:, 0] for x_TV in (a, b)]
-        gap_T = jnp.mean(jnp.square((b - b.mean(-1, keepdims=True)) - (a - a.mean(-1, keepdims=True))), -1)
+        a_TV = model.logits(a_TD)
+        b_TV = other.logits(b_TD)
+        nats = [-jnp.take_along_axis(jax.nn.log_softmax(x_TV), targets_T[:, None], 1)[:, 0] for x_TV in (a_TV, b_TV)]
+        gap_TV = (b_TV - b_TV.mean(-1, keepdims=True)) - (a_TV - a_TV.mean(-1, keepdims=True))
+        gap_T = jnp.mean(jnp.square(gap_TV), -1)
         return jnp.stack([jnp.sum(mask_T * x_T) for x_T in (*nats, gap_T, jnp.ones_like(gap_T))])
 
     return jax.lax.map(lambda rows: jax.lax.map(compare_row, rows), (a_NBTD, b_NBTD, batches.targets_BT, batches.mask_BT))

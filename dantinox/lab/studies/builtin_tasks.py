@@ -19,10 +19,10 @@ TEXT_KEYS = ("context", "contexts", "choices", "continuation")
 Record = dict[str, Any]
 
 
-def _shuffled(draw: random.Random, context: str, right: str, wrong: list[str]) -> Record:
-    choices = [right, *wrong]
+def _shuffled(draw: random.Random, context: str, answer: str, wrong: list[str]) -> Record:
+    choices = [answer, *wrong]
     draw.shuffle(choices)
-    return {"context": context, "choices": choices, "answer": choices.index(right)}
+    return {"context": context, "choices": choices, "answer": choices.index(answer)}
 
 
 def _near(draw: random.Random, number: int) -> list[str]:
@@ -32,7 +32,8 @@ def _near(draw: random.Random, number: int) -> list[str]:
 
 
 def _addition(draw: random.Random) -> Record:
-    a, b = draw.randint(1, 49), draw.randint(1, 49)
+    a = draw.randint(1, 49)
+    b = draw.randint(1, 49)
     return _shuffled(draw, f"{a} + {b} =", f" {a + b}", _near(draw, a + b))
 
 
@@ -42,7 +43,8 @@ def _larger(draw: random.Random) -> Record:
 
 
 def _next_number(draw: random.Random) -> Record:
-    start, step = draw.randint(1, 40), draw.randint(1, 9)
+    start = draw.randint(1, 40)
+    step = draw.randint(1, 9)
     terms = [start + step * i for i in range(5)]
     return _shuffled(draw, ", ".join(map(str, terms[:4])) + ",", f" {terms[4]}", _near(draw, terms[4]))
 
@@ -53,7 +55,8 @@ def _copy(draw: random.Random) -> Record:
 
 
 def _recall(draw: random.Random) -> Record:
-    names, nouns = draw.sample(WORDS["names"], 3), draw.sample(WORDS["nouns"], 3)
+    names = draw.sample(WORDS["names"], 3)
+    nouns = draw.sample(WORDS["nouns"], 3)
     facts = [f"{name} has the {noun}." for name, noun in zip(names, nouns, strict=True)]
     asked = draw.randrange(3)
     return _shuffled(draw, f"{' '.join(facts)} {names[asked]} has the", f" {nouns[asked]}", [
@@ -72,8 +75,8 @@ def _brackets(draw: random.Random) -> Record:
         else:
             opened.append(draw.choice(list(PAIRS)))
             symbols.append(opened[-1])
-    right = PAIRS[opened[-1]]
-    return _shuffled(draw, " ".join(symbols), f" {right}", [f" {other}" for other in PAIRS.values() if other != right])
+    answer = PAIRS[opened[-1]]
+    return _shuffled(draw, " ".join(symbols), f" {answer}", [f" {other}" for other in PAIRS.values() if other != answer])
 
 
 def _agreement(draw: random.Random) -> Record:
@@ -95,9 +98,9 @@ def _article(draw: random.Random) -> Record:
 
 def _word_order(draw: random.Random) -> Record:
     name, verb, adjective, noun = (draw.choice(words) for words in (WORDS["names"], VERBS, WORDS["adjectives"], WORDS["nouns"]))
-    right = f" {verb} the {adjective} {noun}."
+    answer = f" {verb} the {adjective} {noun}."
     wrong = [f" {verb} {adjective} the {noun}.", f" the {verb} {adjective} {noun}.", f" {verb} the {noun} {adjective}."]
-    return _shuffled(draw, name, right, wrong)
+    return _shuffled(draw, name, answer, wrong)
 
 
 def _questions(name: str, make: Callable[[random.Random], Record]) -> Iterator[Record]:

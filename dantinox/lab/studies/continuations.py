@@ -136,8 +136,8 @@ def generate_continuations(
             pass
         ids += [result.tokens for result in batch_run.results]
         rates.append(len(indices) * (tokens - 1) / max(batch_run.times.decoding, 1e-9))
-        steps = [result.steps for result in batch_run.results if result.steps is not None]
-        strategies += [np.asarray(one.routed.route.strategy) for one in steps if one.routed is not None]
+        reports = [result.steps for result in batch_run.results if result.steps is not None]
+        strategies += [np.asarray(steps.routed.route.strategy) for steps in reports if steps.routed is not None]
     ids_PT = np.asarray(ids, np.int32)[: len(prompts)]
     counted = None
     if strategies:

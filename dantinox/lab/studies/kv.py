@@ -22,21 +22,21 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.lab.measure.texts import open_text_store
-from dantinox.lab.studies.kv_bench import (
-    FREE_TOKENS,
+from dantinox.lab.studies.kv_bench import FREE_TOKENS, CacheBenchmark, Generated, ReadMetrics
+from dantinox.lab.studies.kv_tasks import SEEDS, draw_sequences, draw_tasks, encodes_words
+from dantinox.lab.studies.kv_variants import (
     ORACLE,
+    REFERENCE,
     SIGNALS,
     STREAMING,
     UNIFORM,
-    CacheBenchmark,
     CacheVariant,
-    GreedyContinuations,
-    ReadMetrics,
     build_variants,
+    check_ratios,
     select_methods,
 )
-from dantinox.lab.studies.kv_tasks import SEEDS, draw_sequences, draw_tasks, encodes_words
 from dantinox.lab.studies.statistics import (
+    LARGE_MODEL,
     Interval,
     bootstrap_indices,
     default_count,
@@ -46,9 +46,12 @@ from dantinox.lab.studies.statistics import (
 )
 from dantinox.run import open_run
 
+KV_METHODS = (STREAMING, UNIFORM, *SIGNALS, "random", ORACLE)
+LARGE_METHODS = (STREAMING, UNIFORM, "distance", "loss", ORACLE)  # by default, for more than `LARGE_MODEL` parameters
 MIN_TOKENS = 32
 MIN_SEQUENCES = 2 * SEEDS
-FULL_COUNTS, QUICK_COUNTS = (200, 100), (48, 48)  # sequences of text, tasks of each kind; see `default_count`
+FULL_COUNTS = (200, 100)  # sequences of text, tasks of each kind; see `default_count`
+QUICK_COUNTS = (48, 48)
 MIN_COUNTS = (12, 6)
 DEFAULT_TOKENS = 512
 CONTINUED_PROMPTS = 24
@@ -171,7 +174,7 @@ def evaluate_kv(
       quick: use the counts `QUICK_COUNTS` instead of `FULL_COUNTS`.
       ratios: shares of the slots; None: those of `RATIOS` that the sequence length allows, or `LARGE_RATIOS` for a model with
         more than 10 M parameters.
-      methods: names in `METHODS`. None: the methods whose signal was measured; for a model with more than 10 M parameters,
+      methods: names in `KV_METHODS`. None: the methods whose signal was measured; for a model with more than 10 M parameters,
         only those in `LARGE_METHODS`.
       kv_calibration: the file of measured signals; None: that of the run.
       kv_dtype: dtype of the compressed caches, a value of `kv.dtype`; the full cache has the compute dtype.
@@ -186,42 +189,48 @@ def evaluate_kv(
     directory = open_run(run_dir)
     store = open_text_store(directory, data_path)
     run = load(run_dir)
-    counts = [
-        default_count(*both, run.parameters) for both in zip(QUICK_COUNTS if quick else FULL_COUNTS, MIN_COUNTS, strict=True)
-    ]
-    sequences = counts[0] if sequences is None else sequences
-    of_each_kind = counts[1]
+    text_count, task_count = (
+        default_count(count, least, run.parameters)
+        for count, least in zip(QUICK_COUNTS if quick else FULL_COUNTS, MIN_COUNTS, strict=True)
+    )
+    sequences = text_count if sequences is None else sequences
     length = min(run.model.config.max_context, DEFAULT_TOKENS if tokens is None else tokens)
     if length < MIN_TOKENS:
         raise UserError(f"--tokens and the model's context must be at least {MIN_TOKENS}, got {length}")
     if sequences < MIN_SEQUENCES:
         raise UserError(f"--sequences must be at least {MIN_SEQUENCES}, got {sequences}")
-    for ratio in ratios or ():
-        if not 0 < ratio < 1:
-            raise UserError(f"--ratios must be between 0 and 1, got {ratio:g}")
+    check_ratios(ratios)
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
-    names, left_out = select_methods(methods, measured, directory.path, run.parameters)
+    usual = LARGE_METHODS if run.parameters > LARGE_MODEL else KV_METHODS
+    names, left_out = select_methods(
+        methods, (*KV_METHODS, REFERENCE), measured, directory.path, "eval kv", usual=usual, needs_calibration=True
+    )
+    if names == [REFERENCE]:
+        raise UserError(f"{REFERENCE} is the baseline of the comparison: name at least one of {', '.join(KV_METHODS)}")
     caches, too_small = build_variants(run, measured, names, ratios, length, kv_dtype)
     text = draw_sequences(run.tokenizer, store, sequences, length)
-    tasks = draw_tasks(run.tokenizer, text, of_each_kind) if encodes_words(run.tokenizer) else None
+    tasks = draw_tasks(run.tokenizer, text, task_count) if encodes_words(run.tokenizer) else None
     bench = CacheBenchmark(caches, progress)
     read, near = bench.measure_text(text)
     continuations = bench.continue_prompts(run, text, CONTINUED_PROMPTS)
-    right: list[dict[str, Any]] = [{}] * len(caches)
+    recall = [dict[str, Any]() for _ in caches]
     if tasks is not None:
-        right = [{name: mean_interval(100 * right_P) for name, right_P in one.items()} for one in bench.measure_tasks(tasks)]
-    found = [
+        recall = [
+            {name: mean_interval(100 * correct_P) for name, correct_P in correct.items()}
+            for correct in bench.measure_tasks(tasks)
+        ]
+    results = [
         CacheResult(
             name=cache.name,
             ratio=cache.ratio,
             **_cache_size(cache),
             **_loss_metrics(read[i], read[0], text.seeds),
             **_agreement(continuations[i], continuations[0]),
-            **right[i],
+            **recall[i],
         )
         for i, cache in enumerate(caches)
     ]
-    by_ratio = _results_by_ratio(caches, found, [one.loss_B for one in read], text.seeds)
+    by_ratio = _results_by_ratio(caches, results, [metrics.loss_B for metrics in read], text.seeds)
     return KVStudy(
         run=str(directory.path),
         calibration=None if measured is None else str(measured.path),
@@ -229,14 +238,14 @@ def evaluate_kv(
         dtype=caches[-1].plan.dtype,
         tokens=length,
         sequences=sequences,
-        tasks=None if tasks is None else of_each_kind,
+        tasks=None if tasks is None else task_count,
         continued=0 if continuations[0] is None else len(continuations[0].ids),
         free_tokens=min(FREE_TOKENS, length - length // 2),
         overlapping=text.overlapping,
         repeated=text.repeated,
         long_range_gain=mean_interval(near.loss_B - read[0].loss_B),
         left_out=left_out + too_small,
-        full=found[0],
+        full=results[0],
         ratios=by_ratio,
         default_signal=default_signal(by_ratio),
     )
@@ -265,23 +274,27 @@ def intervals_by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[f
     return SeedIntervals(whole, seeds)
 
 
-def _agreement(cache: GreedyContinuations | None, full: GreedyContinuations | None) -> dict[str, Any]:
+def _agreement(cache: Generated | None, full: Generated | None) -> dict[str, Any]:
     if cache is None or full is None:
         return {}
     same_PT = cache.ids == full.ids
-    until_P = np.where(same_PT.all(axis=1), same_PT.shape[1], same_PT.argmin(axis=1))
-    return {"same": mean_interval(100 * same_PT.mean(axis=1)), "diverges": float(np.median(until_P)), "tok_per_s": cache.rate}
+    first_difference_P = np.where(same_PT.all(axis=1), same_PT.shape[1], same_PT.argmin(axis=1))
+    return {
+        "same": mean_interval(100 * same_PT.mean(axis=1)),
+        "diverges": float(np.median(first_difference_P)),
+        "tok_per_s": cache.rate,
+    }
 
 
 def _results_by_ratio(
-    caches: Sequence[CacheVariant], found: Sequence[CacheResult], losses: Sequence[np.ndarray], seeds_S: np.ndarray
+    caches: Sequence[CacheVariant], results: Sequence[CacheResult], losses: Sequence[np.ndarray], seeds_S: np.ndarray
 ) -> list[RatioResults]:
     """Groups the results by ratio, and adds the share of the gap between streaming and oracle that each method closes."""
     ratios = []
     for ratio in dict.fromkeys(cache.ratio for cache in caches[1:]):
         indices = {cache.name: i for i, cache in enumerate(caches) if i > 0 and cache.ratio == ratio}
         loss = {name: losses[i] for name, i in indices.items()}
-        methods = [replace(found[i], gap_closed=gap_closed(loss, name)) for name, i in indices.items()]
+        methods = [replace(results[i], gap_closed=gap_closed(loss, name)) for name, i in indices.items()]
         signals = [name for name in SIGNALS if {name, UNIFORM} <= loss.keys()]
         against = {name: intervals_by_seed(loss[name] - loss[UNIFORM], seeds_S) for name in signals}
         ratios.append(RatioResults(ratio, methods, against))
@@ -296,12 +309,12 @@ def gap_closed(loss: Mapping[str, np.ndarray], name: str) -> Interval | None:
     """
     if not {STREAMING, ORACLE} <= loss.keys():
         return None
-    streaming_S, oracle_S, own_S = (loss[key] for key in (STREAMING, ORACLE, name))
-    if mean_interval(streaming_S - oracle_S).low <= 0:
+    gap_S = loss[STREAMING] - loss[ORACLE]
+    if mean_interval(gap_S).low <= 0:
         return None
-    gained_S, gap_S = streaming_S - own_S, streaming_S - oracle_S
+    gained_S = loss[STREAMING] - loss[name]
     return percentile_interval(
-        [100 * gained_S[picked].mean() / gap_S[picked].mean() for picked in bootstrap_indices(len(own_S))]
+        [100 * gained_S[picked].mean() / gap_S[picked].mean() for picked in bootstrap_indices(len(gap_S))]
     )
 
 
@@ -311,5 +324,5 @@ def default_signal(ratios: Sequence[RatioResults]) -> str:
     for name in SIGNALS:
         verdicts = {ratio.against_uniform[name].verdict for ratio in ratios if name in ratio.against_uniform}
         if "better" in verdicts and "worse" not in verdicts:
-            means[name] = np.mean([one.loss for ratio in ratios for one in ratio.methods if one.name == name])
+            means[name] = np.mean([cache.loss for ratio in ratios for cache in ratio.methods if cache.name == name])
     return min(means, key=means.__getitem__, default=UNIFORM)

@@ -1,228 +1,28 @@
-"""The cache variants that `eval kv` compares on the same texts, prompts and tasks."""
+"""What `eval kv` and `eval ruler` measure of each cache: the loss of a text, recall of facts, and greedy continuations."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from dantinox.config import GenerationSection, KVSection, UserError
 from dantinox.generation import LoadedModel
-from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_cache
-from dantinox.generation.decode.generate_toks import DECODE_CHUNK, prefill_hidden
-from dantinox.generation.decode.quantized_weights import dequantize
+from dantinox.generation.decode.features import Feature
+from dantinox.generation.decode.generate_toks import DECODE_CHUNK
 from dantinox.generation.static_batch import StaticBatch, StaticOptions
-from dantinox.lab.measure.head_loss import limited_logprobs, mean_kl, rows_per_batch
-from dantinox.lab.measure.texts import equal_batches, map_batches, padded_positions
+from dantinox.lab.measure.head_loss import mean_kl, rows_per_batch
+from dantinox.lab.measure.texts import equal_batches, map_batches, pad_rows
 from dantinox.lab.studies.continuations import NEUTRAL_SETTINGS
 from dantinox.lab.studies.kv_tasks import RecallTasks, Sequences, split_by_seed
-from dantinox.lab.studies.statistics import LARGE_MODEL, select_names
-from dantinox.model import CacheReport, KVCache, Transformer, make_cache
-from dantinox.model.compressed_cache import CompressedLayer
+from dantinox.lab.studies.kv_variants import ORACLE, CacheVariant, argmax_at, near_keys_variant
 from dantinox.report.console import Progress
-from dantinox.run import KVCalibration
 from dantinox.sampling import SamplingParams
 
-REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
-SIGNALS = ("entropy", "coverage", "distance", "loss")
-# Name → settings of the section `kv` except the budget. The oracle is not a real cache: it keeps all keys, but each query
-# attends only to the keys with its largest attention weights.
-METHODS: dict[str, dict[str, Any]] = {
-    STREAMING: {"policy": "streaming", "signal": "uniform"},
-    UNIFORM: {"signal": "uniform"},
-    **{signal: {"signal": signal} for signal in SIGNALS},
-    "random": {"policy": "random", "signal": "uniform"},
-    ORACLE: {"signal": "uniform"},
-}
-RATIOS = (0.5, 0.3, 0.2, 0.1)
-# Defaults for models with more than `LARGE_MODEL` parameters, where compilation takes most of the time.
-LARGE_METHODS = (STREAMING, UNIFORM, "distance", "loss", ORACLE)
-LARGE_RATIOS = (0.5, 0.2)
-NEAR_KEYS = 64  # keys that remain visible when the study measures the value of distant keys
 FREE_TOKENS, FREE_ROWS = 64, 8
 MIN_TIMED_BATCHES = 3  # the speed of the fastest batch is reported
-
-
-class CacheVariant(NamedTuple):
-    """A cache to compare, and the model with its heads in the order that the cache needs.
-
-    Attributes:
-      ratio: requested share of the slots.
-      report: the report of a cache with one row; None for the oracle.
-    """
-
-    name: str
-    ratio: float
-    model: Transformer
-    plan: CachePlan
-    report: CacheReport | None = None
-
-    def logprobs(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> jax.Array:
-        """Returns next-token log-probabilities `[B, T − start + 1, V]` at the positions from `start − 1` on.
-
-        The first `start` tokens are prefilled. The rest are read one by one, as in decoding.
-        """
-        inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
-        if self.name == ORACLE:
-            return limited_logprobs(*inputs, self._kept_LK, jnp.full(len(tokens_BT), start), start=start, best=True)
-        return _teacher_forced_logprobs(*inputs, plan=self.plan, start=start)
-
-    def answer(self, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
-        """Returns the most likely token `[B]` after a prompt, computed from the keys and values that the cache kept."""
-        inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
-        if self.name != ORACLE:
-            return _answer_from_cache(*inputs, plan=self.plan)
-        start = int(lengths_B.min())
-        logprobs = limited_logprobs(*inputs, self._kept_LK, inputs[2] - 1, start=start, best=True)
-        return _argmax_at(logprobs, inputs[2] - start)
-
-    @property
-    def _kept_LK(self) -> jax.Array:
-        """The number of slots of every key/value head."""
-        assert self.plan.compression is not None
-        return jnp.array([[slots for heads, slots in groups for _ in range(heads)] for groups in self.plan.compression.groups])
-
-
-@nnx.jit(static_argnames=("plan", "start"), graph_updates=False)
-def _teacher_forced_logprobs(
-    model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan, start: int
-) -> jax.Array:
-    """See `CacheVariant.logprobs`. Tokens are right-padded, and the padding is not read."""
-    model, B = dequantize(model), len(tokens_BT)
-    positions_BT = padded_positions(tokens_BT, lengths_B)
-    empty = make_cache(model.config, B, *plan)
-    x_BtD, cache = prefill_hidden(model, tokens_BT[:, :start], positions_BT[:, :start], empty)
-    first_BV = model.logits(x_BtD[jnp.arange(B), jnp.minimum(lengths_B, start) - 1])
-
-    def step(cache: KVCache | None, column: tuple[jax.Array, jax.Array]) -> tuple[KVCache | None, jax.Array]:
-        token_B, position_B = column
-        x_B1D, cache, _ = model.hidden(token_B[:, None], position_B[:, None], cache=cache)
-        return cache, model.logits(x_B1D[:, 0])
-
-    _, rest_SBV = jax.lax.scan(step, cache, (tokens_BT[:, start:].T, positions_BT[:, start:].T))
-    logits_BSV = jnp.concatenate([first_BV[:, None], rest_SBV.transpose(1, 0, 2)], axis=1)
-    return jax.nn.log_softmax(logits_BSV.astype(jnp.float32))
-
-
-@nnx.jit(static_argnames=("plan",), graph_updates=False)
-def _answer_from_cache(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan) -> jax.Array:
-    """Returns the most likely token after a prompt whose last token is read twice, the second time with the compressed cache.
-
-    During prefill every query sees the whole prompt, so the next token after prefill would not depend on the compression.
-    """
-    model = dequantize(model)
-    B = len(tokens_BT)
-    last_B = lengths_B - 1
-    cache = make_cache(model.config, B, *plan)
-    _, read = prefill_hidden(model, tokens_BT, padded_positions(tokens_BT, lengths_B), cache)
-    assert read is not None
-    layers = tuple(_clear_slot(layer, last_B) if isinstance(layer, CompressedLayer) else layer for layer in read.layers)
-    last_B1 = tokens_BT[jnp.arange(B), last_B][:, None]
-    x_B1D, _, _ = model.hidden(last_B1, last_B[:, None], cache=replace(read, layers=layers))
-    return jnp.argmax(model.logits(x_B1D[:, 0]), axis=-1)
-
-
-def _clear_slot(layer: CompressedLayer, position_B: jax.Array) -> CompressedLayer:
-    """Empties the slot of one position of each row in a compressed layer. (A full cache overwrites the position in place.)"""
-    gone_B11 = position_B[:, None, None]
-    groups = [replace(g, position_BKS=jnp.where(g.position_BKS == gone_B11, -1, g.position_BKS)) for g in layer.groups]
-    return CompressedLayer(tuple(groups))
-
-
-@jax.jit
-def _argmax_at(logprobs_BSV: jax.Array, at_B: jax.Array) -> jax.Array:
-    """Returns the most likely token at one step of each row."""
-    return jnp.argmax(logprobs_BSV[jnp.arange(len(at_B)), at_B], axis=-1)
-
-
-def select_methods(
-    names: Sequence[str] | None, measured: KVCalibration | None, path: Path, parameters: int = 0
-) -> tuple[list[str], list[str]]:
-    """Selects the methods to compare.
-
-    Args:
-      names: names of `METHODS`. None: all whose signal was measured, and for a model of more than `LARGE_MODEL` parameters
-        only those of `LARGE_METHODS`.
-      measured: the measured signals of the heads; None without a calibration.
-      path: the run directory, for error messages.
-      parameters: the number of parameters of the model.
-
-    Returns:
-      The methods in their usual order, and a line for each method that is left out.
-
-    Raises:
-      UserError: a name is unknown, or its method needs a signal that was not measured.
-    """
-    usual = LARGE_METHODS if names is None and parameters > LARGE_MODEL else METHODS
-    found = [name for name in select_names(names, (*METHODS, REFERENCE), "method of eval kv") if name in usual]
-    skipped = [f"{', '.join(sorted(METHODS.keys() - usual))}: name them in --methods"] if usual is LARGE_METHODS else []
-    if not found:
-        raise UserError(f"{REFERENCE} is the baseline of the comparison: name at least one of {', '.join(METHODS)}")
-    signals = [name for name in found if name in SIGNALS]
-    if not signals:
-        return found, skipped
-    if measured is None:
-        raise UserError(
-            f"{', '.join(signals)} cannot run without {path / 'kv_entropy.json'}: run `dantinox calibrate --run_dir {path} "
-            "--what kv`, select another file with --kv_calibration, or name other methods in --methods"
-        )
-    missing = {name: measured.missing_signal(name) for name in signals if measured.missing_signal(name)}
-    if missing and names is not None:
-        raise UserError(next(iter(missing.values())))
-    reasons = [f"{name}: {reason}" for name, reason in missing.items()]
-    return [name for name in found if name not in missing], [*skipped, *reasons]
-
-
-def build_variants(
-    run: LoadedModel,
-    measured: KVCalibration | None,
-    names: Sequence[str],
-    ratios: Sequence[float] | None,
-    length: int,
-    dtype: str = "auto",
-) -> tuple[list[CacheVariant], list[str]]:
-    """Builds the full cache and every method at every ratio.
-
-    Args:
-      ratios: shares of the slots; None: `RATIOS`, or `LARGE_RATIOS` for a model with more than `LARGE_MODEL` parameters.
-
-    Returns:
-      The caches, and a line for each ratio that is left out.
-
-    Raises:
-      UserError: a requested ratio, or the largest default ratio, leaves a head fewer slots than the minimum.
-    """
-    usual = LARGE_RATIOS if run.parameters > LARGE_MODEL else RATIOS
-
-    def build(name: str, ratio: float, kv: KVSection) -> CacheVariant:
-        plan = plan_cache(run.model.config, kv, length, measured)
-        report = None if name == ORACLE else make_cache(run.model.config, 1, *plan).report()
-        return CacheVariant(
-            name, ratio, run.prepared(GenerationSection(), head_order(run.model.config, kv, measured)), plan, report
-        )
-
-    caches = [build(REFERENCE, 1.0, KVSection())]
-    left_out = list[str]()
-    for ratio in sorted(set(ratios or usual), reverse=True):
-        settings = {name: {"budget": ratio, "dtype": dtype, **METHODS[name]} for name in names}
-        try:
-            caches += [build(name, ratio, KVSection.model_validate(kv)) for name, kv in settings.items()]
-        except UserError as error:
-            if ratios is not None or ratio == max(usual):
-                raise
-            left_out.append(f"ratio {ratio:g}: {error}")
-    return caches, left_out
-
-
-class GreedyContinuations(NamedTuple):
-    """Continuations `[P, T]` of P prompts, and the tokens per second of the fastest batch."""
-
-    ids: np.ndarray
-    rate: float
 
 
 class ReadMetrics(NamedTuple):
@@ -244,6 +44,78 @@ def _read_metrics(ours_BSV: jax.Array, full_BSV: jax.Array, next_BS: jax.Array) 
     logp_BS = jnp.take_along_axis(ours_BSV, next_BS[:, :, None], axis=2)[..., 0]
     same_BS = jnp.argmax(ours_BSV, axis=2) == jnp.argmax(full_BSV, axis=2)
     return -logp_BS.mean(1), mean_kl(ours_BSV, full_BSV, jnp.ones_like(same_BS)), same_BS.mean(1)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["tokens_BQ", "counts_B", "read_B"], meta_fields=[])
+@dataclass(frozen=True)
+class Questions(Feature):
+    """Given tokens that each row reads one by one before it generates.
+
+    Attributes:
+      tokens_BQ: the given tokens, right-padded; `counts_B` of them are valid.
+      read_B: how many of them the row has got.
+    """
+
+    tokens_BQ: Any
+    counts_B: Any
+    read_B: Any
+
+    def logits(self, logits_BV: jax.Array) -> jax.Array:
+        """Returns logits that allow only the next given token, while there is one."""
+        index_B = jnp.minimum(self.read_B, self.tokens_BQ.shape[1] - 1)
+        token_B = jnp.take_along_axis(self.tokens_BQ, index_B[:, None], axis=1)
+        forced_BV = jnp.where(jnp.arange(logits_BV.shape[1]) == token_B, 0.0, -jnp.inf).astype(logits_BV.dtype)
+        return jnp.where((self.read_B < self.counts_B)[:, None], forced_BV, logits_BV)
+
+    def after(self, token_B: jax.Array, position_B: jax.Array, active_B: jax.Array) -> "Questions":
+        return Questions(self.tokens_BQ, self.counts_B, self.read_B + active_B)
+
+
+class QuestionBatch(NamedTuple):
+    """Prompts to prefill, a question to read after each prompt, and how many tokens to generate after each question."""
+
+    prompts: Sequence[Sequence[int] | np.ndarray]
+    questions: Sequence[Sequence[int]]
+    new_tokens: int
+
+
+class Generated(NamedTuple):
+    """The tokens `[B, new_tokens]` after the questions of a batch, and its speed without compilation.
+
+    Attributes:
+      prefill_seconds: the time per prompt.
+      rate: decoded tokens of all rows per second, with those of the questions.
+    """
+
+    ids: np.ndarray
+    prefill_seconds: float
+    rate: float
+
+
+def generate_batch(cache: CacheVariant, batch: QuestionBatch, params: SamplingParams, length: int = 0) -> Generated:
+    """Prefills the prompts, reads the questions token by token from the compressed cache, and continues them.
+
+    Args:
+      length: the tokens to which prompts and questions are padded, so that batches share programs; 0: those of the longest.
+    """
+    prompts_BT, lengths_B = pad_rows(batch.prompts, length)
+    features: tuple[Feature, ...] = ()
+    limits_B = np.full(len(prompts_BT), batch.new_tokens)
+    if any(batch.questions):
+        tokens_BQ, counts_B = pad_rows(batch.questions, length)
+        features = (Questions(tokens_BQ, counts_B, np.zeros_like(counts_B)),)
+        limits_B += counts_B
+    options = StaticOptions(plan=cache.plan, pad=lambda longest: longest, features=features)
+    eos_ids = [list[int]()] * len(prompts_BT)
+    static = StaticBatch(cache.model, prompts_BT, lengths_B, params, limits_B=limits_B, eos_ids=eos_ids, options=options)
+    tokens_BN = np.concatenate([chunk.tokens for chunk in static.run(DECODE_CHUNK)], axis=1)
+    kept_BT = (limits_B - batch.new_tokens)[:, None] + np.arange(batch.new_tokens)
+    times = static.times
+    return Generated(
+        ids=np.take_along_axis(tokens_BN, kept_BT, axis=1),
+        prefill_seconds=(times.first - times.compiling_first) / len(prompts_BT),
+        rate=float((limits_B - 1).sum()) / max(times.decoding, 1e-9),
+    )
 
 
 @dataclass(frozen=True)
@@ -280,45 +152,60 @@ class CacheBenchmark:
         """
 
         def agnostic(cache: CacheVariant, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
-            return _argmax_at(cache.logprobs(tokens_BT, lengths_B, tasks.context), jnp.asarray(lengths_B - tasks.context))
+            logprobs = cache.logprobs(tokens_BT, lengths_B, tasks.context)
+            return argmax_at(logprobs, jnp.asarray(lengths_B - tasks.context))
 
         found: list[dict[str, np.ndarray]] = [{} for _ in self.caches]
         for name, answer in (("aware", CacheVariant.answer), ("agnostic", agnostic)):
 
             def read(rows: np.ndarray, done: Progress, answer: Callable[..., jax.Array] = answer) -> list[np.ndarray]:
-                right = []
+                correct = []
                 for cache in self.caches:
-                    right.append(np.asarray(answer(cache, tasks.tokens[rows], tasks.lengths[rows])) == tasks.answers[rows])
+                    answers_B = np.asarray(answer(cache, tasks.tokens[rows], tasks.lengths[rows]))
+                    correct.append(answers_B == tasks.answers[rows])
                     done.advance()
-                return right
+                return correct
 
-            each = self._map_batches(f"recall tasks, question-{name}", len(tasks.tokens), len(self.caches), read)
-            for one, right_P in zip(found, each, strict=True):
-                one |= {f"needle_{name}": right_P[tasks.needles], f"copy_{name}": right_P[~tasks.needles]}
+            by_cache = self._map_batches(f"recall tasks, question-{name}", len(tasks.tokens), len(self.caches), read)
+            for scores, correct_P in zip(found, by_cache, strict=True):
+                scores[f"needle_{name}"] = correct_P[tasks.needles]
+                scores[f"copy_{name}"] = correct_P[~tasks.needles]
         return found
 
-    def continue_prompts(self, run: LoadedModel, text: Sequences, count: int) -> list[GreedyContinuations | None]:
-        """Continues the first halves of `count` sequences greedily with each cache; None for the oracle."""
+    def continue_prompts(self, run: LoadedModel, text: Sequences, count: int) -> list[Generated | None]:
+        """Continues the first halves of `count` sequences greedily with each cache; None for the oracle.
+
+        The rate is that of the fastest batch.
+        """
         T = text.ids.shape[1]
         tokens = min(FREE_TOKENS, T - T // 2)
         picked = [np.flatnonzero(text.seeds == seed)[:share] for seed, share in enumerate(split_by_seed(count))]
         prompts_PT = text.ids[np.concatenate(picked), : T // 2]
         P = len(prompts_PT)
-        special = sorted(run.tokenizer.special_ids)
-        settings = {**NEUTRAL_SETTINGS, "greedy": True, "banned_tokens": special, "max_new_tokens": tokens, "seed": 0}
-        params = run.params([run.settings(settings)] * FREE_ROWS)
-        parts: list[list[GreedyContinuations]] = [[] for _ in self.caches]
-        count = max(MIN_TIMED_BATCHES, -(-P // FREE_ROWS))
-        done = self._start_progress("continuing prompts", count * len(self.caches))
-        for rows in equal_batches(FREE_ROWS * count, FREE_ROWS):
-            for cache, own in zip(self.caches, parts, strict=True):
+        params = greedy_params(run, FREE_ROWS, banned_tokens=sorted(run.tokenizer.special_ids))
+        parts: list[list[Generated]] = [[] for _ in self.caches]
+        batches = max(MIN_TIMED_BATCHES, -(-P // FREE_ROWS))
+        done = self._start_progress("continuing prompts", batches * len(self.caches))
+        for rows in equal_batches(FREE_ROWS * batches, FREE_ROWS):
+            batch = QuestionBatch(prompts_PT[rows % P], [], tokens)
+            for cache, generated in zip(self.caches, parts, strict=True):
                 if cache.name != ORACLE:
-                    own.append(_generate_batch(cache, prompts_PT[rows % P], params, tokens))
+                    generated.append(generate_batch(cache, batch, params))
                 done.advance()
-        return [
-            GreedyContinuations(np.concatenate([part.ids for part in own])[:P], max(part.rate for part in own)) if own else None
-            for own in parts
-        ]
+        return [_fastest(generated, P) if generated else None for generated in parts]
+
+    def answer_questions(
+        self, run: LoadedModel, batches: Sequence[QuestionBatch], length: int, task: str
+    ) -> Iterator[list[Generated]]:
+        """Yields the answers of one cache after another to all batches, whose prompts have up to `length` tokens."""
+        done = self._start_progress(task, len(batches) * len(self.caches))
+        for cache in self.caches:
+            jax.clear_caches()
+            found = []
+            for batch in batches:
+                found.append(generate_batch(cache, batch, greedy_params(run, len(batch.prompts)), length))
+                done.advance(1, f", {cache.name} at {cache.ratio:g}")
+            yield found
 
     def _map_batches(self, task: str, count: int, caches: int, read: Callable[[np.ndarray, Progress], Any]) -> Any:
         """Applies `read` to all sequences in batches as large as memory allows. Progress counts each batch once per cache."""
@@ -333,21 +220,11 @@ class CacheBenchmark:
         return Progress(self.progress, task, total, "batches, one for each cache")
 
 
-def near_keys_variant(full: CacheVariant) -> CacheVariant:
-    """Returns the full cache with a model in which every layer sees only the nearest `NEAR_KEYS` keys."""
-    model = nnx.clone(full.model)
-    windows = tuple(NEAR_KEYS if window is None else min(NEAR_KEYS, window) for window in model.config.windows)
-    model.config = replace(model.config, windows=windows)
-    for block, window in zip(model.blocks, windows, strict=True):
-        block.attention.window = window
-    return full._replace(name="near_keys", model=model)
+def greedy_params(run: LoadedModel, rows: int, **settings: Any) -> SamplingParams:
+    """Returns the parameters of greedy decoding, whatever the settings of the run are."""
+    return run.params([run.settings({**NEUTRAL_SETTINGS, "greedy": True, "seed": 0, **settings})] * rows)
 
 
-def _generate_batch(cache: CacheVariant, prompts_BT: np.ndarray, params: SamplingParams, tokens: int) -> GreedyContinuations:
-    B, T = prompts_BT.shape
-    limits_B = np.full(B, tokens)
-    eos_ids = [list[int]()] * B
-    options = StaticOptions(plan=cache.plan)
-    batch = StaticBatch(cache.model, prompts_BT, np.full(B, T), params, limits_B=limits_B, eos_ids=eos_ids, options=options)
-    ids_BT = np.concatenate([chunk.tokens for chunk in batch.run(DECODE_CHUNK)], axis=1)
-    return GreedyContinuations(ids_BT, B * (tokens - 1) / max(batch.times.decoding, 1e-9))
+def _fastest(batches: Sequence[Generated], count: int) -> Generated:
+    """Returns the first `count` rows of all batches, and the speed of the fastest batch."""
+    return max(batches, key=lambda batch: batch.rate)._replace(ids=np.concatenate([batch.ids for batch in batches])[:count])

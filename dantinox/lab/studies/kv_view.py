@@ -1,18 +1,20 @@
-"""Text, Markdown, CSV and plot of the comparison of compressed caches."""
+"""Report and plot of the comparison of compressed caches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dantinox.lab.studies.kv import KVStudy
-from dantinox.lab.studies.kv_bench import NEAR_KEYS
+from dantinox.lab.studies.kv import CacheResult, KVStudy
 from dantinox.lab.studies.kv_tasks import SEEDS
+from dantinox.lab.studies.kv_variants import NEAR_KEYS
 from dantinox.lab.studies.statistics import verdict
-from dantinox.report.plots import new_figure, study_files, style_axes, to_png
-from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrap_lines
+from dantinox.report.document import Block, Details, Heading, Items, Paragraph, Table
+from dantinox.report.plots import new_figure, style_axes, to_png
+from dantinox.report.tables import CSV, MARKDOWN, TEXT, Column
 
 # A marker for each method, in Okabe and Ito's colors, which color-blind readers can distinguish.
 MARKS = {
@@ -22,86 +24,83 @@ MARKS = {
 }  # fmt: skip
 
 
-def _interval_column(path: str, heading: str = "", form: str = ".1f") -> Column:
-    return Column(path.removesuffix(".all"), heading, attrgetter(path), form, interval=True)
+def _column(path: str, heading: str = "", form: str = ",.0f", **options: Any) -> Column:
+    return Column(path.removesuffix(".all"), heading, attrgetter(path), form, **options)
 
 
-def _number_column(name: str, heading: str = "") -> Column:
-    return Column(name, heading, attrgetter(name), ",.0f")
+def _seed_columns(name: str, outputs: Sequence[str] = (CSV,)) -> list[Column]:
+    def of_seed(cache: CacheResult, seed: int) -> Any:
+        return getattr(cache, name).seeds[seed]
+
+    return [
+        Column(f"{name}_seed{seed}", f"seed {seed}", partial(of_seed, seed=seed), ".2f", interval=True, outputs=outputs)
+        for seed in range(SEEDS)
+    ]
 
 
-def _seed_column(name: str, seed: int) -> Column:
-    return Column(f"{name}_seed{seed}", f"seed {seed}", lambda cache: getattr(cache, name).seeds[seed], ".2f", interval=True)
+def _task_columns(kind: str) -> list[Column]:
+    """Returns the columns of the tasks of a kind: with two numbers on the console, and with intervals elsewhere."""
+    both = attrgetter(f"{kind}_aware", f"{kind}_agnostic")
+
+    def pair(cache: CacheResult) -> str | None:
+        aware, agnostic = both(cache)
+        return None if aware is None else f"{aware.value:.0f} / {agnostic.value:.0f}"
+
+    files: dict[str, Any] = {"form": ".1f", "interval": True, "outputs": (MARKDOWN, CSV)}
+    return [
+        Column("", f"{kind} %", pair, outputs=(TEXT,)),
+        _column(f"{kind}_aware", f"{kind} %", **files),
+        _column(f"{kind}_agnostic", f"{kind}, unaware %", **files),
+    ]
 
 
 MIN_GAIN, MIN_NEEDLE = 0.05, 95  # nats per token, percent; a study below these limits is hardly conclusive
-MEASURES = [
-    DPPL := _interval_column("dppl.all", "ΔPPL %", ".2f"),
-    KL := _interval_column("kl.all", "KL", ".4f"),
-    TOP1 := _interval_column("top1.all", "top-1 %"),
-    GAP := _interval_column("gap_closed", "gap %"),
-    _interval_column("same", "same %"),
-    DIFFERS := _number_column("diverges", "differs at"),
-    NEEDLE := _interval_column("needle_aware", "needle %"),
-    _interval_column("needle_agnostic", "needle, unaware %"),
-    _interval_column("copy_aware", "copy %"),
-    _interval_column("copy_agnostic", "copy, unaware %"),
-    BYTES := _number_column("bytes", "bytes"),
-    SPEED := _number_column("tok_per_s", "tok/s"),
+NAME = _column("name", "method")._replace(name="method")
+DPPL = _column("dppl.all", "ΔPPL %", "+.2f", interval=True)
+TOP1 = _column("top1.all", "top-1 %", ".1f", interval=True)
+NEEDLES = _task_columns("needle")
+COLUMNS = [
+    _column("ratio", outputs=(CSV,)),
+    NAME,
+    Column("slots_least", "", lambda cache: cache.slots and cache.slots[0], outputs=(CSV,)),
+    Column("slots_most", "", lambda cache: cache.slots and cache.slots[1], outputs=(CSV,)),
+    _column("share", outputs=(CSV,)),
+    _column("loss", outputs=(CSV,)),
+    DPPL,
+    *_seed_columns("dppl"),
+    _column("kl.all", "KL", ".4f", interval=True, spread=False),
+    *_seed_columns("kl"),
+    TOP1,
+    *_seed_columns("top1"),
+    _column("gap_closed", "gap %", ".0f", interval=True, spread=False),
+    _column("same", "same %", ".1f", interval=True, outputs=(MARKDOWN, CSV)),
+    _column("diverges", "differs at"),
+    *NEEDLES,
+    *_task_columns("copy"),
+    _column("bytes", "bytes"),
+    _column("tok_per_s", "tok/s"),
 ]
 
 
-def kv_lines(study: KVStudy, width: int = 100) -> Iterator[str]:
-    """Yields the conditions, a table for each ratio, the conclusions and a glossary, in lines of at most `width`."""
-
-    def pair(kind: str) -> Column:
-        both = attrgetter(f"{kind}_aware", f"{kind}_agnostic")
-        return Column("", f"{kind} %", lambda cache: " / ".join(f"{found.value:.0f}" for found in both(cache)))
-
-    width = max(width, 60)
-    tasks = [] if study.tasks is None else [pair("needle"), pair("copy")]
-    columns = [Column("", "method", attrgetter("name")), DPPL._replace(form="+.2f"), KL._replace(spread=False), TOP1]
-    columns += [GAP._replace(form=".0f", spread=False), DIFFERS, *tasks, BYTES, SPEED]
-    yield from wrap_lines([_description(study), *preconditions(study), *_left_out_lines(study)], width, "")
-    for ratio in study.ratios:
-        yield from ["", f"ratio {ratio.ratio:g}"]
-        yield from text_table(columns, [study.full, *ratio.methods], width)
-    yield from wrap_lines(["", *conclusions(study), "", *_notes(study)], width)
-
-
-def kv_csv(study: KVStudy) -> str:
-    """Returns a row per ratio and method. Measures have three columns: the value, the lower end and the upper end."""
-    columns = [
-        _number_column("ratio"),
-        Column("method", "", attrgetter("name")),
-        Column("slots_least", "", lambda cache: cache.slots and cache.slots[0]),
-        Column("slots_most", "", lambda cache: cache.slots and cache.slots[1]),
-        *map(_number_column, ("bytes", "share", "tok_per_s", "loss", "diverges")),
-        *(c for column in (DPPL, KL, TOP1) for c in (column, *(_seed_column(column.name, i) for i in range(SEEDS)))),
-        GAP,
-        *(column for column in MEASURES[4:] if column.interval),
-    ]
-    return csv_table(columns, [cache for ratio in study.ratios for cache in (study.full, *ratio.methods)])
-
-
-def kv_markdown(study: KVStudy) -> str:
-    """Returns the tables with intervals, the change of perplexity by seed, the conclusions and the glossary."""
-    parts = [f"# Compressed caches on {Path(study.run).name}", _description(study)]
-    parts.append(bullets([*preconditions(study), *_left_out_lines(study)]))
+def kv_blocks(study: KVStudy) -> Iterator[Block]:
+    """Yields the report: the conditions, a table for each ratio, the conclusions and the terms."""
+    yield Heading(f"Compressed caches on {Path(study.run).name}", 1)
+    yield Paragraph(_description(study))
+    yield Items([*preconditions(study), *_left_out_lines(study)])
     all_caches = [cache for ratio in study.ratios for cache in ratio.methods]
-    name = Column("", "method", lambda cache: f"`{cache.name}`")
-    measures = [name, *(column for column in MEASURES if any(column.value(cache) is not None for cache in all_caches))]
-    seeds = [_seed_column("dppl", i) for i in range(SEEDS)]
+    empty = [column for column in COLUMNS if all(column.value(cache) is None for cache in all_caches)]
+    columns = [column for column in COLUMNS if column not in empty]
+    columns += [column._replace(outputs=(CSV,)) for column in empty if CSV in column.outputs]
     for ratio in study.ratios:
         caches = [study.full, *ratio.methods]
-        parts += [f"## Ratio {ratio.ratio:g}", markdown_table(measures, caches)]
-        parts += ["ΔPPL % by seed:", markdown_table([name, *seeds], caches)]
-    parts += ["## Conclusions", bullets(conclusions(study))] if conclusions(study) else []
-    return "\n\n".join([*parts, "## Terms", bullets(_notes(study))]) + "\n"
-
-
-def kv_files(study: KVStudy) -> dict[str, Callable[[], str | bytes]]:
-    return study_files("kv", study, kv_csv, kv_markdown, draw_kv)
+        yield Heading(f"Ratio {ratio.ratio:g}")
+        yield Table(columns, caches)
+        yield Details([Paragraph("ΔPPL % by seed:"), Table([NAME, *_seed_columns("dppl", (MARKDOWN,))], caches)])
+    if conclusions(study):
+        yield Heading("Conclusions")
+        yield Items(conclusions(study))
+    yield Heading("Terms")
+    yield Items(_notes(study))
 
 
 def preconditions(study: KVStudy) -> list[str]:
@@ -151,7 +150,7 @@ def draw_kv(study: KVStudy) -> bytes:
     if study.full.needle_aware is None:
         _draw(finds, study, TOP1, "same most likely token as with the full cache, %")
     else:
-        _draw(finds, study, NEEDLE, "needles found with the question in the prompt, %")
+        _draw(finds, study, NEEDLES[1], "needles found with the question in the prompt, %")
         finds.axhline(study.full.needle_aware.value, color="#bbbbbb", linewidth=1.2, zorder=1)
         finds.set_ylim(-3, 103)
     losses.axhline(0, color="#bbbbbb", linewidth=1.2, label="full", zorder=1)

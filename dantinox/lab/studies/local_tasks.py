@@ -205,7 +205,7 @@ def _read_reference(compare: str | Path, plans: Sequence[_Plan]) -> tuple[LocalS
     record = read_json(path, MAX_RESULT_BYTES, "the results")
     try:
         names = [field.name for field in fields(LocalScore)]
-        scores = [LocalScore(**{name: one[name] for name in names}) for one in record["tasks"]]
+        scores = [LocalScore(**{name: task[name] for name in names}) for task in record["tasks"]]
         found = {score.task: replace(score, correct=tuple(map(int, score.correct))) for score in scores}
         _ = [score.centered_Q for score in found.values()]
     except (KeyError, TypeError, ValueError) as error:

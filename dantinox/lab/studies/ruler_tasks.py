@@ -181,15 +181,17 @@ def _needle_sample(
         units = [NOISE if hay == "noise" else needle(KINDS[key](rng), KINDS[value](rng)) for _ in range(size)]
     queried = rng.sample(list(facts), queries)
     answers = tuple(secret for name in queried for secret in facts[name])
-    one = len(answers) == 1
-    what, verb, article, it = (f"secret {value}", "is", "A", "it") if one else (f"secret {value}s", "are", "Some", "them")
+    if len(answers) == 1:
+        what, verb, article, pronoun, asks = f"secret {value}", "is", "A", "it", "What is"
+    else:
+        what, verb, article, pronoun, asks = f"secret {value}s", "are", "Some", "them", "What are all"
     text = (" " if hay == "essay" else "\n").join(_insert_randomly(rng, units, hidden))
     context = (
-        f"{article} {what} {verb} hidden in the following text. Keep {it} in mind: the question comes afterwards.\n{text}\n"
+        f"{article} {what} {verb} hidden in the following text. "
+        f"Keep {pronoun} in mind: the question comes afterwards.\n{text}\n"
     )
-    of = f"of {_join_words(queried)}"
-    asks = "What is" if one else "What are all"
-    question = f"{asks} the {what} {of} in the text above? The {what} {of} in the text above {verb}"
+    asked = f"{what} of {_join_words(queried)} in the text above"
+    question = f"{asks} the {asked}? The {asked} {verb}"
     return Sample(context, question, answers, True, 128)
 
 
@@ -233,9 +235,9 @@ def _common_word_sample(rng: random.Random, haystack: Haystack, length: int, siz
     shown, counts, example = (20, (6, 1), (3, 1)) if length < SHORT_LENGTH else (40, (30, 3), (10, 3))
     words = rng.sample(haystack.words, shown + min(10 + size, len(haystack.words) - shown))
     found = " ".join(f"{i}. {word}" for i, word in enumerate(words[:10], 1))
-    rest = words[shown:]
-    context = f"{listing(words[:shown], *example)}{question} {found}\n\n{listing(rest, *counts)}"
-    return Sample(context, question, tuple(rest[:10]), True, 120)
+    counted = words[shown:]
+    context = f"{listing(words[:shown], *example)}{question} {found}\n\n{listing(counted, *counts)}"
+    return Sample(context, question, tuple(counted[:10]), True, 120)
 
 
 def _frequent_word_sample(rng: random.Random, haystack: Haystack, length: int, size: int) -> Sample:
@@ -272,7 +274,8 @@ def _document_sample(rng: random.Random, haystack: Haystack, length: int, size: 
         f"Later {name} lived in {rng.choice(towns)} and kept {rng.randrange(2, 40)} {rng.choice(WORDS['nouns'])}s."
         for name, town in zip(people, births, strict=True)
     ]
-    person, town = people[0], births[0]
+    person = people[0]
+    town = births[0]
     if hops == 2:
         near = [town, *rng.sample([i for i in range(len(towns)) if i != town], min(size, len(towns) - 1))]
         documents += [f"{towns[i]} is a town on the river {rivers[i]}. It has {rng.randrange(2, 90)} mills." for i in near]

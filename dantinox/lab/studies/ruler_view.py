@@ -1,13 +1,12 @@
-"""Text, Markdown, CSV and JSON of the scores of RULER's tasks."""
+"""Report of the scores of RULER's tasks."""
 
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
 from dantinox.lab.studies.ruler import QUESTION_MODES, RulerResult, RulerStudy
-from dantinox.report.tables import Column, bullets, csv_table, markdown_table, text_table, wrap_lines
+from dantinox.report.document import Block, Heading, Items, Paragraph, Table
+from dantinox.report.tables import CSV, MARKDOWN, TEXT, Column
 
 # Column heading → the prefix of the task names in the column.
 GROUPS = {
@@ -19,75 +18,49 @@ GROUPS = {
 def _group_column(heading: str, start: str) -> Column:
     """Returns a column with the mean scores of the tasks with the prefix `start`: agnostic / aware."""
 
-    def both(finding: RulerResult) -> str:
-        own = [
-            [found.value for task, found in finding.scores[mode].items() if task.startswith(start)] for mode in QUESTION_MODES
+    def pair(result: RulerResult) -> str:
+        means = [
+            fmean(interval.value for task, interval in result.scores[mode].items() if task.startswith(start))
+            for mode in QUESTION_MODES
         ]
-        return " / ".join(f"{fmean(values):.0f}" for values in own)
+        return " / ".join(f"{mean:.0f}" for mean in means)
 
-    return Column(heading, heading, both)
+    return Column(heading, heading, pair, outputs=(TEXT, MARKDOWN))
 
 
 def _mean_column(mode: str) -> Column:
-    return Column(f"mean_{mode}", mode, lambda finding: finding.scores[mode]["mean"], ".1f", interval=True)
+    return Column(f"mean_{mode}", mode, lambda result: result.scores[mode]["mean"], ".1f", interval=True)
+
+
+def _task_column(mode: str, name: str) -> Column:
+    return Column(f"{name}_{mode}", "", lambda result: result.scores[mode][name], interval=True, outputs=(CSV,))
 
 
 def _columns(study: RulerStudy) -> list[Column]:
-    groups = [
-        _group_column(heading, start) for heading, start in GROUPS.items() if any(t.startswith(start) for t in study.tasks)
-    ]
+    groups = {heading: start for heading, start in GROUPS.items() if any(task.startswith(start) for task in study.tasks)}
     return [
-        Column("method", "method", lambda finding: finding.method),
-        Column("ratio", "ratio", lambda finding: finding.ratio, ".2f"),
+        Column("length", "", lambda result: result.length, ".0f", outputs=(CSV,)),
+        Column("method", "method", lambda result: result.method),
+        Column("ratio", "ratio", lambda result: result.ratio, ".2f"),
         *map(_mean_column, QUESTION_MODES),
-        *groups,
-        Column("bytes", "bytes", lambda finding: finding.bytes, ",.0f"),
-        Column("share", "share %", lambda finding: 100 * finding.share, ".1f"),
-        Column("prefill_seconds", "prefill s", lambda finding: finding.prefill_seconds, ".2f"),
-        Column("tokens_per_second", "tok/s", lambda finding: finding.tokens_per_second, ".1f"),
+        *(_group_column(heading, start) for heading, start in groups.items()),
+        Column("bytes", "bytes", lambda result: result.bytes, ",.0f"),
+        Column("share", "share %", lambda result: 100 * result.share, ".1f"),
+        Column("prefill_seconds", "prefill s", lambda result: result.prefill_seconds, ".2f"),
+        Column("tokens_per_second", "tok/s", lambda result: result.tokens_per_second, ".1f"),
+        *(_task_column(mode, name) for mode in QUESTION_MODES for name in study.tasks),
     ]
 
 
-def ruler_lines(study: RulerStudy, width: int = 100) -> Iterator[str]:
-    """Yields the conditions, a table for each length and a glossary, in lines of at most `width`."""
-    width = max(width, 60)
-    yield from wrap_lines([_description(study), *(f"Left out: {line}" for line in study.left_out)], width, "")
-    for length in dict.fromkeys(finding.length for finding in study.findings):
-        yield from ["", f"{length} tokens"]
-        yield from text_table(_columns(study), [finding for finding in study.findings if finding.length == length], width, 2)
-    yield from wrap_lines(["", *_notes()], width)
-
-
-def ruler_markdown(study: RulerStudy) -> str:
-    """Returns a table with intervals for each length, and a glossary."""
-    parts = [f"# RULER on {Path(study.run).name}", _description(study)]
-    parts += [bullets([f"Left out: {line}" for line in study.left_out])] if study.left_out else []
-    for length in dict.fromkeys(finding.length for finding in study.findings):
-        rows = [finding for finding in study.findings if finding.length == length]
-        parts += [f"## {length} tokens", markdown_table(_columns(study), rows)]
-    return "\n\n".join([*parts, bullets(_notes())]) + "\n"
-
-
-def ruler_csv(study: RulerStudy) -> str:
-    """Returns a row per cache and length, with the interval of every task."""
-
-    def task(mode: str, name: str) -> Column:
-        return Column(f"{name}_{mode}", "", lambda finding: finding.scores[mode][name], interval=True)
-
-    columns = [
-        Column("length", "", lambda finding: finding.length, ".0f"),
-        *(column for column in _columns(study) if column.name not in GROUPS),
-        *(task(mode, name) for mode in QUESTION_MODES for name in study.tasks),
-    ]
-    return csv_table(columns, study.findings)
-
-
-def ruler_files(study: RulerStudy) -> dict[str, Callable[[], str | bytes]]:
-    return {
-        "ruler.csv": lambda: ruler_csv(study),
-        "ruler.md": lambda: ruler_markdown(study),
-        "ruler.json": lambda: json.dumps(asdict(study), indent=1, allow_nan=False) + "\n",
-    }
+def ruler_blocks(study: RulerStudy) -> Iterator[Block]:
+    """Yields the report: the conditions, a table for each length, and the terms."""
+    yield Heading(f"RULER on {Path(study.run).name}", 1)
+    yield Paragraph(_description(study))
+    yield Items([f"Left out: {line}" for line in study.left_out])
+    for length in dict.fromkeys(result.length for result in study.findings):
+        yield Heading(f"{length} tokens")
+        yield Table(_columns(study), [result for result in study.findings if result.length == length], front=2)
+    yield Items(_notes())
 
 
 def _description(study: RulerStudy) -> str:
@@ -108,6 +81,6 @@ def _notes() -> list[str]:
         "these policies, with equal shares or with +loss.",
         "bytes: allocated for one row, including positions and importances; share: of the full cache in the compute dtype.",
         "The wording, words and documents of the tasks are generated here: scores are not comparable with published ones.",
-        "prefill s: for one prompt. tok/s: for all rows of a batch. Both are medians without the first batch, which compiles.",
+        "prefill s: for one prompt. tok/s: for all rows of a batch. Both are medians of the batches, without compilation.",
         "Intervals are 95 %, bootstrapped over samples.",
     ]

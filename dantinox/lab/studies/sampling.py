@@ -275,7 +275,7 @@ def evaluate_sampling(
     continuations = _test_all(bench, tuned, test)
     for name, rounds in continuations.items():
         progress(f"measuring {name}")
-        measured[name] = bench.measure(test, [(one.texts, one.ids) for one in rounds])
+        measured[name] = bench.measure(test, [(sample.texts, sample.ids) for sample in rounds])
     ruler = [measured[name] for name in TEMPERATURE_CURVE]
     excesses = {name: excess(measured[name], ruler) for name in ("human", *names)}
     return SamplingStudy(
@@ -349,7 +349,8 @@ def bisection(diversity_at: Callable[[float], float], target: float, trials: int
       The position of the nearest trial (the first if several are equally near), and whether all trials were on one side of the
       target.
     """
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     tried: list[tuple[float, float]] = []
     for _ in range(trials):
         position = (low + high) / 2
@@ -428,7 +429,7 @@ def _method_result(
     measures = {} if excesses is None else {"excess": percentile_interval(excesses)}
     measures |= {key: mean_interval(measured[key]) for key in MEASURES if key in measured}
     # Python draws the strategies of the control token by token, so its speed is not comparable.
-    speeds = [] if name == CONTROL else [rate for one in rounds for rate in one.rates]
+    speeds = [] if name == CONTROL else [rate for sample in rounds for rate in sample.rates]
     speed = Interval(float(np.median(speeds)), min(speeds), max(speeds)) if speeds else None
     return MethodResult(name, dict(method.values), method.at_edge, list(method.trials), measures, speed)
 
@@ -436,6 +437,9 @@ def _method_result(
 def _difference(
     a: str, b: str, excesses: Mapping[str, np.ndarray | None], measured: Mapping[str, MeasuresByPrompt]
 ) -> Difference:
-    first, second = excesses[a], excesses[b]
-    found = {} if first is None or second is None else {"excess": percentile_interval(first - second)}
-    return Difference(a, b, found | {key: mean_interval(measured[a][key] - measured[b][key]) for key in MEASURES})
+    excess_a = excesses[a]
+    excess_b = excesses[b]
+    differences = {key: mean_interval(measured[a][key] - measured[b][key]) for key in MEASURES}
+    if excess_a is not None and excess_b is not None:
+        differences = {"excess": percentile_interval(excess_a - excess_b), **differences}
+    return Difference(a, b, differences)

@@ -1,13 +1,14 @@
-"""Text, Markdown, CSV and plot of the comparison of sampling methods."""
+"""Report and plot of the comparison of sampling methods."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dantinox.lab.studies.sampling import Difference, MethodResult, SamplingStudy, format_values
+from dantinox.lab.studies.sampling import Difference, SamplingStudy, format_values
 from dantinox.lab.studies.statistics import verdict
-from dantinox.report.plots import new_figure, study_files, style_axes, to_png
-from dantinox.report.tables import MISSING_CELL, Column, bullets, csv_table, markdown_table, text_table, wrap_lines
+from dantinox.report.document import Block, Details, Heading, Items, Paragraph, Table
+from dantinox.report.plots import new_figure, style_axes, to_png
+from dantinox.report.tables import CSV, MARKDOWN, TEXT, Column
 
 HEADINGS = {
     "excess": "excess", "bits_per_byte": "bits/byte", "diversity": "diversity", "distinct_1": "distinct-1",
@@ -23,8 +24,15 @@ def _difference(name: str) -> Column:
     return Column(name, HEADINGS[name], lambda pair: pair.differences.get(name), "+.3f", interval=True)
 
 
-MEASURES, DIFFERENCES = [*map(_measure, HEADINGS)], [*map(_difference, HEADINGS)]
-SPEED = Column("tok_per_s", "tok/s", lambda method: method.tok_per_s, ".0f", interval=True, spread=False)
+COLUMNS = [
+    Column("method", "method", lambda method: method.name),
+    Column("", "setting", lambda method: format_values(method.tuned) + " *" * method.at_edge, outputs=(TEXT, MARKDOWN)),
+    Column("setting", "", lambda method: " ".join(f"{name}={value!r}" for name, value in method.tuned.items()), outputs=(CSV,)),
+    Column("at_edge", "", lambda method: int(method.at_edge), outputs=(CSV,)),
+    *map(_measure, HEADINGS),
+    Column("tok_per_s", "tok/s", lambda method: method.tok_per_s, ".0f", interval=True, spread=False),
+]
+DIFFERENCES = [Column("", "", lambda pair: f"{pair.a} − {pair.b}"), *map(_difference, HEADINGS)]
 # A marker for each method, in Okabe and Ito's colors, which color-blind readers can distinguish. Other methods are black.
 MARKS = {
     "human": ("*", "#000000"), "greedy": ("x", "#000000"), "temperature": ("o", "#999999"), "top_p": ("v", "#56b4e9"),
@@ -34,37 +42,15 @@ MARKS = {
 }  # fmt: skip
 
 
-def sampling_lines(study: SamplingStudy, width: int = 100) -> Iterator[str]:
-    """Yields the conditions, the table, the conclusions and a glossary, in lines of at most `width` if a column fits."""
-    width = max(width, 60)
-    columns = [Column("", "method", lambda method: method.name), Column("", "setting", _setting), *MEASURES, SPEED]
-    yield from wrap_lines([_description(study), ""], width, "")
-    yield from text_table(columns, study.methods, width, front=2)
-    yield from wrap_lines(["", *conclusions(study), "", *_notes(study)], width)
-
-
-def sampling_csv(study: SamplingStudy) -> str:
-    """Returns a row per method, with three columns per measure: the value, the lower end and the upper end."""
-    columns = [
-        Column("method", "", lambda method: method.name),
-        Column("setting", "", lambda method: " ".join(f"{name}={value!r}" for name, value in method.tuned.items())),
-        Column("at_edge", "", lambda method: int(method.at_edge)),
-    ]
-    return csv_table([*columns, *MEASURES, SPEED], study.methods)
-
-
-def sampling_markdown(study: SamplingStudy) -> str:
-    """Returns the table with intervals, the differences, the conclusions and the glossary."""
-    columns = [Column("", "method", lambda method: f"`{method.name}`"), Column("", "setting", _setting), *MEASURES, SPEED]
-    parts = [f"# Sampling methods on {Path(study.run).name}", _description(study), markdown_table(columns, study.methods)]
+def sampling_blocks(study: SamplingStudy) -> Iterator[Block]:
+    """Yields the report: the conditions, the table, the conclusions, the differences and the terms."""
+    yield Heading(f"Sampling methods on {Path(study.run).name}", 1)
+    yield Paragraph(_description(study))
+    yield Table(COLUMNS, study.methods, front=2)
+    yield Items(conclusions(study))
     if study.comparisons:
-        pair = Column("", "", lambda pair: f"`{pair.a}` − `{pair.b}`")
-        parts += [bullets(conclusions(study)), "Differences:", markdown_table([pair, *DIFFERENCES], study.comparisons)]
-    return "\n\n".join([*parts, bullets(_notes(study))]) + "\n"
-
-
-def sampling_files(study: SamplingStudy) -> dict[str, Callable[[], str | bytes]]:
-    return study_files("sampling", study, sampling_csv, sampling_markdown, draw_sampling)
+        yield Details([Paragraph("Differences:"), Table(DIFFERENCES, study.comparisons)])
+    yield Items(_notes(study))
 
 
 def conclusions(study: SamplingStudy) -> list[str]:
@@ -167,7 +153,3 @@ def _notes(study: SamplingStudy) -> list[str]:
             f"tuning ({shares}); the strategies themselves are unchanged. Its speed is not measured."
         )
     return notes
-
-
-def _setting(method: MethodResult) -> str:
-    return format_values(method.tuned) + " *" * method.at_edge if method.tuned else MISSING_CELL

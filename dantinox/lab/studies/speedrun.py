@@ -266,7 +266,8 @@ def _stage_result(folder: Path, request: SpeedrunRequest, number: int, seconds: 
         raise UserError(f"{folder / stage.name} has no {measure} in {run.log(config).name}: remove it and repeat the command")
     summary = json.loads(run.summary(config).read_text(encoding="utf-8"))
     model = config.trained_architecture(Tokenizer.load(run.tokenizer).vocab_size)
-    steps, tokens = int(rows[-1]["step"]), int(rows[-1]["tokens"])
+    steps = int(rows[-1]["step"])
+    tokens = int(rows[-1]["tokens"])
     sequences = config.training.batch_size * (config.grpo.samples if rewarded else 1)
     return StageResult(
         stage.name,

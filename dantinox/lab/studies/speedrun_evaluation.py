@@ -47,11 +47,11 @@ TASKS: dict[str, dict[str, Callable[[str, str], bool]]] = {
 
 @dataclass(frozen=True)
 class TaskResult:
-    """How many of `count` held-out questions the model of each stage answers right, in the order of the stages."""
+    """How many of `count` held-out questions the model of each stage answers correctly, in the order of the stages."""
 
     task: str
     corpus: str
-    right: tuple[int, ...]
+    correct: tuple[int, ...]
     count: int
 
 

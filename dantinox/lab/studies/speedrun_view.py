@@ -14,8 +14,8 @@ from dantinox.lab.studies.local_tasks import LocalTaskStudy
 from dantinox.lab.studies.speedrun import BASE, FINAL, REPORTS, STAGES, StageResult
 from dantinox.lab.studies.speedrun_evaluation import ANSWER_TOKENS, Sample, TaskResult
 from dantinox.machine import cpu_name
-from dantinox.report.document import Block, Figure, Heading, Paragraph, Table, Verbatim, to_html, to_markdown
-from dantinox.report.tables import Column, human_count, human_time, text_table
+from dantinox.report.document import Block, Details, Figure, Heading, Paragraph, Table, Verbatim, to_html, to_lines, to_markdown
+from dantinox.report.tables import Column, human_count, human_time
 from dantinox.run import RunDirectory, load_run_config
 
 
@@ -78,14 +78,14 @@ def _four(number: float | None) -> str | None:
     return None if number is None else f"{number:.4f}"
 
 
-def _right(number: int, task: TaskResult) -> str:
-    return f"{task.right[number]} of {task.count}"
+def _correct_answers(number: int, task: TaskResult) -> str:
+    return f"{task.correct[number]} of {task.count}"
 
 
 TASK_COLUMNS = [
     Column("task", "task", lambda task: task.task),
     Column("corpus", "corpus", lambda task: task.corpus),
-    *(Column(stage.name, stage.name, partial(_right, number)) for number, stage in enumerate(STAGES)),
+    *(Column(stage.name, stage.name, partial(_correct_answers, number)) for number, stage in enumerate(STAGES)),
 ]
 
 
@@ -103,7 +103,8 @@ def local_task_columns(studies: Mapping[str, LocalTaskStudy]) -> list[Column]:
 
 def totals(speedrun: Speedrun) -> str:
     """Returns a sentence with the time, tokens and FLOPs of all stages, and the cost if there is a price."""
-    tokens, flops = sum(stage.tokens for stage in speedrun.stages), sum(stage.flops for stage in speedrun.stages)
+    tokens = sum(stage.tokens for stage in speedrun.stages)
+    flops = sum(stage.flops for stage in speedrun.stages)
     cost = _cost(speedrun.seconds, speedrun.price)
     text = f"{human_time(speedrun.seconds)} in total, {human_count(tokens)} tokens, {flops:.2e} FLOPs"
     return text + (f", cost {cost} at {speedrun.price:g} per hour" if cost is not None else "")
@@ -112,23 +113,24 @@ def totals(speedrun: Speedrun) -> str:
 def speedrun_blocks(speedrun: Speedrun) -> Iterator[Block]:
     """Yields the parts of the report."""
     config = load_run_config(RunDirectory(speedrun.folder / BASE))
-    m = config.model
+    model = config.model
     parameters = speedrun.stages[0].parameters
     path = config.data.path or ()
     paths = [path] if isinstance(path, str) else path
-    yield Heading(f"Speedrun at depth {m.num_blocks}", 1)
+    yield Heading(f"Speedrun at depth {model.num_blocks}", 1)
     yield Paragraph(
-        f"A model of width {m.dim} with {human_count(parameters)} parameters and a context of {m.max_context} tokens, "
+        f"A model of width {model.dim} with {human_count(parameters)} parameters and a context of {model.max_context} tokens, "
         f"pretrained on {', '.join(paths)}. {speedrun.device}."
     )
     yield Paragraph(f"{totals(speedrun)}.")
     yield Heading("Stages")
     yield Table(stage_columns(speedrun.price), speedrun.stages)
-    yield Paragraph(
+    note = (
         "Loss in nats per token and bits per byte are those of the best evaluation on held-out text; in fine-tuning, on "
         "held-out answers. The reward is the mean reward of greedy answers to held-out problems. Tokens are positions in "
         "batches. FLOPs are model FLOPs of the training steps. Time includes start-up, sampling and evaluations."
     )
+    yield Details([Paragraph(note)])
     for stage in speedrun.stages:
         curve = "loss" if stage.reward is None else "reward"
         plot = Path(stage.name) / "plots" / f"{curve}.png"
@@ -137,23 +139,26 @@ def speedrun_blocks(speedrun: Speedrun) -> Iterator[Block]:
     if speedrun.tasks:
         yield Heading("Tasks")
         yield Table(TASK_COLUMNS, speedrun.tasks)
-        yield Paragraph("Greedy answers to questions that training has not seen.")
+        yield Details([Paragraph("Greedy answers to questions that training has not seen.")])
     yield Heading("Built-in tasks")
     if isinstance(speedrun.local_tasks, str):
         yield Paragraph(f"Not run: {speedrun.local_tasks}.")
     else:
         yield Table(local_task_columns(speedrun.local_tasks), local_task_rows(speedrun.local_tasks))
-        yield Paragraph(
+        note = (
             "Accuracy in the tasks of `dantinox eval tasks RUN --tasks builtin`. Centered accuracy is 0 for random guesses and "
             "1 for perfect answers; intervals cover 95 %."
         )
+        yield Details([Paragraph(note)])
     if speedrun.samples:
-        yield Heading("Chat")
-        yield Paragraph("Greedy answers of the final model to held-out questions, each with the reference answer.")
-        for sample in speedrun.samples:
-            yield Verbatim(f"User:\n{sample.question}\n\nAssistant:\n{sample.answer}\n\nReference:\n{sample.reference}")
-    yield Heading("Commands")
-    yield Verbatim("\n".join([*(stage.command for stage in speedrun.stages), chat_command(speedrun)]))
+        texts = [
+            f"User:\n{sample.question}\n\nAssistant:\n{sample.answer}\n\nReference:\n{sample.reference}"
+            for sample in speedrun.samples
+        ]
+        note = "Greedy answers of the final model to held-out questions, each with the reference answer."
+        yield Details([Heading("Chat"), Paragraph(note), *map(Verbatim, texts)])
+    commands = [*(stage.command for stage in speedrun.stages), chat_command(speedrun)]
+    yield Details([Heading("Commands"), Verbatim("\n".join(commands))])
 
 
 def chat_command(speedrun: Speedrun) -> str:
@@ -169,16 +174,7 @@ def speedrun_files(speedrun: Speedrun) -> dict[str, Callable[[], str | bytes]]:
 
 def speedrun_lines(speedrun: Speedrun, width: int) -> Iterator[str]:
     """Yields the tables, the total, the paths of the reports and the command to chat."""
-    yield from text_table(stage_columns(speedrun.price), speedrun.stages, width)
-    if speedrun.tasks:
-        yield ""
-        yield from text_table(TASK_COLUMNS, speedrun.tasks, width)
+    yield from to_lines(speedrun_blocks(speedrun), width)
     yield ""
-    if isinstance(speedrun.local_tasks, str):
-        yield f"no built-in tasks: {speedrun.local_tasks}"
-    else:
-        yield from text_table(local_task_columns(speedrun.local_tasks), local_task_rows(speedrun.local_tasks), width)
-    yield ""
-    yield totals(speedrun)
     yield f"report: {speedrun.folder / REPORTS[0]}"
     yield f"next: {chat_command(speedrun)}"

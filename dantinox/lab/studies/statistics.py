@@ -88,20 +88,20 @@ def self_bleu(samples: Sequence[Tokens]) -> float:
     BLEU uses clipped matches over all references, equal weights, and the brevity penalty of the reference nearest in length. An
     order without a match counts as 0.1 matches (method 1 of Chen and Cherry 2014). Without a common token, BLEU is 0.
     """
-    return sum(_bleu(own, [*samples[:i], *samples[i + 1 :]]) for i, own in enumerate(samples)) / len(samples)
+    return sum(_bleu(sample, [*samples[:i], *samples[i + 1 :]]) for i, sample in enumerate(samples)) / len(samples)
 
 
-def _bleu(own: Tokens, others: Sequence[Tokens]) -> float:
+def _bleu(sample: Tokens, others: Sequence[Tokens]) -> float:
     logs = []
     for n in (1, 2, 3, 4):
-        grams = Counter(ngrams(own, n))
+        grams = Counter(ngrams(sample, n))
         largest = reduce(or_, (Counter(ngrams(other, n)) for other in others))
         matched = (grams & largest).total()
         if n == 1 and matched == 0:
             return 0.0
         logs.append(math.log((matched or BLEU_SMOOTHING) / max(1, grams.total())))
-    nearest = min(map(len, others), key=lambda length: (abs(length - len(own)), length))
-    return math.exp(sum(logs) / len(logs) + min(0.0, 1 - nearest / len(own)))
+    nearest = min(map(len, others), key=lambda length: (abs(length - len(sample)), length))
+    return math.exp(sum(logs) / len(logs) + min(0.0, 1 - nearest / len(sample)))
 
 
 class Interval(NamedTuple):
@@ -170,16 +170,19 @@ def excess(method: MeasuresByPrompt, curve: Sequence[MeasuresByPrompt]) -> np.nd
     if not min(reached) <= method["diversity"].mean() <= max(reached):
         return None
 
-    def means(one: MeasuresByPrompt, picked: np.ndarray) -> list[float]:
-        return [one[name][picked].mean() for name in ("diversity", "bits_per_byte")]
+    def means(measures: MeasuresByPrompt, prompts: np.ndarray) -> list[float]:
+        return [measures[name][prompts].mean() for name in ("diversity", "bits_per_byte")]
 
-    found = []
-    for picked in bootstrap_indices(len(method["diversity"])):
-        (at, bits), points = means(method, picked), np.transpose(sorted(means(point, picked) for point in curve))
-        found.append(bits - np.interp(at, *points))
-    return np.array(found)
+    excesses = []
+    for prompts in bootstrap_indices(len(method["diversity"])):
+        diversity_of_method, bits = means(method, prompts)
+        diversities, bits_of_curve = np.transpose(sorted(means(point, prompts) for point in curve))
+        excesses.append(bits - np.interp(diversity_of_method, diversities, bits_of_curve))
+    return np.array(excesses)
 
 
 def verdict(difference: Interval) -> str:
     """Returns whether the first of two methods is `better` or `worse` by a difference of bits; `same` if it may be 0."""
-    return "better" if difference.high < 0 else "worse" if difference.low > 0 else "same"
+    if difference.high < 0:
+        return "better"
+    return "worse" if difference.low > 0 else "same"

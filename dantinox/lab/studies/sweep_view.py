@@ -1,14 +1,15 @@
-"""Text, Markdown, CSV and plot of a sweep."""
+"""Report and plot of a sweep."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
 from dantinox.files import quote
 from dantinox.lab.studies.sweep import SweepStudy, TrialResult
-from dantinox.report.plots import new_figure, study_files, style_axes, to_png
-from dantinox.report.tables import Column, csv_table, markdown_table, text_table, wrap_lines
+from dantinox.report.document import Block, Heading, Items, Table
+from dantinox.report.plots import new_figure, style_axes, to_png
+from dantinox.report.tables import CSV, MARKDOWN, TEXT, Column
 
 ALL, BEST, WRONG = "#0072b2", "#d55e00", "#888888"
 OUTLIER_FACTOR = 8  # the plot clips losses that are further from the best than this multiple of the median distance
@@ -23,19 +24,18 @@ MEASURES = [
     Column("steps", "of", lambda trial: trial.steps, "d"),
     Column("ms_per_step", "ms/step", lambda trial: trial.ms_per_step, ".2f"),
 ]
-NAME, PROBLEM = Column("trial", "trial", lambda trial: trial.name), Column("problem", "problem", lambda trial: trial.problem)
+NAME = Column("trial", "trial", lambda trial: trial.name)
+PROBLEM = Column("problem", "problem", lambda trial: trial.problem, outputs=(CSV,))
 
 
 def _has_rewards(study: SweepStudy) -> bool:
     return any(trial.val_reward is not None for trial in study.trials)
 
 
-def _measures(study: SweepStudy) -> list[Column]:
-    return [*(REWARDS if _has_rewards(study) else LOSSES), *MEASURES]
-
-
 def format_value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else quote(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else quote(value)
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -44,37 +44,26 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: name if names.count(name) == 1 else key for key, name in zip(keys, names, strict=True)}
 
 
-def _setting_column(key: str, heading: str, to_cell: Callable[[Any], Any]) -> Column:
-    return Column(key, heading, lambda trial: to_cell(trial.chosen[key]))
-
-
-def sweep_lines(study: SweepStudy, width: int = 100) -> Iterator[str]:
-    """Yields the table, best trials first, and the problems of failed trials."""
-    columns = [NAME, *(_setting_column(key, name, format_value) for key, name in _short_names(study.keys).items())]
-    columns += _measures(study)
-    yield from text_table(columns, study.trials, max(width, 60))
-    problems = [f"{trial.name}: {trial.problem}" for trial in study.trials if trial.problem]
-    yield from wrap_lines(["", *problems] if problems else [], max(width, 60))
-
-
-def sweep_csv(study: SweepStudy) -> str:
-    """Returns a row per trial, best first, with settings by path and values as in YAML."""
-    settings = (_setting_column(key, "", _csv_value) for key in study.keys)
-    return csv_table([NAME, *settings, *_measures(study), PROBLEM], study.trials)
+def _setting_columns(key: str, heading: str) -> list[Column]:
+    """Returns the columns of a setting: for readers, and in CSV with the value as in YAML."""
+    return [
+        Column(key, heading, lambda trial: format_value(trial.chosen[key]), outputs=(TEXT, MARKDOWN)),
+        Column(key, "", lambda trial: _csv_value(trial.chosen[key]), outputs=(CSV,)),
+    ]
 
 
 def _csv_value(value: Any) -> Any:
     return value if isinstance(value, int | float | str) and not isinstance(value, bool) else quote(value)
 
 
-def sweep_markdown(study: SweepStudy) -> str:
-    settings = (_setting_column(key, f"`{key}`", format_value) for key in study.keys)
-    columns = [NAME, *settings, *_measures(study), PROBLEM]
-    return f"# {study.runs_dir}\n\n{markdown_table(columns, study.trials)}\n"
-
-
-def sweep_files(study: SweepStudy) -> dict[str, Callable[[], str | bytes]]:
-    return study_files("sweep", study, sweep_csv, sweep_markdown, draw_sweep)
+def sweep_blocks(study: SweepStudy) -> Iterator[Block]:
+    """Yields the report: the table, best trials first, and the problems of failed trials."""
+    settings = [_setting_columns(key, name) for key, name in _short_names(study.keys).items()]
+    columns = [NAME, *(column for pair in settings for column in pair)]
+    columns += [*(REWARDS if _has_rewards(study) else LOSSES), *MEASURES, PROBLEM]
+    yield Heading(study.runs_dir, 1)
+    yield Table(columns, study.trials)
+    yield Items([f"{trial.name}: {trial.problem}" for trial in study.trials if trial.problem])
 
 
 def draw_sweep(study: SweepStudy) -> bytes:
@@ -90,8 +79,9 @@ def draw_sweep(study: SweepStudy) -> bytes:
     top = 1.0
     losses = [trial.loss for trial in study.trials if trial.loss is not None]
     if losses:  # an outlier must not compress the scale of the other trials
-        best, middle, worst = min(losses), median(losses), max(losses)
-        top = min(worst, best + OUTLIER_FACTOR * (middle - best)) + 0.08 * (middle - best or 1.0)
+        best = min(losses)
+        spread = median(losses) - best
+        top = min(max(losses), best + OUTLIER_FACTOR * spread) + 0.08 * (spread or 1.0)
     for axes, key in zip(panels, study.keys, strict=False):
         _draw(axes, study, key, top)
     for axes in list(panels)[len(study.keys) :]:

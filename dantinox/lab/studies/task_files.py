@@ -145,7 +145,7 @@ def prompts(task: LocalTask, index: int, shots: int, seed: int) -> list[tuple[st
     question and seed.
     """
     others = [number for number in range(len(task.questions)) if number != index]
-    drawn = random.Random(f"{seed} {task.name} {index}").sample(others, shots)
-    examples = [task.questions[number] for number in drawn]
+    chosen = random.Random(f"{seed} {task.name} {index}").sample(others, shots)
+    examples = [task.questions[number] for number in chosen]
     before = "".join("".join(example.options[example.answer]) + SEPARATOR for example in examples)
     return [(before + context, continuation) for context, continuation in task.questions[index].options]

@@ -45,7 +45,8 @@ class LMEvalModel:
         Args:
           settings: `weights`, `matmul_dtype` and `tensor_parallel` of the section `generation`.
         """
-        self.run, self.progress = run, progress
+        self.run = run
+        self.progress = progress
         self.context = run.model.config.max_context
         self._device = {
             name: settings_of(run.settings(settings))[name] for name in ("weights", "matmul_dtype", "tensor_parallel")
@@ -71,15 +72,15 @@ class LMEvalModel:
         if longest > self.context:
             raise UserError(f"a continuation has {longest} tokens, but the model's context is {self.context}")
         scores = self.score_all([ScoringInput(text.ids[-(self.context + 1) :], text.new) for text in texts])
-        return [(float(np.sum(one.logp)), bool(one.is_top1.all())) for one in scores]
+        return [(float(np.sum(score.logp)), bool(score.is_top1.all())) for score in scores]
 
     def encode_pair(self, context: str, continuation: str) -> ScoringInput:
         """Returns the tokens of a context and a continuation, of any length. Those of the continuation are scored."""
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
-        whole, before = self._encode(context + continuation), self._encode(context)
-        new = max(1, len(whole) - len(before)) if context else len(whole)
+        whole = self._encode(context + continuation)
+        new = max(1, len(whole) - len(self._encode(context))) if context else len(whole)
         return ScoringInput(np.array([*(self._bos_ids if context else self._empty_context), *whole], np.int32), new)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
@@ -96,7 +97,7 @@ class LMEvalModel:
                 windows.append(ScoringInput(ids[max(0, end - self.context - 1) : end], end - start))
                 owners.append(number)
         sums = np.zeros(len(texts))
-        np.add.at(sums, owners, [np.sum(one.logp) for one in self.score_all(windows)])
+        np.add.at(sums, owners, [np.sum(score.logp) for score in self.score_all(windows)])
         return [float(total) for total in sums]
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -257,18 +258,22 @@ def parse_scores(found: Mapping[str, Any]) -> Iterator[TaskScore]:
 
 def _format_number(number: float | None) -> str | None:
     """Formats a number with four decimals, or four significant digits if it is large, as a perplexity can be."""
-    return None if number is None else f"{number:.4f}" if abs(number) < 1e4 else f"{number:.4g}"
+    if number is None:
+        return None
+    return f"{number:.4f}" if abs(number) < 1e4 else f"{number:.4g}"
 
 
 def task_lines(study: TaskStudy, width: int) -> Iterator[str]:
     """Yields the scores as the lines of a table."""
     columns = [
-        Column("task", "task", lambda one: one.task),
-        Column("metric", "metric", lambda one: one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"),
-        Column("value", "value", lambda one: _format_number(one.value)),
-        Column("error", "± standard error", lambda one: _format_number(one.error)),
-        Column("shots", "shots", lambda one: one.shots, "d"),
-        Column("samples", "samples", lambda one: one.samples, "d"),
+        Column("task", "task", lambda score: score.task),
+        Column(
+            "metric", "metric", lambda score: score.metric if score.filter == "none" else f"{score.metric} ({score.filter})"
+        ),
+        Column("value", "value", lambda score: _format_number(score.value)),
+        Column("error", "± standard error", lambda score: _format_number(score.error)),
+        Column("shots", "shots", lambda score: score.shots, "d"),
+        Column("samples", "samples", lambda score: score.samples, "d"),
     ]
     if not study.scores:
         raise UserError(f"the tasks returned no number: {quote(study.versions)}")
