@@ -281,11 +281,11 @@ class StaticBatch(RunningBatch):
 
     def dispatch(self, steps: int) -> PendingChunk:
         """Starts a chunk, as in `RunningBatch`. The first chunk prefills the prompts and has one step."""
-        is_first = not self._prefilled
+        prefills = not self._prefilled
         self.before_dispatch()
-        if is_first:
+        if prefills:
             self._prefill()
-        return super().dispatch(1 if is_first else steps)
+        return super().dispatch(1 if prefills else steps)
 
     def _prefill(self) -> None:
         prefilled: Prefilled = _prefill_toks(self._model, self._prompt, self.state.features, **self._prefill_options)

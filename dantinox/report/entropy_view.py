@@ -9,6 +9,7 @@ reorder text as `<U+202E>`. A line break is shown as ↵.
 """
 
 import math
+import statistics
 import textwrap
 import unicodedata
 from collections import Counter
@@ -243,10 +244,13 @@ def _legend(strategies: Sequence[str], width: int, colors: Colors) -> Iterator[s
 
 
 def _totals(tokens: Sequence[Mapping[str, Any]]) -> str:
-    """Returns `64 tokens, mean entropy 1.84 bits, perplexity 3.91, adaptive 62 %, greedy 38 %, mean temperature 0.91`."""
+    """Returns `64 tokens, mean entropy 1.84 ± 1.20 bits, perplexity 3.91, adaptive 62 %, greedy 38 %, mean temperature 0.91`.
+
+    The number after ± is the standard deviation over the tokens.
+    """
     parts = [f"{len(tokens)} tokens"]
-    if (mean := _mean(tokens, "entropy")) is not None:
-        parts.append(f"mean entropy {mean:.2f} bits")
+    if entropies := _values(tokens, "entropy"):
+        parts.append(f"mean entropy {statistics.fmean(entropies):.2f} ± {statistics.pstdev(entropies):.2f} bits")
     if tokens:
         surprisal = -(_mean(tokens, "logprob") or 0) if all(_finite(t["logprob"]) is not None for t in tokens) else math.inf
         parts.append(f"perplexity {math.exp(surprisal) if surprisal < 700 else math.inf:.2f}")
@@ -259,9 +263,14 @@ def _totals(tokens: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(parts)
 
 
+def _values(tokens: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """Returns the finite values of a column."""
+    return [value for token in tokens if (value := _finite(token.get(name))) is not None]
+
+
 def _mean(tokens: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    values = [value for token in tokens if (value := _finite(token.get(name))) is not None]
-    return math.fsum(values) / len(values) if values else None
+    values = _values(tokens, name)
+    return statistics.fmean(values) if values else None
 
 
 def _finite(value: Any) -> float | None:

@@ -48,10 +48,11 @@ function partsOf(nodes) {
 function drawTotals() {
   const {tokens, stats, finish_reason: reason, seed} = state.sample;
   const surprisal = mean(valuesOf(tokens, "surprisal"));
+  const entropies = valuesOf(tokens, "entropy");
   const facts = [
     ["Perplexity", number(surprisal === null ? null : 2 ** surprisal), "under the model"],
     ["Mean surprisal", number(surprisal), "bits"],
-    ["Mean entropy", number(mean(valuesOf(tokens, "entropy"))), "bits"],
+    ["Mean entropy", number(mean(entropies)), entropies.length ? `± ${number(deviation(entropies))} bits` : "bits"],
     ["Mean varentropy", number(mean(valuesOf(tokens, "varentropy"))), "bits²"],
     ["Length", whole(tokens.length), `tokens, ${ENDED[reason] ?? reason}`],
     ["Speed", number(stats.decode_tok_per_s), "tokens/s"],

@@ -30,6 +30,7 @@ const isRouted = () => state.sample.strategy === "entropy";
 const known = (value) => value !== null && value !== undefined;
 const probabilityOf = (logprob) => (known(logprob) ? Math.exp(logprob) : 0);
 const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
+const deviation = (values) => Math.sqrt(mean(values.map((value) => (value - mean(values)) ** 2)));
 const largest = (values) => values.reduce((most, value) => (value > most && value < Infinity ? value : most), 0);
 const valuesOf = (tokens, name) => tokens.map((token) => token[name]).filter(known);
 

@@ -148,7 +148,7 @@ def test_tokens_that_were_not_drawn_have_a_mark_of_their_own():
 def test_a_text_without_the_router_has_no_strategies():
     lines = list(show_entropy([document([token("a"), token("b")])], 80, "truecolor"))
     assert not set(SUPERSCRIPTS) & set("".join(lines))
-    assert lines[-1] == "2 tokens, mean entropy 1.00 bits, perplexity 2.72"
+    assert lines[-1] == "2 tokens, mean entropy 1.00 ± 0.00 bits, perplexity 2.72"
 
 
 @given(st.lists(st.tuples(WORDS, st.floats(0, 12), st.sampled_from(STRATEGIES)), max_size=8), WORDS, st.integers(20, 60))
@@ -232,9 +232,7 @@ def test_totals_summarize_the_tokens():
         token("c", 2.0, "adaptive", logprob=math.log(0.25), temperature=1.5),
         token("d", 2.0, "clarify", logprob=math.log(0.25), temperature=1.0, forced=True),
     ]
-    expected = (
-        "4 tokens, mean entropy 2.00 bits, perplexity 4.00, adaptive 50\u00a0%, greedy 25\u00a0%, clarify 25\u00a0%, 1 forced, "
-    )
+    expected = "4 tokens, mean entropy 2.00 ± 0.71 bits, perplexity 4.00, adaptive 50\u00a0%, greedy 25\u00a0%, clarify 25\u00a0%, 1 forced, "
     assert list(show_entropy([document(tokens)], 200, "none"))[-1] == expected + "mean temperature 1.00"
 
 

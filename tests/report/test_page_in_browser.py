@@ -258,7 +258,10 @@ def test_totals_shares_and_transitions(opened, long_trace):
     facts = dict(row.text.split("\n", 1) for row in browser.find_elements("css selector", "#totals > div"))
     perplexity = math.exp(-np.mean([one["logprob"] for one in tokens]))
     assert number_of(facts["Perplexity"].split()[0]) == pytest.approx(perplexity, rel=6e-3)
-    assert number_of(facts["Mean entropy"].split()[0]) == pytest.approx(np.mean([one["entropy"] for one in tokens]), rel=6e-3)
+    entropies = [one["entropy"] for one in tokens]
+    mean, _, deviation = facts["Mean entropy"].split()[:3]
+    assert number_of(mean) == pytest.approx(np.mean(entropies), rel=6e-3)
+    assert number_of(deviation) == pytest.approx(np.std(entropies), rel=6e-3)
     assert facts["Speed"] == "173 tokens/s" and facts["Seed"] == "7" and facts["Length"].startswith("2,000 tokens")
     names = [one["strategy"] for one in tokens]
     for name, row in zip(STRATEGY_NAMES, browser.find_elements("css selector", ".strategy-table tbody tr"), strict=True):

@@ -291,7 +291,7 @@ def evicted_keys(slots: Sequence[Sequence[Sequence[int]]], windows: Sequence[int
     """
     visible_L = [tokens if window is None else min(tokens, window) for window in windows]
     groups = [(visible, *group) for visible, layer in zip(visible_L, slots, strict=True) for group in layer]
-    return sum(heads * max(0, visible - kept) for visible, heads, kept in groups)
+    return sum(heads * max(0, visible - count) for visible, heads, count in groups)
 
 
 def _with_samples(request: GenerationRequest, count: int) -> GenerationRequest:
