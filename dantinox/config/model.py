@@ -109,7 +109,7 @@ class ModelSection(Section):
     )
     sub_norms: bool | None = field(
         None,
-        "RMS-normalize the inputs of the last projections of attention and feed-forward (null: with model.projections: ternary)",
+        "RMS-normalize the inputs of the output projections of attention and feed-forward (null: if projections are ternary)",
         group="norms",
     )
     qk_norm: bool = field(False, "RMS-normalize queries and keys before position embeddings are applied", group="norms")

@@ -60,7 +60,10 @@ def weight_scales(w: jax.Array, parts: Sequence[int] = (), lead: int = 0) -> jax
     """
     kept = {*range(lead), *([w.ndim - 2] if parts else [])}
     axes = tuple(axis for axis in range(w.ndim) if axis not in kept)
-    means = jnp.mean(jnp.abs(lax.stop_gradient(w).astype(jnp.float32)), axis=axes, keepdims=True)
+    magnitudes = jnp.abs(lax.stop_gradient(w).astype(jnp.float32))
+    # The weights of a packed checkpoint have one magnitude, or are 0. Divided by the largest magnitude, their sum is exact.
+    largest = jnp.max(magnitudes, axis=axes, keepdims=True)
+    means = largest * jnp.mean(magnitudes / jnp.where(largest > 0, largest, 1), axis=axes, keepdims=True)
     if len(parts) > 1:
         slices = jnp.split(means, np.cumsum(parts)[:-1], axis=-2)
         whole = [jnp.broadcast_to(jnp.mean(part, axis=-2, keepdims=True), part.shape) for part in slices]
