@@ -267,7 +267,8 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
     """
     _check_choices(weights, matmul_dtype, matmul_kernel)
     if weights == "int4" and model.config.projections == "ternary":
-        raise UserError("generation.weights: int4 cannot hold the scales of model.projections: ternary exactly: use int8")
+        says = "int4 cannot hold the scales of model.projections: ternary exactly: use int8"
+        raise UserError(f"generation.weights: {says}", key="generation.weights", value=weights)
     packed_bytes = weight_bytes(model) if weights in ("int8", "int4") and is_packed(model) else None
     model = nnx.clone(model)
     _replace(model, (TernaryLinear,), FixedTernaryLinear)
