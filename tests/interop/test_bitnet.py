@@ -1,6 +1,7 @@
 """Ternary checkpoints in the formats of transformers and of 1bitLLM, against a NumPy model of the tensors."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -29,8 +30,8 @@ PACKED = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantizati
 FORMS = {
     "packed": SIZES
     | {"model_type": "bitnet", "architectures": ["BitNetForCausalLM"], "hidden_act": "relu2", "quantization_config": PACKED},
-    "1bitLLM": SIZES
-    | {"model_type": "llama", "architectures": ["BitnetForCausalLM"], "hidden_act": "silu", "weight_bits": 1, "input_bits": 8},
+    # With the keys of the published files.
+    "1bitLLM": json.loads((Path(__file__).parent / "checkpoints" / "bitnet_b1_58" / "config.json").read_text()),
 }
 NORMS = {"packed": ("attn_sub_norm", "ffn_sub_norm"), "1bitLLM": ("inner_attn_ln", "ffn_layernorm")}
 MATRICES = {
