@@ -53,9 +53,11 @@ def _model(run: RunDirectory, config: Config, tokenizer: Tokenizer) -> str:
         trained = [
             ("adapters", f"{count} trained parameters of rank {lora.rank} on the weights of {config.training.init_from}")
         ]
+    ternary = [("projections", "ternary, with 8-bit inputs")] if model.projections == "ternary" else []
     return table([
         ("parameters", human_count(sum(shape.size for shape in abstract_model(model)[1].values()))),
         *trained,
+        *ternary,
         ("shape", f"{model.num_blocks} layers, dim {model.dim}, {model.n_heads} heads of {model.head_size}, {keys}"),
         ("feed-forward", f"{model.activation}, {model.hidden_dim} wide{_experts(model)}"),
         ("positions", model.position + (f", sliding windows of {windows}" if windows else "")),
