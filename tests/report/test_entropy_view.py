@@ -232,7 +232,10 @@ def test_totals_summarize_the_tokens():
         token("c", 2.0, "adaptive", logprob=math.log(0.25), temperature=1.5),
         token("d", 2.0, "clarify", logprob=math.log(0.25), temperature=1.0, forced=True),
     ]
-    expected = "4 tokens, mean entropy 2.00 ± 0.71 bits, perplexity 4.00, adaptive 50\u00a0%, greedy 25\u00a0%, clarify 25\u00a0%, 1 forced, "
+    expected = (
+        "4 tokens, mean entropy 2.00 ± 0.71 bits, perplexity 4.00, adaptive 50\u00a0%, greedy 25\u00a0%, clarify 25\u00a0%, "
+        "1 forced, "
+    )
     assert list(show_entropy([document(tokens)], 200, "none"))[-1] == expected + "mean temperature 1.00"
 
 
