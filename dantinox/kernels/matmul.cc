@@ -285,6 +285,7 @@ struct Q6_K {
 // Blocks of ternary weights: a weight is (code − 1) · scale with a code of 2 bits. Code 3 gives 2 · scale, as in ggml. `codes` writes
 // the codes of a block in the order of the weights.
 constexpr int TERNARY = 256, CODE_VECTORS = TERNARY / (4 * LANES);
+constexpr int TERNARY_CHUNK = 96;  // blocks of bytes of the rows that stay in the first-level cache
 
 // Reads 128 codes from 32 bytes: code i is in the bits from 2 · (i / 32) of byte i mod 32.
 INLINE void unpack_codes(const uint8_t* at, Codes* to) {
@@ -327,18 +328,34 @@ struct TQ2_0 : TernaryFloats<TQ2_0> {
 struct TQ1_0 : TernaryFloats<TQ1_0> {
   static constexpr int BYTES = 54;
   static INLINE float scale_of(const uint8_t* block) { return half(block + 52); }
-  template <class T> static INLINE void write_digits(T fraction, uint8_t* to) {
-    const T digits = -(T)(fraction > 85) - (T)(fraction > 170);
-    std::memcpy(to, &digits, sizeof digits);
-  }
   static INLINE void codes(const uint8_t* block, Codes* to) {
-    uint8_t* bytes = reinterpret_cast<uint8_t*>(to);
-    Bytes32 first = load<Bytes32>(block);
-    Bytes16 second = load<Bytes16>(block + 32);
-    const uint32_t last = load<uint32_t>(block + 48);
-    for (int i = 0; i < 5; ++i, first *= 3, second *= 3) write_digits(first, bytes + 32 * i), write_digits(second, bytes + 160 + 16 * i);
+    Bytes32 first[5], fractions[8];
+    Bytes16 rest[6];
+    first[0] = load<Bytes32>(block), rest[0] = load<Bytes16>(block + 32);
+    for (int i = 1; i < 5; ++i) {
+      first[i] = first[i - 1] + first[i - 1] + first[i - 1];
+      rest[i] = rest[i - 1] + rest[i - 1] + rest[i - 1];
+    }
     typedef uint32_t Four __attribute__((vector_size(16)));
-    write_digits((Bytes16)Four{last, last, last, last} * Bytes16{1, 1, 1, 1, 3, 3, 3, 3, 9, 9, 9, 9, 27, 27, 27, 27}, bytes + 240);
+    rest[5] = (Bytes16)(Four{} + load<uint32_t>(block + 48)) * Bytes16{1, 1, 1, 1, 3, 3, 3, 3, 9, 9, 9, 9, 27, 27, 27, 27};
+    std::memcpy(fractions, first, sizeof first);
+    for (int i = 0; i < 3; ++i) fractions[5 + i] = join(rest[2 * i], rest[2 * i + 1]);
+#if defined(__AVX512F__)
+    for (int i = 0; i < 4; ++i)
+      to[i] = (Codes)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)fractions[2 * i]), (__m256i)fractions[2 * i + 1], 1);
+#else
+    std::memcpy(to, fractions, TERNARY);
+#endif
+    for (int i = 0; i < CODE_VECTORS; ++i) to[i] = -(Codes)(to[i] > 85) - (Codes)(to[i] > 170);
+  }
+  static INLINE Bytes32 join(Bytes16 low, Bytes16 high) {
+#if defined(__AVX2__)
+    return (Bytes32)_mm256_set_m128i((__m128i)high, (__m128i)low);
+#else
+    Bytes32 both;
+    std::memcpy(&both, &low, 16), std::memcpy(reinterpret_cast<uint8_t*>(&both) + 16, &high, 16);
+    return both;
+#endif
   }
 };
 
@@ -664,13 +681,16 @@ void write_bytes(const float* x, int64_t, int64_t row, ByteRows<3>& to) {
   }
 }
 
-// The products of R rows from `row` with O outputs.
-template <class F, int DIGITS, int R, int O, class Y>
-void ternary_tile(const ByteRows<DIGITS>& x, int64_t row, const uint8_t* w, int64_t stride, Y* y, int64_t outputs) {
-  typedef std::conditional_t<DIGITS == 1, Ints, Floats> Sums;
-  Sums sums[R][O] = {};
+template <int DIGITS> using TernarySums = std::conditional_t<DIGITS == 1, Ints, Floats>;
+
+// Adds the products of R rows from `row` with O outputs, over the blocks from `start` to `stop`, to `sums`.
+template <class F, int DIGITS, int R, int O>
+void ternary_tile(const ByteRows<DIGITS>& x, int64_t row, int64_t start, int64_t stop, const uint8_t* w, int64_t stride,
+                  TernarySums<DIGITS> (*sums)[O]) {
   const int64_t tile_bytes = O * stride, ahead = (PREFETCH + tile_bytes - 1) / std::max<int64_t>(tile_bytes, 1) * tile_bytes;
-  for (int64_t b = 0; b < x.blocks; ++b) {
+  TernarySums<DIGITS> local[R][O];
+  std::memcpy(local, sums, sizeof local);
+  for (int64_t b = start; b < stop; ++b) {
     Codes codes[O][CODE_VECTORS];
     float scales[O];
     for (int o = 0; o < O; ++o) {
@@ -682,31 +702,35 @@ void ternary_tile(const ByteRows<DIGITS>& x, int64_t row, const uint8_t* w, int6
       const Ints negative = x.sums[(row + r) * x.blocks + b];
       for (int o = 0; o < O; ++o) {
         const Ints total = x.products(codes[o], x.block(row + r, b)) + negative;
-        if constexpr (DIGITS == 1) sums[r][o] += total;
-        else sums[r][o] += to_floats(total) * (scales[o] * x.scales[(row + r) * x.blocks + b]);
+        if constexpr (DIGITS == 1) local[r][o] += total;
+        else local[r][o] += to_floats(total) * (scales[o] * x.scales[(row + r) * x.blocks + b]);
       }
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int o = 0; o < O; ++o) {
-      if constexpr (DIGITS == 1) {
-        int32_t total = 0;
-        for (int i = 0; i < LANES; ++i) total += sums[r][o][i];
-        y[r * outputs + o] = total;
-      } else {
-        y[r * outputs + o] = add_lanes(sums[r][o]);
-      }
-    }
+  std::memcpy(sums, local, sizeof local);
+}
+
+INLINE int32_t add_lanes(Ints values) {
+  int32_t total = 0;
+  for (int i = 0; i < LANES; ++i) total += values[i];
+  return total;
 }
 
 constexpr int ternary_outputs(int rows) { return LANES == 16 ? (rows == 1 ? 4 : 2) : 1; }
 
 template <class F, int DIGITS, int R, int O, class Y>
 void ternary_rows(const ByteRows<DIGITS>& x, int64_t row, const uint8_t* w, int64_t stride, Y* y, int64_t outputs, int64_t count) {
-  int64_t o = 0;
-  for (; o + O <= count; o += O) ternary_tile<F, DIGITS, R, O>(x, row, w + o * stride, stride, y + o, outputs);
+  const int64_t tiles = count / O, chunk = std::max(1, TERNARY_CHUNK / (R * DIGITS));
+  TernarySums<DIGITS> sums[MAX_OUTPUTS / O][R][O] = {};
+  for (int64_t b = 0; b < x.blocks; b += chunk)
+    for (int64_t t = 0; t < tiles; ++t)
+      ternary_tile<F, DIGITS, R, O>(x, row, b, std::min(b + chunk, x.blocks), w + t * O * stride, stride, sums[t]);
+  for (int64_t t = 0; t < tiles; ++t)
+    for (int r = 0; r < R; ++r)
+      for (int o = 0; o < O; ++o) y[r * outputs + t * O + o] = add_lanes(sums[t][r][o]);
   if constexpr (O > 1)
-    if (o < count) ternary_rows<F, DIGITS, R, 1>(x, row, w + o * stride, stride, y + o, outputs, count - o);
+    if (const int64_t first = tiles * O; first < count)
+      ternary_rows<F, DIGITS, R, 1>(x, row, w + first * stride, stride, y + first, outputs, count - first);
 }
 
 // The threads that share the work of a call with the thread that makes it. XLA's own pool puts an idle thread to sleep, and waking
