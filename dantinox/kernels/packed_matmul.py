@@ -41,9 +41,10 @@ def native_product(number: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
 def matmul(rows_RI: jax.Array, weights_OB: jax.Array, kind: str | None = None, *, native: bool = False) -> jax.Array:
     """Returns rows · weightsᵀ.
 
-    With float32 rows, products and sums are in float32; for ternary weights (TQ1_0 and TQ2_0), the native kernels round the
-    inputs to multiples of 2⁻²² of the power of two above the largest of 256 inputs, and the sums of 256 products are exact. With bfloat16 rows, the weights are rounded to bfloat16 and the sums
-    are in float32. In the native kernels, a result does not depend on the other rows or on the number of threads.
+    With float32 rows, products and sums are in float32. For ternary weights (TQ1_0 and TQ2_0), the native kernels round the
+    inputs to multiples of 2⁻²² of the power of two above the largest of 256 inputs, and the sums of 256 products are exact.
+    With bfloat16 rows, the weights are rounded to bfloat16 and the sums are in float32. In the native kernels, a result does
+    not depend on the other rows or on the number of threads.
 
     Args:
       rows_RI: float32 or bfloat16 `[R, I]`.

@@ -110,7 +110,7 @@ def test_embeddings_and_output_of_a_ternary_file_have_more_bits(kind, base):
 
 
 def ternary_digits(name, block):
-    """Returns the codes of a block in pure Python: code i of TQ2_0 has two bits; TQ1_0 has the digits of fractions in base 3."""
+    """Returns the codes of a block in pure Python: two bits each, or digits of fractions in base 3."""
     if name == "TQ2_0":
         return [block[32 * (i // 128) + i % 32] >> 2 * (i % 128 // 32) & 3 for i in range(256)]
     codes = [0] * 256

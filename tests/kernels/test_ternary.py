@@ -45,7 +45,12 @@ def cases():
         weights = rng.integers(-1, 2, (outputs, inputs)).astype(np.int8)
         found.append((rng.integers(-128, 128, (rows, inputs)).astype(np.int8), weights))
     # The largest sums: 4,096 products of 128.
-    found.append((np.full((9, 4096), -128, np.int8), np.repeat(np.array([[1], [-1], [0]], np.int8), 4096, axis=1)))
+    found.append(
+        (
+            np.full((9, 4096), -128, np.int8),
+            np.repeat(np.array([[1], [-1], [0]], np.int8), 4096, axis=1),
+        )
+    )
     return found
 
 
@@ -64,7 +69,11 @@ def test_integer_products_are_exact(native, cases):
         needs_kernels()
     chosen = cases if native else [cases[i] for i in (3, 5, -1)]
     pairs = [(x, packed(w)) for x, w in chosen]
-    for y, (x, w) in zip(jax.jit(lambda pairs: [ternary_matmul(*pair, native=native) for pair in pairs])(pairs), chosen, strict=True):
+    for y, (x, w) in zip(
+        jax.jit(lambda pairs: [ternary_matmul(*pair, native=native) for pair in pairs])(pairs),
+        chosen,
+        strict=True,
+    ):
         assert y.dtype == np.int32
         np.testing.assert_array_equal(y, x.astype(np.int64) @ w.astype(np.int64).T)
 
@@ -93,7 +102,9 @@ def test_operands_that_do_not_fit_are_errors(x, raw, message):
 
 @pytest.mark.parametrize("kind", ["TQ1_0", "TQ2_0"])
 def test_float32_rows_are_rounded_to_multiples_of_a_power_of_two(kind):
-    """In the native kernel. Integers below 2²² are such multiples, so their products are exact as long as float32 holds them."""
+    """In the native kernel. Integers below 2²² are such multiples, so their products are exact as
+    long as float32 holds them.
+    """
     needs_kernels()
     rng = np.random.default_rng(1)
     weights = rng.integers(-1, 2, (30, 768)) * 0.25
@@ -107,7 +118,9 @@ def test_float32_rows_are_rounded_to_multiples_of_a_power_of_two(kind):
     small[0, :2], small[0, 256:258] = (1, 2.0**-23), (1, 2.0**-21)
     broken = np.ones((4, 768), np.float32)
     broken[1, 3], broken[2, 700] = np.nan, np.inf
-    y, y_small, y_broken = jax.jit(lambda rows, raw: [matmul(x, raw, kind, native=True) for x in rows])((whole, small, broken), raw)
+    y, y_small, y_broken = jax.jit(lambda rows, raw: [matmul(x, raw, kind, native=True) for x in rows])(
+        (whole, small, broken), raw
+    )
     np.testing.assert_array_equal(y, (whole.astype(np.float64) @ weights.T).astype(np.float32))
     kept = small.astype(np.float64)
     kept[0, 1] = 0
