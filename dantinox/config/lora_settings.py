@@ -72,6 +72,11 @@ def lora_conflicts(
         yield "lora.rank", "needs training.init_from, the run with the base weights"
     if a.kv_lora_rank is not None:
         yield "lora.rank", "must be null with attention.kv_lora_rank: latent projections cannot have adapters"
+    if m.projections == "ternary":
+        yield (
+            "lora.rank",
+            "must be null with model.projections: ternary: float adapters could not be merged into ternary weights",
+        )
     if moe.use_moe and lora.base_weights in ("int8", "nf4"):
         why = f"experts cannot be stored in {lora.base_weights}"
         yield "lora.base_weights", f"must be float32 or bfloat16 with moe.use_moe: {why}"

@@ -11,6 +11,7 @@ from dantinox.config.base import Conflict, Count, CountOrZero, NonNegative, Posi
 from dantinox.config.prerequisites import Needs, differs, is_set, nonempty
 from dantinox.files import UserError
 
+Activation = Literal["swiglu", "geglu", "squared_reglu", "clamped_swiglu", "gelu", "relu2"]
 Position = Literal["rope", "learned", "sinusoidal", "none"]
 Platform = Literal["auto", "cpu", "gpu", "tpu"]
 BaseWeights = Literal["float32", "bfloat16", "int8", "nf4"]  # dtypes of the frozen weights under adapters
@@ -19,7 +20,7 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 NEEDS_CLAMPED = Needs(("model.activation", "clamped_swiglu"))
 NEEDS_NORM_SCALE = Needs(("model.norm_scale", True))
-GATED_ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu")  # activations with two projections, gate and up
+GATED_ACTIVATIONS = ("swiglu", "geglu", "squared_reglu", "clamped_swiglu")  # activations with two projections, gate and up
 
 
 class ModelSection(Section):
@@ -67,9 +68,14 @@ class ModelSection(Section):
         "attention and feed-forward read the same normalized input, and both outputs are added to it",
         group="embeddings",
     )
-    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = field(
+    projections: Literal["float", "ternary"] = field(
+        "float",
+        "weights of attention and feed-forward; ternary: -1, 0 or 1 times a scale per matrix, with 8-bit inputs (BitNet b1.58)",
+        group="compute",
+    )
+    activation: Activation = field(
         "swiglu",
-        "activation of the feed-forward layer; swiglu, geglu and clamped_swiglu are gated",
+        "activation of the feed-forward layer; swiglu, geglu, squared_reglu and clamped_swiglu are gated",
         group="feed_forward",
     )
     swiglu_limit: Annotated[Positive, NEEDS_CLAMPED] = field(
@@ -99,6 +105,11 @@ class ModelSection(Section):
     norm_zero_centered: Annotated[bool, Needs(("model.norm", "rmsnorm"), ("model.qk_norm", True)), NEEDS_NORM_SCALE] = field(
         False,
         "RMS normalizations multiply by 1 + scale, with the scale initialized to 0",
+        group="norms",
+    )
+    sub_norms: bool | None = field(
+        None,
+        "RMS-normalize the inputs of the output projections of attention and feed-forward (null: if projections are ternary)",
         group="norms",
     )
     qk_norm: bool = field(False, "RMS-normalize queries and keys before position embeddings are applied", group="norms")
@@ -511,6 +522,7 @@ class ModelConfig:
     hidden_dim: int
     max_context: int
     windows: tuple[int | None, ...]
+    projections: Literal["float", "ternary"] = "float"
     position: Position = "rope"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -524,7 +536,7 @@ class ModelConfig:
     logits_scaling: float = 1.0
     norm_embeddings: bool = False
     parallel_blocks: bool = False
-    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"] = "swiglu"
+    activation: Activation = "swiglu"
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702
     mlp_bias: bool = False
@@ -534,6 +546,7 @@ class ModelConfig:
     norm_scale: bool = True
     norm_bias: bool = True
     norm_zero_centered: bool = False
+    sub_norms: bool = False
     qk_norm: bool = False
     qk_norm_scope: Literal["head", "layer"] = "head"
     qk_norm_after_rope: bool = False
@@ -672,6 +685,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         share = f"of model.head_size {head_size} must be an even number of at least 2, got {rotated}"
         yield "attention.partial_rotary_factor", share
     yield from _layer_conflicts(m, a)
+    yield from _projection_conflicts(m, moe, a)
     if a.attention_multiplier is not None and a.query_pre_attn_scalar is not None:
         yield "attention.attention_multiplier", "and attention.query_pre_attn_scalar both scale scores: set one of them"
     if a.absolute_pos and m.dim % 2:
@@ -709,6 +723,16 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
         yield "attention.context_window", "must be an integer ≥ 0 when attention.sliding_window is true, got null"
     if not a.layer_types:
         yield "attention.layer_types", "must name at least one of sliding, full, got []"
+
+
+def _projection_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[Conflict]:
+    """Yields an error for each setting that ternary projections or sub-norms do not support."""
+    if m.projections == "ternary" and a.kv_lora_rank is not None:
+        yield "model.projections", "must be float with attention.kv_lora_rank: latent attention has no ternary projections"
+    if m.sub_norms and a.kv_lora_rank is not None:
+        yield "model.sub_norms", "must be false with attention.kv_lora_rank: the output of latent attention has no norm"
+    if m.sub_norms and moe.use_moe:
+        yield "model.sub_norms", "must be false with moe.use_moe: experts have no such norm"
 
 
 def uneven_keys(settings: AttentionSection | ModelConfig) -> str | None:
@@ -849,6 +873,7 @@ def architecture(m: ModelSection, moe: MoESection, a: AttentionSection, vocab_si
         "global_head_size": None if a.global_head_size == head_size else a.global_head_size,
         "global_kv_heads": None if a.global_kv_heads == (m.kv_heads or m.n_heads) else a.global_kv_heads,
         "double_wide_mlp": m.double_wide_mlp and a.kv_shared_layers > 0,
+        "sub_norms": m.projections == "ternary" and not moe.use_moe if m.sub_norms is None else m.sub_norms,
         "softcap": a.attn_logit_softcapping,
         "final_softcap": m.final_logit_softcapping,
         "remat": m.remat_policy if m.gradient_checkpointing else "none",

@@ -154,7 +154,8 @@ class Layout:
             is_head_norm = fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None
             has_partial_gradient = is_head_norm or is_adapter(name)
             return copy_to_tp(w) if has_partial_gradient and not any(split.compute) and tensor > 1 else w
-        is_rounded = name.endswith("kernel") and name != "ffn/router/kernel"
+        # Ternary weights are computed from float32 weights.
+        is_rounded = name.endswith("kernel") and name != "ffn/router/kernel" and self.model.projections == "float"
         has_identical_gradients = name not in SUMMED_OVER_TENSOR and any("tensor" in names for _, names in split.gathered)
         dtype = compute_dtype(self.model) if is_rounded and w.dtype == jnp.float32 else w.dtype
         return checkpoint_name(gather_shards(w, split.gathered, dtype, tensor if has_identical_gradients else 1), GATHERED)
@@ -329,6 +330,10 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
     if sizes["tensor"] > 1 and model.lora is not None and model.lora.held == "nf4":
         blocks = "its blocks of 64 inputs cannot be split between devices"
         raise UserError(f"distributed.tensor must be 1 with lora.base_weights: nf4, got {sizes['tensor']}: {blocks}")
+    if sizes["tensor"] > 1 and (model.projections == "ternary" or model.sub_norms):
+        key = "model.projections: ternary" if model.projections == "ternary" else "model.sub_norms"
+        one = "scales and norms are those of whole matrices and rows"
+        raise UserError(f"distributed.tensor must be 1 with {key}, got {sizes['tensor']}: {one}")
     if sizes["expert"] > 1 and model.experts is None:
         raise UserError(f"distributed.expert must be 1 for a model without experts, got {sizes['expert']}")
     if sizes["sequence"] > 1:

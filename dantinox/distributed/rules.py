@@ -70,6 +70,7 @@ RULES = (
     Rule("attention/qkv/bias", "KGH", HEADS, ""),
     Rule("attention/out/bias", "D", {}, ""),
     Rule("attention/?_norm/scale", "H", {}, ""),
+    Rule("attention/out_norm/scale", "KGH", {}, ""),
     Rule("attention/q_norm/scale", "KGH", HEADS, ""),
     Rule("attention/k_norm/scale", "KH", HEADS, ""),
     Rule("attention/sinks", "KG", HEADS, ""),

@@ -108,14 +108,14 @@ def partition_spec(name: str, shape: tuple[int, ...], quantized: bool, tensor: i
       quantized: whether it is stored as `[…, outputs, inputs]` with a scale.
       tensor: the size of the mesh axis `tensor`.
     """
-    inner, _ = name_in_layer(name)
+    inner, _ = name_in_layer(name.replace("/integers/", "/"))
     module, _, leaf = inner.rpartition("/")
     if inner == "embed" or module == "head":  # tables are sharded by embedding dimension, the output layer by tokens
         axis = 0 if quantized else 1
         return _along(axis, len(shape)) if len(shape) > axis and shape[axis] % tensor == 0 else PartitionSpec()
     if inner == "per_layer/embed":
         return _along(2, 3) if len(shape) == 3 and shape[2] % tensor == 0 else PartitionSpec()
-    if leaf == "one":
+    if leaf in ("one", "scales"):
         return PartitionSpec()
     if not quantized or leaf == "bias":
         parts = split_parameter(inner, shape, dict.fromkeys(AXES, 1) | {"tensor": tensor}).compute

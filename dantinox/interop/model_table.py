@@ -24,7 +24,7 @@ def model_table() -> str:
 
 def lora_support(family: Family) -> str:
     """Returns the projections of a family that can have adapters."""
-    if "kv_lora_rank" in family.keys:
+    if "kv_lora_rank" in family.keys or family.settings.get("model.projections") == "ternary":
         return NO
     if "moe.use_moe" in family.settings:
         return "attention"

@@ -5,6 +5,7 @@ Shapes: B batch, T query time, S key time, D model, K key/value heads, G query h
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.cache_store import AnyStore, ContiguousStore, SegmentedStore, StorePrefix
 from dantinox.model.chunked_attention import QUERY_BLOCK
-from dantinox.model.layers import PLAIN_SOFTMAX, Linear, RMSNorm, Softmax, make_rms_norm, softcap
+from dantinox.model.layers import PLAIN_SOFTMAX, RMSNorm, Softmax, make_linear, make_rms_norm, softcap
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import query_scaling, rotate
 
@@ -31,7 +32,8 @@ class Attention(nnx.Module):
     keys and values of another layer the kernel is `[D, K, G, H]`. The kernel of `out` is `[K, G, H, D]`.
 
     Scores are divided by √H. With `query_pre_attn_scalar` = s the divisor is √s instead; for this, the queries are multiplied
-    by √(H / s) first. `layer` is the index of the layer, from 0.
+    by √(H / s) first. With `sub_norms` the input of `out` is normalized over all heads (Wang et al. 2022, "Foundation
+    Transformers", section 3.1). `layer` is the index of the layer, from 0.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
@@ -40,8 +42,11 @@ class Attention(nnx.Module):
         D, K, H = config.dim, config.kv_heads, config.head_size
         G = config.n_heads // K
         self.groups, self.reuses_kv = G, keys_and_values == 0
-        self.qkv = Linear((D,), (K, G + keys_and_values, H), dtype=dtype, rngs=rngs, bias=config.qkv_bias)
-        self.out = Linear((K, G, H), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.out_bias)
+        linear = partial(make_linear, config, dtype=dtype, rngs=rngs)
+        parts = G, *(1,) * keys_and_values
+        self.qkv = linear((D,), (K, G + keys_and_values, H), parts=parts, bias=config.qkv_bias)
+        self.out_norm = make_rms_norm(config, (K, G, H)) if config.sub_norms else None
+        self.out = linear((K, G, H), (D,), gain=out_gain, bias=config.out_bias)
         self.norm_over_heads = config.qk_norm_scope == "layer"
         self.q_norm = make_rms_norm(config, (K, G, H) if self.norm_over_heads else H) if config.qk_norm else None
         norm_keys = config.qk_norm and not self.reuses_kv
@@ -49,7 +54,7 @@ class Attention(nnx.Module):
         self.v_norm = RMSNorm(H, config.norm_epsilon, scaled=False) if config.v_norm and not self.reuses_kv else None
         self.norm_after_rope = config.qk_norm_after_rope
         self.query_gain = 1.0 if config.query_pre_attn_scalar is None else math.sqrt(H / config.query_pre_attn_scalar)
-        self.gate = Linear((D,), (K, G, H), dtype=dtype, rngs=rngs, bias=config.gate_bias) if config.no_sink else None
+        self.gate = linear((D,), (K, G, H), bias=config.gate_bias) if config.no_sink else None
         self.query_scaling_beta, scaling = config.query_scaling_beta, config.rope_scaling
         self.original_context = 1 if scaling is None else scaling.original_context
         self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None
@@ -82,6 +87,8 @@ class Attention(nnx.Module):
         a_BTKGH, layer_cache, probed = layer_cache.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe, softmax)
         if self.gate is not None:
             a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
+        if self.out_norm is not None:
+            a_BTKGH = self.out_norm(a_BTKGH)
         return self.out(a_BTKGH, parallelism.reduce_from_tp), layer_cache, probed
 
     def _norm_and_rotate(self, x: jax.Array, norm: RMSNorm | None, angles: Angles, parallelism: Parallelism) -> jax.Array:

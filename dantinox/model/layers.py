@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
 from dantinox.model.parallelism import Parallelism
+from dantinox.model.ternary import quantize_inputs, quantize_weights, weight_scales
 
 LINEAR_OUTPUT = "product"  # checkpoint name of the output of a `Linear`, for remat policies
 
@@ -105,6 +106,60 @@ class Linear(nnx.Module):
         """Returns x · kernel + bias. `reduce` adds up the partial results of the devices before the bias is added."""
         y = cast_tensordot(x, self.kernel[...], len(self.shape_in), self.dtype, self.out_dtype)
         return add_bias(reduce(checkpoint_name(y, LINEAR_OUTPUT)), self.bias)
+
+
+class TernaryLinear(Linear):
+    """A `Linear` with ternary weights and 8-bit inputs, computed from float32 weights in every call (`dantinox.model.ternary`).
+
+    `parts` are the sizes of the slices of the second to last output axis that have separate scales; (): one scale.
+    """
+
+    def __init__(self, shape_in: tuple[int, ...], shape_out: tuple[int, ...], *, parts: tuple[int, ...] = (), **options: Any):
+        super().__init__(shape_in, shape_out, **options)
+        self.parts = parts
+
+    def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+        axes = len(self.shape_in)
+        scales = weight_scales(self.kernel[...], self.parts)
+        product = partial(cast_tensordot, w=quantize_weights(self.kernel[...], scales), axes=axes, dtype=self.dtype)
+        y = multiply_quantized(lambda q: product(q, out_dtype=jnp.float32), x, axes, scales[(0,) * axes])
+        return add_bias(reduce(checkpoint_name(y.astype(self.out_dtype), LINEAR_OUTPUT)), self.bias)
+
+
+def multiply_quantized(product: Callable[[jax.Array], jax.Array], x: jax.Array, axes: int, scales: jax.Array) -> jax.Array:
+    """Returns float32 products with ternary weights, given the product with the integers of quantized inputs.
+
+    Args:
+      x: `[…, *inputs]`; `axes` is the number of axes of the inputs.
+      scales: the scales of the weights, broadcast over the outputs.
+    """
+    q, factor = quantize_inputs(x, axes)
+    y = product(q).astype(jnp.float32)
+    return y * (scales / factor.reshape(*factor.shape, *(1,) * (y.ndim - factor.ndim)))
+
+
+class FixedTernaryLinear(nnx.Module):
+    """A `TernaryLinear` whose weights no longer change: `integers` multiplies by −1, 0 and 1, in any form of a `Linear`.
+
+    `scales` are the scales of the weights, broadcast over the outputs.
+    """
+
+    def __init__(self, linear: TernaryLinear):
+        self.shape_in, self.shape_out = linear.shape_in, linear.shape_out
+        self.dtype, self.out_dtype, self.bias = linear.dtype, linear.out_dtype, linear.bias
+        scales = weight_scales(linear.kernel[...], linear.parts)
+        self.scales = nnx.Param(scales[(0,) * len(self.shape_in)])
+        self.integers: Any = linear_with_kernel(linear, quantize_weights(linear.kernel[...], scales))
+        self.integers.out_dtype, self.integers.bias = jnp.dtype(jnp.float32), None
+
+    def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+        y = multiply_quantized(self.integers, x, len(self.shape_in), self.scales[...])
+        return add_bias(reduce(y.astype(self.out_dtype)), self.bias)
+
+
+def make_linear(config: ModelConfig, *shapes: tuple[int, ...], parts: tuple[int, ...] = (), **options: Any) -> Linear:
+    """Returns a projection of attention or feed-forward, of the kind `config.projections`; see `TernaryLinear` for `parts`."""
+    return TernaryLinear(*shapes, parts=parts, **options) if config.projections == "ternary" else Linear(*shapes, **options)
 
 
 def linear_with_kernel(like: Any, kernel: jax.Array) -> Linear:
@@ -219,7 +274,7 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
 
-GATED_ACTIVATIONS: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+GATED_ACTIVATIONS: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "squared_reglu": relu2}
 PLAIN_ACTIVATIONS: dict[str, Callable] = {"gelu": jax.nn.gelu, "relu2": relu2}
 
 
@@ -237,33 +292,43 @@ def _cached_gated_activation(activation: str, limit: float, alpha: float) -> Cal
 
 
 class GatedFeedForward(nnx.Module):
-    """down(f(gate(x)) · up(x)) (Shazeer 2020, eq. 6); the kernel `gate_up [D, 2, F]` holds gate and up."""
+    """down(f(gate(x)) · up(x)) (Shazeer 2020, eq. 6); the kernel `gate_up [D, 2, F]` holds gate and up.
+
+    With `sub_norms` the input of `down` is normalized (Wang et al. 2022, "Foundation Transformers", section 3.1).
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, F = config.dim, config.hidden_dim
         self.function = gated_activation(config)
-        self.gate_up = Linear((D,), (2, F), dtype=dtype, rngs=rngs, bias=config.mlp_bias)
-        self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.mlp_bias)
+        linear = partial(make_linear, config, dtype=dtype, rngs=rngs, bias=config.mlp_bias)
+        self.gate_up = linear((D,), (2, F), parts=(1, 1))
+        self.down_norm = make_rms_norm(config, F) if config.sub_norms else None
+        self.down = linear((F,), (D,), gain=out_gain)
 
     def __call__(self, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
         gate_up = self.gate_up(parallelism.copy_to_tp(x_BTD))
         # The gradient of a split is a concatenation. That of slices is a sum of padded arrays, which is slower.
         gate, up = (half.squeeze(-2).astype(jnp.float32) for half in jnp.split(gate_up, 2, axis=-2))
         gated_BTF = self.function(gate, up).astype(gate_up.dtype)
+        gated_BTF = gated_BTF if self.down_norm is None else self.down_norm(gated_BTF)
         return self.down(parallelism.shard_features(gated_BTF), parallelism.reduce_from_tp)
 
 
 class PlainFeedForward(nnx.Module):
-    """down(f(up(x)))."""
+    """down(f(up(x))); with `sub_norms` the input of `down` is normalized."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, F = config.dim, config.hidden_dim
         self.function = PLAIN_ACTIVATIONS[config.activation]
-        self.up = Linear((D,), (F,), dtype=dtype, rngs=rngs, bias=config.mlp_bias)
-        self.down = Linear((F,), (D,), dtype=dtype, rngs=rngs, gain=out_gain, bias=config.mlp_bias)
+        linear = partial(make_linear, config, dtype=dtype, rngs=rngs, bias=config.mlp_bias)
+        self.up = linear((D,), (F,))
+        self.down_norm = make_rms_norm(config, F) if config.sub_norms else None
+        self.down = linear((F,), (D,), gain=out_gain)
 
     def __call__(self, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
-        return self.down(self.function(self.up(parallelism.copy_to_tp(x_BTD))), parallelism.reduce_from_tp)
+        up_BTF = self.function(self.up(parallelism.copy_to_tp(x_BTD)))
+        up_BTF = up_BTF if self.down_norm is None else self.down_norm(up_BTF)
+        return self.down(up_BTF, parallelism.reduce_from_tp)
 
 
 def make_feed_forward(config: ModelConfig, **kwargs) -> GatedFeedForward | PlainFeedForward:

@@ -63,7 +63,7 @@ def projections(activation: str, kv_projections: int = 2) -> dict[str, Projectio
 
 def layer_projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
     """Returns the projections of a layer that can have adapters."""
-    if model.latent is not None:
+    if model.latent is not None or model.projections == "ternary":
         return {}
     dense = projections(model.activation, model.kv_projections(layer))
     has_experts = model.experts is not None  # the dense layers of such a model have no feed-forward adapters either

@@ -19,8 +19,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.layers import PLAIN_ACTIVATIONS, Linear, RMSNorm, gated_activation, make_feed_forward, make_norm
+from dantinox.model.layers import (
+    PLAIN_ACTIVATIONS,
+    Linear,
+    RMSNorm,
+    gated_activation,
+    make_feed_forward,
+    make_norm,
+    multiply_quantized,
+)
 from dantinox.model.parallelism import GATHERED, Parallelism
+from dantinox.model.ternary import quantize_weights, weight_scales
 from dantinox.platform import get_platform
 
 TILE_TOKENS = 64  # rows per tile of a matrix multiplication on a CPU, or all rows if there are fewer
@@ -152,6 +161,43 @@ class ExpertLinear(nnx.Module):
         return y_MO.astype(self.dtype).reshape(-1, *shape_out)
 
 
+class TernaryExpertLinear(ExpertLinear):
+    """An `ExpertLinear` with ternary weights and 8-bit inputs (`dantinox.model.ternary`).
+
+    Every expert has its own scales, and gate and up have separate ones.
+    """
+
+    def integers(self) -> tuple[Array, Array]:
+        """Returns the weights as −1, 0 or 1, and their scales `[E, …]`, broadcast over the outputs."""
+        scales = weight_scales(self.kernel[...], (1, 1) if len(self.shape_out) > 1 else (), lead=1)
+        return quantize_weights(self.kernel[...], scales), scales[:, 0]
+
+    def __call__(self, x_MI: Array, rows: ExpertRows) -> Array:
+        integers, scales_E = self.integers()
+        integers_EIO = checkpoint_name(integers.reshape(*integers.shape[:2], -1).astype(self.dtype), GATHERED)
+
+        def product(q_MI: Array) -> Array:
+            y_MO = grouped_matmul(q_MI.astype(self.dtype), integers_EIO, rows, self.platform)
+            return y_MO.reshape(-1, *integers.shape[2:])
+
+        return multiply_quantized(product, x_MI, 1, scales_E[rows.expert_M]).astype(self.dtype)
+
+
+class FixedTernaryExperts(nnx.Module):
+    """A `TernaryExpertLinear` whose weights no longer change, as in `dantinox.model.layers.FixedTernaryLinear`."""
+
+    def __init__(self, linear: TernaryExpertLinear):
+        integers, scales_E = linear.integers()
+        self.dtype, self.bias = linear.dtype, linear.bias
+        self.scales = nnx.Param(scales_E)
+        self.integers: Any = experts_with_kernel(linear, integers)
+        self.integers.dtype, self.integers.bias = jnp.dtype(jnp.float32), None
+
+    def __call__(self, x_MI: Array, rows: ExpertRows) -> Array:
+        product = partial(self.integers, rows=rows)
+        return multiply_quantized(product, x_MI, 1, self.scales[...][rows.expert_M]).astype(self.dtype)
+
+
 def experts_with_kernel(like: Any, kernel: jax.Array) -> ExpertLinear:
     """Returns an `ExpertLinear` with this kernel, and with the axes, dtype and bias of a projection in another form."""
 
@@ -175,8 +221,9 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         assert config.experts is not None
         E, D, F = config.experts.count, config.dim, config.hidden_dim
-        linear = partial(ExpertLinear, E, dtype=dtype, platform=config.platform, rngs=rngs, bias=config.mlp_bias)
         self.gated = config.activation not in PLAIN_ACTIVATIONS
+        kind = TernaryExpertLinear if config.projections == "ternary" else ExpertLinear
+        linear = partial(kind, E, dtype=dtype, platform=config.platform, rngs=rngs, bias=config.mlp_bias)
         self.function: Any = gated_activation(config) if self.gated else PLAIN_ACTIVATIONS[config.activation]
         if self.gated:
             self.gate_up = linear(D, (2, F))

@@ -22,8 +22,15 @@ from jax import lax
 
 from dantinox.files import escape_name
 from dantinox.kernels import FORMATS, MAX_NATIVE_BFLOAT16_ROWS, MAX_NATIVE_ROWS, matmul, unpack
-from dantinox.model.layers import Linear, add_bias, linear_with_kernel
-from dantinox.model.moe import MAX_MATVEC_ROWS, ExpertLinear, ExpertRows, experts_with_kernel, unpacking_matmul
+from dantinox.model.layers import Linear, TernaryLinear, add_bias, linear_with_kernel
+from dantinox.model.moe import (
+    MAX_MATVEC_ROWS,
+    ExpertLinear,
+    ExpertRows,
+    TernaryExpertLinear,
+    experts_with_kernel,
+    unpacking_matmul,
+)
 
 PART_NAME = re.compile(r"(.+)/parts/(\d{1,3})/([A-Z0-9_]+)")
 MAX_NATIVE_FLOAT32_ROWS = 128  # with more rows, XLA multiplies in float32 faster
@@ -314,6 +321,8 @@ def pack_modules(model: Any, packed: Mapping[str, Any]) -> None:
         axis = check_parts(module, parts, layout)
         owner, _, name = module.rpartition("/")
         old = getattr(modules[owner], name)
+        if isinstance(old, (TernaryLinear, TernaryExpertLinear)):
+            raise ValueError(f"hold {escape_name(module)} in packed blocks, which model.projections: ternary does not support")
         new: Any
         if module in layouts:
             new = PackedTable((*layout.lead, *layout.shape_in), parts)

@@ -84,6 +84,7 @@ FAMILIES = {
     "seed_oss": ("SeedOssConfig", {"head_dim": 12}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 12}),
     "arcee": ("ArceeConfig", {}),
+    "bitnet": ("BitNetConfig", {}),  # with float projections; `bitnet_live.py` compares ternary ones
     "gpt2": ("GPT2Config", {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "mixtral": ("MixtralConfig", EXPERTS),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "moe_intermediate_size": 24, "head_dim": 12, "norm_topk_prob": True}),

@@ -99,6 +99,7 @@ OPTIONS: dict[str, list[dict]] = {
     "seed_oss": [{}, {"attention_bias": False}, {"attention_out_bias": True}, {"mlp_bias": True}, TIED],
     "ernie4_5": [{}, {"use_bias": True}, UNTIED, {"num_key_value_heads": 4}],
     "arcee": [{}, BIASES, {"mlp_bias": True}, TIED, {"rope_parameters": YARN_ALL}],
+    "bitnet": [{}, BIASES, {"hidden_act": "silu"}, {"num_key_value_heads": 4}, TIED, {"rope_parameters": YARN_ALL}],
     "gpt2": [{}, {"n_inner": 48}, {"activation_function": "gelu_pytorch_tanh"}, {"layer_norm_epsilon": 1e-2}, UNTIED],
     "mixtral": [{}, {"sliding_window": 6}, {"num_local_experts": 3, "num_experts_per_tok": 3}, TIED, {"head_dim": 12}],
     "qwen3_moe": [{}, {"norm_topk_prob": False}, SWITCHED, BIASES, {"num_experts_per_tok": 1, "norm_topk_prob": False},

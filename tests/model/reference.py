@@ -99,20 +99,48 @@ def gelu(x: Array) -> Array:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def eight_bits(config: ModelConfig, x: Array) -> Array:
+    """Returns the inputs of a token as a projection reads them: with ternary weights, multiples of max |x| / 127.
+
+    Float32 rounds like this only if no input is near the middle between two multiples, so the tests choose such weights.
+    """
+    if config.projections == "float":
+        return x
+    step = max(np.abs(x).max(), 1e-5) / 127
+    assert np.abs(x / step - np.floor(x / step) - 0.5).min() > 1e-4, "an input is near the middle: choose another seed"
+    return np.clip(np.rint(x / step), -128, 127) * step
+
+
+def ternary(config: ModelConfig, kernel: Array) -> Array:
+    """Returns the weights of a projection: with ternary weights, −1, 0 or 1 times their mean absolute value."""
+    if config.projections == "float":
+        return kernel
+    scale = max(np.abs(kernel).mean(), 1e-5)
+    assert np.abs(np.abs(kernel / scale) - 0.5).min() > 1e-5, "a weight is near the middle: choose another seed"
+    return np.clip(np.rint(kernel / scale), -1, 1) * scale
+
+
 def feed_forward(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
     """Gated (Shazeer 2020; with a clamp, gpt-oss) or plain feed-forward, with biases if there are any."""
-    kind = config.activation
-    down_FD, bias_D = weights["down"]["kernel"], weights["down"].get("bias", 0)
-    if kind in ("swiglu", "geglu", "clamped_swiglu"):
+    kind, x_D = config.activation, eight_bits(config, x_D)
+    if "up" in weights:
+        up_F = x_D @ ternary(config, weights["up"]["kernel"]) + weights["up"].get("bias", 0)
+        out_F = gelu(up_F) if kind == "gelu" else np.maximum(up_F, 0) ** 2
+    else:
         bias_2F = weights["gate_up"].get("bias", (0, 0))
-        gate_F = x_D @ weights["gate_up"]["kernel"][:, 0, :] + bias_2F[0]
-        up_F = x_D @ weights["gate_up"]["kernel"][:, 1, :] + bias_2F[1]
+        gate_F = x_D @ ternary(config, weights["gate_up"]["kernel"][:, 0, :]) + bias_2F[0]
+        up_F = x_D @ ternary(config, weights["gate_up"]["kernel"][:, 1, :]) + bias_2F[1]
         if kind == "clamped_swiglu":
             gate_F, up_F = np.minimum(gate_F, config.swiglu_limit), np.clip(up_F, -config.swiglu_limit, config.swiglu_limit)
-            return (gate_F * sigmoid(config.swiglu_alpha * gate_F) * (up_F + 1)) @ down_FD + bias_D
-        return (gate_F * sigmoid(gate_F) * up_F if kind == "swiglu" else gelu(gate_F) * up_F) @ down_FD + bias_D
-    up_F = x_D @ weights["up"]["kernel"] + weights["up"].get("bias", 0)
-    return (gelu(up_F) if kind == "gelu" else np.maximum(up_F, 0) ** 2) @ down_FD + bias_D
+            gate_F, up_F = gate_F * sigmoid(config.swiglu_alpha * gate_F), up_F + 1
+        elif kind == "swiglu":
+            gate_F = gate_F * sigmoid(gate_F)
+        else:
+            gate_F = gelu(gate_F) if kind == "geglu" else np.maximum(gate_F, 0) ** 2
+        out_F = gate_F * up_F
+    if config.sub_norms:
+        out_F = normalize(rms_kind(config), out_F, weights["down_norm"], config.norm_epsilon)
+    return eight_bits(config, out_F) @ ternary(config, weights["down"]["kernel"]) + weights["down"].get("bias", 0)
 
 
 def mixture(config: ModelConfig, x_D: Array, weights: Weights) -> Array:
@@ -164,7 +192,9 @@ def projected(
     `keys`: the newest keys and values of layers with a window (True) and without, for layers that have none.
     """
     _, groups, H, _ = weights["out"]["kernel"].shape
-    made_TKPH = np.einsum("TD,DKPH->TKPH", x_TD, weights["qkv"]["kernel"]) + weights["qkv"].get("bias", 0)
+    matrices = [ternary(config, part) for part in np.split(weights["qkv"]["kernel"], [groups, groups + 1], axis=2) if part.size]
+    read_TD = np.array([eight_bits(config, x_D) for x_D in x_TD])
+    made_TKPH = np.einsum("TD,DKPH->TKPH", read_TD, np.concatenate(matrices, axis=2)) + weights["qkv"].get("bias", 0)
     q_TKGH = norm_and_rotate(config, layer, made_TKPH[:, :, :groups], weights.get("q_norm", {}), positions)
     sliding = config.windows[layer] is not None
     if layer < config.num_blocks - config.kv_shared_layers:
@@ -184,8 +214,8 @@ def attention(
     config: ModelConfig, layer: int, x_TD: Array, weights: Weights, positions: Array, segments: Array, keys: dict
 ) -> tuple[Array, Array, Array]:
     """Returns the attention of one layer, the scores `[N, S]` of the last query before the softmax, and its mask `[S]`."""
-    T, groups = len(x_TD), weights["out"]["kernel"].shape[1]
-    out_TD, last_NS = np.zeros_like(x_TD), np.zeros((config.n_heads, T))
+    T, (K, groups, H, _) = len(x_TD), weights["out"]["kernel"].shape
+    heads_TKGH, last_NS = np.zeros((T, K, groups, H)), np.zeros((config.n_heads, T))
     sees_TS = np.array([[attends_to(t, s, positions, segments, config.windows[layer]) for s in range(T)] for t in range(T)])
     q_TKGH, k_TKH, v_TKH = projected(config, layer, x_TD, weights, positions, keys)
     for head in range(config.n_heads):
@@ -200,10 +230,16 @@ def attention(
             head_H = weight_S @ v_TH / (weight_S.sum() + sink)
             if config.no_sink:
                 bias_KGH = weights["gate"].get("bias", np.zeros_like(weights["out"]["kernel"][..., 0]))
-                head_H = head_H * sigmoid(x_TD[t] @ weights["gate"]["kernel"][:, pair, group] + bias_KGH[pair, group])
-            out_TD[t] += head_H @ weights["out"]["kernel"][pair, group]
+                gate_DH = ternary(config, weights["gate"]["kernel"])[:, pair, group]
+                head_H = head_H * sigmoid(eight_bits(config, x_TD[t]) @ gate_DH + bias_KGH[pair, group])
+            heads_TKGH[t, pair, group] = head_H
         last_NS[head] = scores_S
-    return out_TD + weights["out"].get("bias", 0), last_NS, sees_TS[-1]
+    heads_TI = heads_TKGH.reshape(T, -1)
+    if config.sub_norms:
+        heads_TI = [normalize(rms_kind(config), row, weights["out_norm"], config.norm_epsilon) for row in heads_TI]
+    heads_TI = np.array([eight_bits(config, row) for row in heads_TI])
+    out_ID = ternary(config, weights["out"]["kernel"]).reshape(heads_TI.shape[1], -1)
+    return heads_TI @ out_ID + weights["out"].get("bias", 0), last_NS, sees_TS[-1]
 
 
 def norm_and_rotate(config: ModelConfig, layer: int, x: Array, norm: Weights, positions: Array) -> Array:

@@ -18,8 +18,15 @@ from dantinox.machine import cpu_name, measured_once
 from dantinox.model import Transformer
 from dantinox.model.attention import Attention
 from dantinox.model.cache_store import quantize_int8
-from dantinox.model.layers import Linear, add_bias, linear_with_kernel
-from dantinox.model.moe import ExpertLinear, ExpertRows, experts_with_kernel, grouped_matmul
+from dantinox.model.layers import FixedTernaryLinear, Linear, TernaryLinear, add_bias, linear_with_kernel
+from dantinox.model.moe import (
+    ExpertLinear,
+    ExpertRows,
+    FixedTernaryExperts,
+    TernaryExpertLinear,
+    experts_with_kernel,
+    grouped_matmul,
+)
 from dantinox.model.packed import PackedLinear, PackedTable, is_packed, unpack_modules, use_native_kernels
 from dantinox.model.transformer import make_output_layer
 from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform, speed_ratio
@@ -241,7 +248,8 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
       weights: dtype of the projections and the output layer: `float32`, `bfloat16`, `int8` (symmetric, one scale per output
         row) or `int4` (a scale and a minimum per 64 or 32 weights; int8 for the output layer, for experts, and for rows that
         are not a multiple of 32). Norms and embeddings keep their dtype. `auto` is the compute dtype of the
-        model, and packed weights stay packed.
+        model, and packed weights stay packed. The weights −1, 0 and 1 of `model.projections: ternary` have this dtype, and
+        their scales are float32, so that every dtype gives the same products; int4 is not allowed.
       matmul_dtype: dtype of matrix multiplications with bfloat16, int8 or int4 weights: `float32` or `bfloat16`. `auto` is
         bfloat16 on an accelerator, and on a CPU if a measurement shows that it is faster. For the packed weights of an
         imported GGUF file, `auto` is float32.
@@ -258,8 +266,13 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
       (1, 6)
     """
     _check_choices(weights, matmul_dtype, matmul_kernel)
+    if weights == "int4" and model.config.projections == "ternary":
+        says = "int4 cannot hold the scales of model.projections: ternary exactly: use int8"
+        raise UserError(f"generation.weights: {says}", key="generation.weights", value=weights)
     packed_bytes = weight_bytes(model) if weights in ("int8", "int4") and is_packed(model) else None
     model = nnx.clone(model)
+    _replace(model, (TernaryLinear,), FixedTernaryLinear)
+    _replace(model, (TernaryExpertLinear,), FixedTernaryExperts)
     if weights != "auto":
         unpack_modules(model)
     elif is_packed(model):
@@ -413,7 +426,8 @@ def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
                 setattr(attention, name, _permute_linear(linear, index_K, by_output))
         if attention.sinks is not None:
             attention.sinks = nnx.Param(attention.sinks[...][index_K])
-        for norm in (attention.q_norm, attention.k_norm) if isinstance(attention, Attention) else ():
+        norms = (attention.q_norm, attention.k_norm, attention.out_norm) if isinstance(attention, Attention) else ()
+        for norm in norms:
             if norm is not None and norm.scale is not None and norm.scale.ndim > 1:  # a norm over all heads
                 norm.scale = nnx.Param(norm.scale[...][index_K])
     return model
@@ -429,6 +443,11 @@ def _permute_linear(linear: Any, index_K: jax.Array, by_output: bool) -> Any:
     if isinstance(linear, PackedLinear):
         return linear.permute_heads(index_K, by_output)
     linear = nnx.clone(linear)
+    if isinstance(linear, FixedTernaryLinear):
+        linear.integers = _permute_linear(linear.integers, index_K, by_output)
+        if by_output and linear.bias is not None:
+            linear.bias = nnx.Param(linear.bias[...][index_K])
+        return linear
     if by_output and linear.bias is not None:
         linear.bias = nnx.Param(linear.bias[...][index_K])
     K = len(index_K)

@@ -9,7 +9,7 @@ from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.config.sections import FIELDS, flatten_config
 from dantinox.files import escape_name, quote
-from dantinox.interop.hf.hf_families import CONVERSIONS, FAMILIES, Family
+from dantinox.interop.hf.hf_families import BITNET, CONVERSIONS, FAMILIES, Family
 from dantinox.interop.hf.hf_unsupported import IGNORED_KEYS, SUPPORTED_VALUES, UNSUPPORTED_FAMILIES
 
 # For each RoPE scaling type, maps the keys in transformers to DantinoX settings.
@@ -40,7 +40,10 @@ HF_DEFAULTS = {"attention_bias": False, "mlp_bias": False}
 def find_family(config: Mapping[str, Any]) -> Family:
     """Returns the family of a `config.json`; raises a `UserError` if it is not supported."""
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
+    for family in FAMILIES.values():
+        if family.model_type is not None and (name, config.get("architectures")) == (family.model_type, [family.architecture]):
+            return family
+    if not isinstance(name, str) or name not in FAMILIES or FAMILIES[name].model_type is not None:
         if isinstance(name, str) and name in UNSUPPORTED_FAMILIES:
             nearest, missing = UNSUPPORTED_FAMILIES[name]
             raise UserError(f"config.json has model_type: {name}, which is not supported: it is {nearest} with {missing}")
@@ -68,7 +71,7 @@ class _Keys:
     def finish(self) -> None:
         """Raises a `UserError` if a remaining key may change the model."""
         ignored = IGNORED_KEYS.union(self.family.ignored)
-        supported = SUPPORTED_VALUES | dict(self.family.supported)
+        supported = SUPPORTED_VALUES | dict(self.family.supported) | dict(self.family.constants)
         for key, value in self.remaining.items():
             allowed = supported.get(key, ())
             if value is None or key in ignored or value in (allowed if isinstance(allowed, tuple) else (allowed,)):
@@ -108,6 +111,7 @@ def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = N
     settings |= _window_settings(keys, settings)
     settings |= _expert_settings(keys, settings)
     settings |= _head_settings(keys, settings)
+    settings |= _projection_settings(keys)
     if "model.per_layer_dim" in settings:
         _check_vocabulary(keys, config, settings)
     if not settings.get("attention.sliding_window"):
@@ -327,6 +331,21 @@ def _check_vocabulary(keys: _Keys, config: Mapping[str, Any], settings: Mapping[
         )
 
 
+def _projection_settings(keys: _Keys) -> dict[str, Any]:
+    """Returns the settings of ternary projections, if `quantization_config` says that the projections are ternary."""
+    options = keys.remaining.get("quantization_config")
+    if not keys.family.bitlinear or not isinstance(options, dict) or options.get("quant_method") != BITNET["quant_method"]:
+        return {}
+    keys.take("quantization_config")
+    return {"model.projections": "ternary", "model.sub_norms": keys.family.settings.get("model.sub_norms", False)}
+
+
+def _projection_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """Returns the `config.json` keys that `_projection_settings` reads, and the constant keys of the family."""
+    ternary = family.bitlinear and model.projections == "ternary"
+    return dict(family.constants) | ({"quantization_config": dict(BITNET)} if ternary else {})
+
+
 def _expert_settings(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of dense layers and of expert groups."""
     family = keys.family
@@ -477,7 +496,8 @@ def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = 
         written = _hf_settings(config, model, FAMILIES[name])
         differing = [key for key, value in written.items() if value is _UNSUPPORTED]
         if not differing:
-            written |= {"model_type": name, "architectures": [FAMILIES[name].architecture], "vocab_size": model.vocab_size}
+            written |= {"model_type": FAMILIES[name].model_type or name, "architectures": [FAMILIES[name].architecture]}
+            written |= {"vocab_size": model.vocab_size}
             differing = _changed_settings(written, model)
         if not differing:
             return written
@@ -535,6 +555,7 @@ def _hf_settings(config: Config, model: ModelConfig, family: Family) -> dict[str
         | _window_keys(model, family)
         | _expert_keys(model, family)
         | _head_keys(model, family)
+        | _projection_keys(model, family)
     )
 
 

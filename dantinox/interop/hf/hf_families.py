@@ -39,6 +39,7 @@ from dantinox.interop.hf.hf_tensors import (
     rename_modules,
     rows,
     shared_rows,
+    sub_norms,
 )
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu_fast": "geglu"}
@@ -96,6 +97,10 @@ class Family:
       query_scaling: whether queries are scaled by a factor that grows with their position (`llama_4_scaling_beta`).
       ntk_alpha: whether `alpha` in RoPE scaling of type `dynamic` changes the frequency base.
       per_layer_heads: whether `per_layer_config` sets a different head size and number of key heads for full layers.
+      bitlinear: whether `quantization_config` may say that the projections are ternary (`BITNET`).
+      model_type: the `model_type` of its `config.json`, if another family has this name and only `architectures` tells the two
+        apart; None: the name of the family.
+      constants: keys with a fixed value, which export writes.
       supported: keys of this family that must have a fixed value, in addition to `SUPPORTED_VALUES`.
       ignored: keys of this family that have no effect, in addition to `IGNORED_KEYS`.
       buffers: name suffixes of tensors that older files contain but that are not weights.
@@ -117,6 +122,9 @@ class Family:
     query_scaling: bool = False
     ntk_alpha: bool = False
     per_layer_heads: bool = False
+    bitlinear: bool = False
+    model_type: str | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)
     supported: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
@@ -126,6 +134,8 @@ HEAD_SIZES = SIZES | {"head_dim": "model.head_size"}
 DENSE = EMBEDDINGS_AND_HEAD + ATTENTION + FEED_FORWARD
 UNTIED = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
 TIED = UNTIED | {"tie_word_embeddings": True}
+# The `quantization_config` of ternary projections whose weights are stored as floats.
+BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
 GEMMA_DEFAULTS = TIED | {
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
@@ -215,6 +225,7 @@ FAMILIES: dict[str, Family] = {
         DENSE + NORMS_BEFORE,
         HEAD_SIZES | {"attention_bias": BIASES, "mlp_bias": "model.mlp_bias"},
         UNTIED | {"max_position_embeddings": 2048},
+        bitlinear=True,
     ),
     "mistral": Family(
         "MistralForCausalLM",
@@ -502,6 +513,25 @@ FAMILIES: dict[str, Family] = {
         HEAD_SIZES | {"attention_bias": BIASES, "mlp_bias": "model.mlp_bias"},
         UNTIED | {"rms_norm_eps": 1e-5, "hidden_act": "relu2", "max_position_embeddings": 4096},
         activation=("hidden_act", UNGATED),
+    ),
+    "bitnet": Family(
+        "BitNetForCausalLM",
+        DENSE + NORMS_BEFORE + sub_norms("attn_sub_norm", "ffn_sub_norm"),
+        SIZES | {"attention_bias": BIASES},
+        UNTIED | {"rms_norm_eps": 1e-5, "hidden_act": "relu2", "num_key_value_heads": 5, "rope_theta": 5e5,
+                  "max_position_embeddings": 2048},
+        {"model.sub_norms": True},
+        ("hidden_act", GATED | {"relu2": "squared_reglu"}),
+        bitlinear=True,
+    ),
+    "bitnet_b1_58": Family(
+        "BitnetForCausalLM",
+        DENSE + NORMS_BEFORE + sub_norms("inner_attn_ln", "ffn_layernorm"),
+        SIZES | {"attention_bias": BIASES},
+        UNTIED | {"max_position_embeddings": 2048},
+        {"model.projections": "ternary", "model.sub_norms": True},
+        model_type="llama",
+        constants={"weight_bits": 1, "input_bits": 8},
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

@@ -1,9 +1,9 @@
 """Reads quantized Hugging Face checkpoints: each tensor is dequantized on access.
 
 The key `quantization_config` of `config.json` names the method. Each method stores a matrix as several tensors. The formats are
-defined by Transformers for fp8 and mxfp4 (`integrations/finegrained_fp8.py`, `mxfp4.py`), by the library compressed-tensors
-(`compressors/`), by AutoAWQ for AWQ (`gemm`), and by AutoGPTQ for GPTQ. The product of value and scale is rounded to float32
-once.
+defined by Transformers for fp8, mxfp4 and bitnet (`integrations/finegrained_fp8.py`, `mxfp4.py`, `bitnet.py`), by the library
+compressed-tensors (`compressors/`), by AutoAWQ for AWQ (`gemm`), and by AutoGPTQ for GPTQ. The product of value and scale is
+rounded to float32 once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from dantinox.files import UserError, escape_name, quote
+from dantinox.interop.hf.hf_families import BITNET
 from dantinox.interop.source import LazyArrays, Tensor
+from dantinox.model.ternary import MIN_SCALE
 
 CHUNK = 1 << 20  # values dequantized at a time
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -45,18 +47,20 @@ class Method(NamedTuple):
       supported: maps each option that changes the weights to its supported values; () means that `find` checks the value. An
         option with the value null is treated as absent.
       ignored: options that do not change the weights.
+      result: the `quantization_config` of the dequantized checkpoint, if its model still quantizes weights or inputs.
     """
 
     find: Callable[[Mapping[str, Any], LazyArrays], dict[str, Dequantized]]
     supported: Mapping[str, tuple[Any, ...]]
     ignored: tuple[str, ...]
+    result: Mapping[str, Any] | None = None
 
 
 def dequantize_checkpoint(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[dict[str, Any], LazyArrays]:
     """Returns `config.json` without `quantization_config`, and tensors with the names of an unquantized checkpoint.
 
-    Each tensor is dequantized when it is read. The result is float32, but bfloat16 for mxfp4, whose values bfloat16
-    represents exactly.
+    Ternary checkpoints keep a `quantization_config`, which says that the model itself quantizes its weights. Each tensor is
+    dequantized when it is read. The result is float32, but bfloat16 for mxfp4, whose values bfloat16 represents exactly.
 
     Raises:
       UserError: the method or an option is not supported, or the tensors are inconsistent; the message names the cause.
@@ -75,7 +79,8 @@ def dequantize_checkpoint(config: Mapping[str, Any], tensors: LazyArrays) -> tup
     method = METHODS[name]
     _check_options(options, method.supported, method.ignored, f"quantization_config of {name}")
     found = method.find(options, tensors)
-    if not found:
+    plain |= {} if method.result is None else {"quantization_config": dict(method.result)}
+    if not found and not _is_unpacked_bitnet(options):
         raise UserError(f"config.json has quantization_config.quant_method: {name}, but no tensor has this format")
     used = {stored for entry in found.values() for stored in entry.stored}
     rest = {key: tensor for key, tensor in tensors.tensors.items() if key not in used and not key.endswith(ACTIVATION_SCALES)}
@@ -395,6 +400,50 @@ def _mxfp4(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequant
     return found
 
 
+def _is_unpacked_bitnet(options: Mapping[str, Any]) -> bool:
+    """Returns whether the weights of ternary projections are stored as floats, which the model itself quantizes."""
+    return all(options.get(key) == value for key, value in BITNET.items())
+
+
+def _bitnet(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
+    """Finds ternary matrices, if they are packed: uint8 `[outputs / 4, inputs]`, with output i + n · outputs / 4 in bits 2n.
+
+    The two bits are the weight + 1. The linear class `autobitlinear` multiplies by `weight_scale`, `bitlinear` divides by it.
+    """
+    if _is_unpacked_bitnet(options):
+        return {}
+    divides = options.get("linear_class") in (None, "bitlinear")
+    found = {}
+    for module in _modules(tensors, ".weight_scale"):
+        name, scale = f"{module}.weight", f"{module}.weight_scale"
+        rows = _stored_tensor(tensors, name, scale, ("uint8",)).shape
+        if len(rows) != 2:
+            raise UserError(f"the checkpoint has {escape_name(name)} of shape {list(rows)}, expected two axes")
+        if _stored_tensor(tensors, scale, name, FLOATS).shape != ():
+            _check_shape(scale, tensors.tensors[scale].shape, (1,))
+        tensor = Tensor((4 * rows[0], rows[1]), "float32")
+        found[name] = Dequantized(tensor, (name, scale), partial(_unpack_ternary, tensors, name, scale, divides))
+    return found
+
+
+def _unpack_ternary(tensors: LazyArrays, name: str, scale: str, divides: bool) -> np.ndarray:
+    """Returns float weights that `dantinox.model.ternary` quantizes to the packed weights and their scale.
+
+    The scale of float weights is their mean absolute value. So if a share s of the weights is not 0, they are ±scale / s.
+    """
+    factor = float(tensors[scale].astype(np.float64).reshape(()))
+    factor = 1 / factor if divides and factor else factor
+    if not MIN_SCALE <= factor < np.inf:
+        raise UserError(f"the checkpoint has the scale {factor:g} in {escape_name(scale)}, expected at least {MIN_SCALE:g}")
+    packed = tensors[name]
+    codes = np.concatenate([packed >> np.uint8(shift) & np.uint8(3) for shift in (0, 2, 4, 6)])
+    if (codes == 3).any():
+        raise UserError(f"the checkpoint has {escape_name(name)} with the bits 11, which are not a ternary weight")
+    share = np.count_nonzero(codes != 1) / max(codes.size, 1)
+    level = np.float32(factor / share if share else 0)
+    return np.array([-level, 0, level, 0], np.float32)[codes]
+
+
 class _GroupedSizes(NamedTuple):
     """The sizes of a matrix that is stored as `[inputs, outputs]`, with scales for groups of inputs."""
 
@@ -514,4 +563,11 @@ METHODS = {
          "batch_size", "pad_token_id", "model_seqlen", "use_cuda_fp16", "use_exllama", "exllama_config", "disable_exllama"),
     ),
     "mxfp4": Method(_mxfp4, {}, TOOLS),
+    "bitnet": Method(
+        _bitnet,
+        {"linear_class": ("bitlinear", "autobitlinear"), "quantization_mode": ("offline", "online"), "use_rms_norm": (False,),
+         "modules_to_not_convert": (["lm_head"],)},
+        ("rms_norm_eps",),
+        BITNET,
+    ),
 }  # fmt: skip

@@ -244,6 +244,14 @@ def plain_mlp(up: str, down: str) -> tuple[Row, ...]:
     }, BLOCK + "ffn/")  # fmt: skip
 
 
+def sub_norms(attention: str, feed_forward: str) -> tuple[Row, ...]:
+    """Returns the rows of the norms before the output projections of attention and feed-forward."""
+    return rows(LAYER, {
+        f"self_attn.{attention}.weight": ("attention/out_norm/scale", Axes("KGH", "KGH")),
+        f"mlp.{feed_forward}.weight": ("ffn/down_norm/scale", Axes("F", "F")),
+    }, BLOCK)  # fmt: skip
+
+
 def rename_modules(table: tuple[Row, ...], names: Mapping[str, str]) -> tuple[Row, ...]:
     """Returns the rows with some modules renamed."""
     return tuple(

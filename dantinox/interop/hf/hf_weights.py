@@ -11,7 +11,7 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import escape_name
 from dantinox.interop.hf.hf_config import MAX_LAYERS, find_family, hf_config_to_settings, settings_to_hf_config
-from dantinox.interop.hf.hf_families import FAMILIES, MTP, Family
+from dantinox.interop.hf.hf_families import MTP, Family
 from dantinox.interop.hf.hf_tensors import Axes
 from dantinox.interop.source import LazyArrays, Tensor, storage_dtype
 from dantinox.model.parameters import abstract_model
@@ -123,7 +123,7 @@ def to_hf(
     model = config.architecture(vocab_size)
     hf_config = dict(like) if like is not None else settings_to_hf_config(config, vocab_size)
     hf_config |= {key: 0 for key in MTP.split("|") if hf_config.get(key)}  # multi-token prediction layers are not imported
-    family = FAMILIES[hf_config["model_type"]]
+    family = find_family(hf_config)
     shapes = parameter_shapes(model)
     locations = _locate(family, shapes)
     kinds = {

@@ -36,6 +36,8 @@ def comparison_lines(run_dir: str | Path, data_path: str | Path | None = None) -
     run = load(run_dir)
     reference = FloatReference(run, store)
     for name in WEIGHT_DTYPES[1:]:
+        if name == "int4" and run.model.config.projections == "ternary":
+            continue  # `prepare` does not allow it
         if name == "float32":
             yield f"weights {name:<9} {human_bytes(weight_bytes(reference.model)):>8}"
             continue
