@@ -18,6 +18,7 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.files import escape_name, quote
+from dantinox.interop.gguf.gguf_bitnet import is_projection, split_scales, ternary_values
 from dantinox.interop.gguf.gguf_config import (
     count_mtp_layers,
     frequency_tensors,
@@ -68,6 +69,8 @@ def source_from_gguf(file: GGUFFile) -> Source:
         raise UserError(f"{path} has general.type: {quote(file.metadata['general.type'])}, expected 'model'")
     file = _split_qkv(_drop_mrope(file))
     family, config = gguf_to_hf_config(file)
+    ternary = family.arch == "bitnet"
+    file, read_array = split_scales(file) if ternary else (file, partial(read_tensor, file))
     locations = _locate_tensors(file, family)
     config["tie_word_embeddings"] = "lm_head.weight" not in locations
     vocabulary = read_vocabulary(file.metadata, str(path))
@@ -79,6 +82,7 @@ def source_from_gguf(file: GGUFFile) -> Source:
     for name, (stored_names, expert) in locations.items():
         stored = [file.tensors[stored_name] for stored_name in stored_names]
         dtypes = {PLAIN_DTYPES[tensor.kind].name if tensor.kind in PLAIN_DTYPES else "float32" for tensor in stored}
+        dtypes = {"float32"} if ternary and is_projection(stored_names[0]) else dtypes
         if merged := family.merged.get(_generalize(name)):
             shape = _merged_shape(merged, config, [t.shape for t in stored], f"{path} has {' and '.join(stored_names)}")
         else:
@@ -109,7 +113,7 @@ def source_from_gguf(file: GGUFFile) -> Source:
         path=path,
         format="gguf",
         config=config,
-        tensors=LazyArrays(tensors, partial(make, partial(read_tensor, file))),
+        tensors=LazyArrays(tensors, partial(make, read_array)),
         blocks=blocks if quantized else None,
         **vocabulary._asdict(),
     )
@@ -239,6 +243,8 @@ def _convert(family: Family, config: Mapping[str, Any], name: str, array: np.nda
     """Converts a tensor from GGUF to transformers or, if `back` is true, from transformers to GGUF."""
     if _is_transposed(family, name, array.ndim):
         return array.T
+    if back and family.arch == "bitnet" and name.endswith("_proj.weight"):
+        return ternary_values(array)
     if family.norms_plus_one and name.endswith("norm.weight"):
         return np.asarray(array, np.float32) + (1 if back else -1)
     if heads := _permuted_heads(family, config, name):

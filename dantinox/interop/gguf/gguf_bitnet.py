@@ -1,0 +1,61 @@
+"""The ternary matrices of llama.cpp's architecture `bitnet`.
+
+A file contains the ternary weights −g, 0 and g of each matrix, in any tensor type, or −1, 0 and 1 and
+the scale g as a tensor of one element (`src/models/bitnet.cpp`, `conversion/bitnet.py`). A run contains
+float weights, from which `dantinox.model.ternary` computes ternary ones: their scale is the mean
+absolute value. So if a share s of the weights is not 0, an import makes them ±g / s.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from dantinox.config import UserError
+from dantinox.files import escape_name
+from dantinox.interop.gguf.gguf_file import GGUFFile, read_tensor
+from dantinox.model.ternary import MIN_SCALE
+
+PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def is_projection(name: str) -> bool:
+    """Returns whether a tensor of a `bitnet` file is a ternary matrix."""
+    return name.endswith(tuple(f".{part}.weight" for part in PROJECTIONS))
+
+
+def split_scales(file: GGUFFile) -> tuple[GGUFFile, Callable[[str, int | None], np.ndarray]]:
+    """Returns the file without the scales, and a function that reads a tensor as float weights.
+
+    The function raises a `UserError` for a matrix that is not ternary.
+    """
+    names = [name for name in file.tensors if name.endswith(tuple(f".{p}.scale" for p in PROJECTIONS))]
+    weights = {name: stored for name, stored in file.tensors.items() if name not in names}
+    return file._replace(tensors=weights), partial(_read, file)
+
+
+def _read(file: GGUFFile, name: str, expert: int | None = None) -> np.ndarray:
+    if not is_projection(name):
+        return read_tensor(file, name, expert)
+    array = read_tensor(file, name).astype(np.float32)
+    scale = name.removesuffix(".weight") + ".scale"
+    if scale in file.tensors:
+        array = array * read_tensor(file, scale).astype(np.float32).reshape(-1)[:1]
+    level, count = np.abs(array).max(initial=0), np.count_nonzero(array)
+    if not ((array == 0) | (np.abs(array) == level)).all():
+        raise UserError(
+            f"{file.path} has {escape_name(name)} with more than three different weights, "
+            "but bitnet has ternary weights"
+        )
+    if count and not MIN_SCALE <= level < np.inf:
+        found = f"weights of ±{level:g}, expected at least {MIN_SCALE:g}"
+        raise UserError(f"{file.path} has {escape_name(name)} with {found}")
+    spread = np.float32(float(level) * array.size / count if count else 0)
+    return np.sign(array) * spread
+
+
+def ternary_values(array: np.ndarray) -> np.ndarray:
+    """Returns the ternary weights of a matrix of float weights, as `dantinox.model.ternary` does."""
+    array = np.asarray(array, np.float32)
+    scale = np.float32(max(np.abs(array).mean(dtype=np.float64), MIN_SCALE))
+    return np.clip(np.rint(array * (np.float32(1) / scale)), -1, 1) * scale
