@@ -6,7 +6,7 @@ float weights, from which `dantinox.model.ternary` computes ternary ones: their 
 absolute value. So if a share s of the weights is not 0, an import makes them ±g / s.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -17,6 +17,9 @@ from dantinox.interop.gguf.gguf_file import GGUFFile, read_tensor
 from dantinox.model.ternary import MIN_SCALE
 
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+# Types that represent −g, 0 and g for one g, up to the rounding of g.
+EXACT_TYPES = ("F32", "F16", "BF16", "Q8_0", "TQ1_0", "TQ2_0")
 
 
 def is_projection(name: str) -> bool:
@@ -52,6 +55,21 @@ def _read(file: GGUFFile, name: str, expert: int | None = None) -> np.ndarray:
         raise UserError(f"{file.path} has {escape_name(name)} with {found}")
     spread = np.float32(float(level) * array.size / count if count else 0)
     return np.sign(array) * spread
+
+
+def check_ternary_types(kind: str, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    """Raises a `UserError` if a file of this type would store ternary matrices as other weights.
+
+    Args:
+      kind: the type of the file, as in `FILE_TYPES`.
+      shapes: the shape and the type of each tensor.
+    """
+    for name, (shape, tensor_type) in shapes.items():
+        if is_projection(name) and tensor_type not in EXACT_TYPES:
+            raise UserError(
+                f"the type {kind} cannot represent the ternary matrix {name} with rows of {shape[-1]} weights: "
+                "choose f16 or q8_0, or tq2_0 or tq1_0 if the rows of all matrices are multiples of 256"
+            )
 
 
 def ternary_values(array: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.files import escape_name, quote
-from dantinox.interop.gguf.gguf_bitnet import is_projection, split_scales, ternary_values
+from dantinox.interop.gguf.gguf_bitnet import check_ternary_types, is_projection, split_scales, ternary_values
 from dantinox.interop.gguf.gguf_config import (
     count_mtp_layers,
     frequency_tensors,
@@ -283,7 +283,7 @@ def export_gguf(
       tensors: the tensors, with transformers' names.
       tokenizer: the tokenizer.
       kind: the type of matrices, a key of `FILE_TYPES`. Vectors are float32. In a quantized file some matrices have other
-        types, see `tensor_types`. None: the type with the formats in `packed`, or f32 if there are none.
+        types, see `tensor_types`. None: the type with the formats in `packed`, or f32 if there are none; tq2_0 for bitnet.
       packed: the number of weights of the run in each block format.
       chat_template: the Jinja template, or None.
       name: the name of the model in the metadata.
@@ -294,6 +294,8 @@ def export_gguf(
         written.
     """
     family = select_family(hf_config)
+    if family.arch == "bitnet" and not config.model.weight_tying:
+        raise UserError("llama.cpp's bitnet does not support model.weight_tying: false")
     tied = {"lm_head.weight"} if config.model.weight_tying else set()
     sources = _group_by_stored(family, [name for name in tensors if name not in tied])
     model = config.architecture(tokenizer.vocab_size)
@@ -308,6 +310,9 @@ def export_gguf(
             shapes |= {stored: (shapes[stored][0], type_name) for stored, type_name in types.items()}
         return shapes
 
+    if family.arch == "bitnet":
+        kind = kind or "tq2_0"
+        check_ternary_types(kind, shapes_of(kind))
     kind = kind or _type_of_blocks(packed or {}, shapes_of)
     shapes = shapes_of(kind)
     rows = shapes["token_embd.weight"][0][0]
