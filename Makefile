@@ -112,6 +112,7 @@ aot-tests: $(VENV)/.dev $(VENV)/.aot
 
 parity: $(VENV)/.dev $(VENV)/.parity
 	$(PY) -m tests.interop.quantized_live
+	TORCH_COMPILE_DISABLE=1 $(PY) -m tests.interop.bitnet_live
 	$(PY) -m tests.interop.parity $(PARITY)
 
 # The other tests disable optimizations of the compiler. With a model of this size they save more time than they need.

@@ -71,6 +71,7 @@ OTHER: dict[str, tuple] = {
     "model.norm_embeddings": (True,), "model.embedding_multiplier": (2.0,), "model.residual_multiplier": (0.5,),
     "model.logits_scaling": (2.0,), "model.swiglu_limit": (5.0, CLAMPED), "model.swiglu_alpha": (1.0, CLAMPED),
     "model.dtype": ("bfloat16",), "model.scan_layers": (True,), "model.final_logit_softcapping": (30.0,),
+    "model.projections": ("ternary",), "model.sub_norms": (True,),
     "model.v_norm": (True,), "model.layer_scalar": (True,), "model.per_layer_dim": (4,),
     "model.double_wide_mlp": (True, SHARED_KEYS), "attention.kv_shared_layers": (1, {"model.num_blocks": 2}),
     "attention.global_head_size": (4,), "attention.global_kv_heads": (1,), "attention.k_eq_v": (True,),

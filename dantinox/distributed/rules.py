@@ -96,6 +96,7 @@ RULES = (
     Rule("ffn/router/logit_bias", "E", {}, ""),
     Rule("ffn/router/scale", "D", {}, ""),
     Rule("ffn/router/expert_scale", "E", {}, ""),
+    Rule("ffn/down_norm/scale", "F", {}, ""),
     Rule("ffn/*norm/*", "D", {}, ""),
     Rule("ffn/shared/gate_up/bias", "2F", WIDTH, ""),
     Rule("ffn/shared/up/bias", "F", WIDTH, ""),

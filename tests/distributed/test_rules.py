@@ -24,7 +24,7 @@ ARCHITECTURES = [
         "dense",
         {"model__weight_tying": False, "model__norm": "layernorm", "model__activation": "gelu", "model__scan_layers": True},
     ),
-    ("learned", {}),
+    ("learned", {"model__sub_norms": True}),
     ("biases", {}),
     ("biases", {"model__activation": "gelu", "model__norm": "layernorm", "model__norm_placement": "after"}),
     ("moe", {"moe__score_function": "sigmoid", "moe__bias_update_rate": 0.001}),

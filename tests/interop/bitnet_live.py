@@ -168,7 +168,7 @@ def dantinox_results(folder: Path, tokens_BT: np.ndarray) -> tuple[np.ndarray, n
     return logits, np.asarray(dantinox.generate(built, prompts, max_new_tokens=NEW, temperature=0.0))
 
 
-def main() -> None:
+def main() -> int:
     numbers = [int(argument) for argument in sys.argv[1:] if argument != "--any"]
     count = numbers[0] if numbers else 20
     failures = 0
@@ -189,7 +189,8 @@ def main() -> None:
         tokens = "equal" if same else "different"
         print(f"{form:24} {seed:4} {prompt:6} {difference:9.1e} {distance:9.1e}  {tokens}", flush=True)
     print(f"{count - failures} of {count} models have equal tokens, and logits within {TOLERANCE:g}")
+    return int(failures > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,13 +1,16 @@
 """Ternary checkpoints in the formats of transformers and of 1bitLLM, against a NumPy model of the tensors."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from dantinox.config import UserError, build_config
+import dantinox
+from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.interop.hf.hf_config import hf_config_to_settings, settings_to_hf_config
 from dantinox.interop.hf.hf_families import BITNET
 from dantinox.interop.hf.hf_quantized import dequantize_checkpoint
@@ -16,6 +19,7 @@ from dantinox.interop.source import LazyArrays
 from dantinox.model.parameters import abstract_model
 from dantinox.model.ternary import quantize_weights, weight_scales
 from dantinox.run.safetensors_file import Tensor
+from dantinox.text import train_tokenizer
 from tests.error_texts import ERRORS
 from tests.model.builder import quick
 
@@ -29,8 +33,8 @@ PACKED = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantizati
 FORMS = {
     "packed": SIZES
     | {"model_type": "bitnet", "architectures": ["BitNetForCausalLM"], "hidden_act": "relu2", "quantization_config": PACKED},
-    "1bitLLM": SIZES
-    | {"model_type": "llama", "architectures": ["BitnetForCausalLM"], "hidden_act": "silu", "weight_bits": 1, "input_bits": 8},
+    # With the keys of the published files.
+    "1bitLLM": json.loads((Path(__file__).parent / "checkpoints" / "bitnet_b1_58" / "config.json").read_text()),
 }
 NORMS = {"packed": ("attn_sub_norm", "ffn_sub_norm"), "1bitLLM": ("inner_attn_ln", "ffn_layernorm")}
 MATRICES = {
@@ -73,10 +77,11 @@ def lazy(arrays):
     return LazyArrays(kinds, lambda name: arrays[name])
 
 
-def numpy_logits(form, tensors, matrices, tokens):
+def numpy_logits(form, tensors, matrices, tokens, nearest=1e-4):
     """Computes the logits of one sequence with the formulas of the published classes, in float64.
 
-    Every input of a projection must be far from the middle between two 8-bit integers, else float32 may round it differently.
+    Every input of a projection must be `nearest` or farther from the middle between two 8-bit integers, else float32 may round
+    it differently.
     """
     weights = {name: np.float64(array) for name, array in tensors.items()} | matrices
 
@@ -85,7 +90,7 @@ def numpy_logits(form, tensors, matrices, tokens):
 
     def project(x, name):
         step = np.abs(x).max(-1, keepdims=True) / 127
-        assert np.abs(x / step - np.floor(x / step) - 0.5).min() > 1e-4, "choose another seed"
+        assert np.abs(x / step - np.floor(x / step) - 0.5).min() >= nearest, "choose another seed"
         return np.rint(x / step) * step @ weights[f"{name}.weight"].T
 
     def rotate(x_TNH):
@@ -169,6 +174,25 @@ def test_every_tensor_and_every_key_roundtrips(form):
         assert {key: written[key] for key in ("model_type", "architectures", "weight_bits", "input_bits")} == {
             key: FORMS[form][key] for key in ("model_type", "architectures", "weight_bits", "input_bits")
         }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_import_as_a_run(form, tmp_path):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(FORMS[form]))
+    (folder / "tokenizer.json").write_text(
+        train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["abcdefghijklmnop"])).to_json()
+    )
+    tensors, matrices = random_tensors(form, 1)
+    save_file(tensors, folder / "model.safetensors")
+    imported = dantinox.import_checkpoint(folder, tmp_path / "run")
+    assert imported.tensors == len(tensors) - (len(matrices) if form == "packed" else 0)
+    run = dantinox.load(tmp_path / "run")
+    assert run.config.model.projections == "ternary"
+    tokens = dantinox.generate(run.model, [[5, 9, 7]], max_new_tokens=3, temperature=0.0)[0]
+    logits = numpy_logits(form, tensors, matrices, tokens, nearest=0)
+    np.testing.assert_array_equal(logits[2:-1].argmax(-1), tokens[3:])
 
 
 def test_ternary_llama_has_no_sub_norms():

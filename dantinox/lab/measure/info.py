@@ -50,9 +50,11 @@ def _model(run: RunDirectory, config: Config, tokenizer: Tokenizer) -> str:
         trained = [
             ("adapters", f"{count} trained parameters of rank {lora.rank} on the weights of {config.training.init_from}")
         ]
+    ternary = [("projections", "ternary, with 8-bit inputs")] if m.projections == "ternary" else []
     return table([
         ("parameters", human_count(sum(shape.size for shape in abstract_model(m)[1].values()))),
         *trained,
+        *ternary,
         ("shape", f"{m.num_blocks} layers, dim {m.dim}, {m.n_heads} heads of {m.head_size}, {keys}"),
         ("feed-forward", f"{m.activation}, {m.hidden_dim} wide{_experts(m)}"),
         ("positions", m.position + (f", sliding windows of {windows}" if windows else "")),
