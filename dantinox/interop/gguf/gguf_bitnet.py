@@ -47,8 +47,7 @@ def _read(file: GGUFFile, name: str, expert: int | None = None) -> np.ndarray:
     level, count = np.abs(array).max(initial=0), np.count_nonzero(array)
     if not ((array == 0) | (np.abs(array) == level)).all():
         raise UserError(
-            f"{file.path} has {escape_name(name)} with more than three different weights, "
-            "but bitnet has ternary weights"
+            f"{file.path} has {escape_name(name)} with more than three different weights, but bitnet has ternary weights"
         )
     if count and not MIN_SCALE <= level < np.inf:
         found = f"weights of ±{level:g}, expected at least {MIN_SCALE:g}"

@@ -102,7 +102,15 @@ def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     if family.arch in ("gemma2", "gemma3"):
         wide = {"gemma2": 46, "gemma3": 62}[family.arch] == config["num_hidden_layers"]
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else head_size
-    if family.arch in ("olmo", "olmo2", "olmoe", "stablelm", "cohere2", "phi2", "bitnet"):  # transformers has no such key for these
+    if family.arch in (
+        "olmo",
+        "olmo2",
+        "olmoe",
+        "stablelm",
+        "cohere2",
+        "phi2",
+        "bitnet",
+    ):  # transformers has no such key for these
         del config["head_dim"]
     if family.arch == "olmo" and (epsilon := config.pop("layer_norm_eps")) != OLMO_EPSILON:
         raise UserError(f"{file.path} has olmo.attention.layer_norm_epsilon: {epsilon}; only {OLMO_EPSILON} is supported")
