@@ -33,7 +33,7 @@ class Attention(nnx.Module):
 
     Scores are divided by √H. With `query_pre_attn_scalar` = s the divisor is √s instead; for this, the queries are multiplied
     by √(H / s) first. With `sub_norms` the input of `out` is normalized over all heads (Wang et al. 2022, "Foundation
-    Transformers", section 3.1). `layer` is the index of the layer, from 0.
+    Transformers": Sub-LN). `layer` is the index of the layer, from 0.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):

@@ -294,7 +294,7 @@ def _cached_gated_activation(activation: str, limit: float, alpha: float) -> Cal
 class GatedFeedForward(nnx.Module):
     """down(f(gate(x)) · up(x)) (Shazeer 2020, eq. 6); the kernel `gate_up [D, 2, F]` holds gate and up.
 
-    With `sub_norms` the input of `down` is normalized (Wang et al. 2022, "Foundation Transformers", section 3.1).
+    With `sub_norms` the input of `down` is normalized (Wang et al. 2022, "Foundation Transformers": Sub-LN).
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
