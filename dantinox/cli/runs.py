@@ -124,8 +124,9 @@ def add_export_flags(command: Parser) -> None:
     command.add_argument(
         "--format", choices=["hf", "gguf"], help="Hugging Face Transformers folder or GGUF file (default: by the name of DEST)"
     )
-    kind = "number type; q*, tq*: GGUF only (default: hf: unchanged; gguf: the run's quantized blocks, or f32)"
-    command.add_argument("--type", choices=EXPORT_TYPES, help=kind)
+    default = "hf: unchanged; gguf: the run's quantized blocks, tq2_0 for ternary projections, or f32"
+    kind = f"number type: {', '.join(EXPORT_TYPES)}; q*, tq*: GGUF only (default: {default})"
+    command.add_argument("--type", choices=EXPORT_TYPES, metavar="TYPE", help=kind)
 
 
 def export(options: argparse.Namespace) -> int:
