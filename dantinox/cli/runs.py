@@ -15,7 +15,7 @@ from dantinox.files import UserError
 if TYPE_CHECKING:
     from dantinox.interop.checkpoints import Imported
 
-EXPORT_TYPES = ["f32", "f16", "bf16", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "q8_0"]
+EXPORT_TYPES = ["f32", "f16", "bf16", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "q8_0", "tq1_0", "tq2_0"]
 FILE_SUFFIXES = (".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".onnx", ".msgpack", ".ggml")  # not of a folder
 EXIT_DAMAGED = 1
 # Settings of `generation` that an import may read from a checkpoint.
@@ -124,8 +124,9 @@ def add_export_flags(command: Parser) -> None:
     command.add_argument(
         "--format", choices=["hf", "gguf"], help="Hugging Face Transformers folder or GGUF file (default: by the name of DEST)"
     )
-    kind = "number type; q*: GGUF only (default: hf: unchanged; gguf: the run's quantized blocks, or f32)"
-    command.add_argument("--type", choices=EXPORT_TYPES, help=kind)
+    default = "hf: unchanged; gguf: the run's quantized blocks, tq2_0 for ternary projections, or f32"
+    kind = f"number type: {', '.join(EXPORT_TYPES)}; q*, tq*: GGUF only (default: {default})"
+    command.add_argument("--type", choices=EXPORT_TYPES, metavar="TYPE", help=kind)
 
 
 def export(options: argparse.Namespace) -> int:

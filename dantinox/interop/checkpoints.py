@@ -314,8 +314,6 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
     if Path(dest).exists():
         raise UserError(f"{dest} already exists: choose another name")
     bundle = export_bundle(run_dir)
-    if bundle.config.model.projections == "ternary":
-        raise UserError("a run with model.projections: ternary cannot be exported to GGUF: export it with --format hf")
     quantized = kind is None or FILE_TYPES[kind].base not in PLAIN_DTYPES
     packed = packed_arrays(open_run(run_dir).weights) if quantized else {}
     sizes = Counter[str]()

@@ -51,7 +51,7 @@ def _gguf(name: str) -> tuple[str, str]:
 
 def _read_as(stored: gguf_families.Family) -> str:
     """Returns a family's architecture, or "as" and another family if its files look like those of that other family."""
-    same_names = (family for family in gguf_families.FAMILIES if (family.arch, family.names) == (stored.arch, stored.names))
+    same_names = (f for f in gguf_families.FAMILIES if (f.arch, f.names.keys()) == (stored.arch, stored.names.keys()))
     imported = next(family for family in same_names if family.keys == stored.keys)
     return f"`{stored.arch}`" if imported is stored else f"as `{imported.model_type}`"
 

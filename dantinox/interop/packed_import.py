@@ -68,7 +68,9 @@ def pack_parameters(source: Source, model: ModelConfig, arrays: LazyArrays) -> t
     parts: dict[str, PackedPart] = {}
     widened: dict[str, list[str]] = {}
     for name, tensor in arrays.tensors.items():
-        if not (name in ("embed", "per_layer/embed") or name.endswith("/kernel")):
+        # The float weights of ternary projections are not those of the file (`gguf_bitnet`).
+        ternary = model.projections == "ternary" and name.startswith("blocks/")
+        if ternary or not (name in ("embed", "per_layer/embed") or name.endswith("/kernel")):
             kinds[name] = tensor
             continue
         touched, sources = find(name, layouts.get(name))

@@ -3,5 +3,18 @@
 from dantinox.kernels.formats import FORMATS, Format, unpack
 from dantinox.kernels.native_library import Kernels, load_kernels
 from dantinox.kernels.packed_matmul import MAX_NATIVE_BFLOAT16_ROWS, MAX_NATIVE_ROWS, matmul
+from dantinox.kernels.ternary_products import pack_ternary, ternary_matmul, unpack_ternary
 
-__all__ = ["FORMATS", "MAX_NATIVE_BFLOAT16_ROWS", "MAX_NATIVE_ROWS", "Format", "Kernels", "load_kernels", "matmul", "unpack"]
+__all__ = [
+    "FORMATS",
+    "MAX_NATIVE_BFLOAT16_ROWS",
+    "MAX_NATIVE_ROWS",
+    "Format",
+    "Kernels",
+    "load_kernels",
+    "matmul",
+    "pack_ternary",
+    "ternary_matmul",
+    "unpack",
+    "unpack_ternary",
+]

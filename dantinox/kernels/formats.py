@@ -134,6 +134,22 @@ def _q6_k(b: jax.Array) -> jax.Array:
     return scales[..., None] * _signed(low | high << jnp.uint8(4), 32)
 
 
+def _tq1_0(b: jax.Array) -> jax.Array:
+    """A byte is a fraction of 256. Multiplication by 3 moves the next digit in base 3 in front of the point."""
+
+    def digits(part: jax.Array, count: int) -> jax.Array:
+        powers = jnp.array([1, 3, 9, 27, 81][:count], jnp.uint8)[:, None]
+        fractions = (part[..., None, :] * powers).astype(jnp.uint16)
+        return (fractions * jnp.uint16(3) >> jnp.uint16(8)).reshape(*part.shape[:-1], -1)
+
+    parts = digits(b[..., :32], 5), digits(b[..., 32:48], 5), digits(b[..., 48:52], 4)
+    return _half(b[..., 52:]) * _signed(jnp.concatenate(parts, -1), 1)
+
+
+def _tq2_0(b: jax.Array) -> jax.Array:
+    return _half(b[..., 64:]) * _signed(_groups(b[..., :64], 32, 2).reshape(*b.shape[:-1], -1), 1)
+
+
 FORMATS = {
     "Q8_0": Format(3, 32, 34, _q8_0),
     "Q4_0": Format(4, 32, 18, _q4_0),
@@ -143,5 +159,7 @@ FORMATS = {
     "Q4_K": Format(8, 256, 144, _q4_k),
     "Q5_K": Format(9, 256, 176, _q5_k),
     "Q6_K": Format(10, 256, 210, _q6_k),
+    "TQ1_0": Format(12, 256, 54, _tq1_0),
+    "TQ2_0": Format(13, 256, 66, _tq2_0),
     "INT4": Format(11, 64, 36, _q4_1),  # not a type of ggml: Q4_1 with 64 values per block
 }

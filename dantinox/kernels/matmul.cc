@@ -36,7 +36,12 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 typedef uint8_t Bytes32 __attribute__((vector_size(32)));
+typedef uint8_t Codes __attribute__((vector_size(4 * LANES)));  // LANES groups of four bytes
+typedef int8_t SignedCodes __attribute__((vector_size(4 * LANES)));
+typedef int16_t Shorts __attribute__((vector_size(8 * LANES)));
+typedef uint16_t CodePairs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Words __attribute__((vector_size(2 * LANES)));
 #define INLINE inline __attribute__((always_inline))
 
@@ -277,6 +282,89 @@ struct Q6_K {
   INLINE Floats get(int s) const { return to_floats(load_signed(codes + s * LANES)) * scale[s * LANES / 16]; }
 };
 
+// Blocks of ternary weights: a weight is (code − 1) · scale with a code of 2 bits. Code 3 gives 2 · scale, as in ggml. `codes` writes
+// the codes of a block in the order of the weights.
+constexpr int TERNARY = 256, CODE_VECTORS = TERNARY / (4 * LANES);
+constexpr int TERNARY_CHUNK = 96;  // blocks of bytes of the rows that stay in the first-level cache
+
+// Reads 128 codes from 32 bytes: code i is in the bits from 2 · (i / 32) of byte i mod 32.
+INLINE void unpack_codes(const uint8_t* at, Codes* to) {
+#if defined(__AVX512F__)
+  const __m512i both = _mm512_broadcast_i64x4(load<__m256i>(at));
+  for (int i = 0; i < 2; ++i) {
+    const __m512i shifts = _mm512_inserti64x4(_mm512_set1_epi16(4 * i), _mm256_set1_epi16(4 * i + 2), 1);
+    to[i] = (Codes)_mm512_srlv_epi16(both, shifts) & 3;
+  }
+#else
+  for (int i = 0; i < 128; i += 4 * LANES) to[i / (4 * LANES)] = (Codes)(load<CodePairs>(at + i % 32) >> 2 * (i / 32)) & 3;
+#endif
+}
+
+// Converts 256 codes to floats.
+template <class F> struct TernaryFloats {
+  static constexpr int VALUES = TERNARY, GROUP = 128;
+  uint8_t values[TERNARY];
+  const uint8_t* at;
+  float scale;
+  INLINE void open(const uint8_t* block) {
+    Codes codes[CODE_VECTORS];
+    F::codes(block, codes);
+    std::memcpy(values, codes, TERNARY), scale = F::scale_of(block);
+  }
+  INLINE void select(int group) { at = values + 128 * group; }
+  INLINE Floats get(int s) const { return to_floats(load_bytes(at + s * LANES) - 1) * scale; }
+};
+
+struct TQ2_0 : TernaryFloats<TQ2_0> {
+  static constexpr int BYTES = 66;
+  static INLINE float scale_of(const uint8_t* block) { return half(block + 64); }
+  static INLINE void codes(const uint8_t* block, Codes* to) {
+    unpack_codes(block, to), unpack_codes(block + 32, to + CODE_VECTORS / 2);
+  }
+};
+
+// Five codes are the digits of a number in base 3. A byte is that number as a fraction of 243, so a multiplication by 3 moves the next
+// digit in front of the point, and two comparisons read a digit.
+struct TQ1_0 : TernaryFloats<TQ1_0> {
+  static constexpr int BYTES = 54;
+  static INLINE float scale_of(const uint8_t* block) { return half(block + 52); }
+  static INLINE void codes(const uint8_t* block, Codes* to) {
+    Bytes32 first[5], fractions[8];
+    Bytes16 rest[6];
+    first[0] = load<Bytes32>(block), rest[0] = load<Bytes16>(block + 32);
+    for (int i = 1; i < 5; ++i) {
+      first[i] = first[i - 1] + first[i - 1] + first[i - 1];
+      rest[i] = rest[i - 1] + rest[i - 1] + rest[i - 1];
+    }
+    typedef uint32_t Four __attribute__((vector_size(16)));
+    rest[5] = (Bytes16)(Four{} + load<uint32_t>(block + 48)) * Bytes16{1, 1, 1, 1, 3, 3, 3, 3, 9, 9, 9, 9, 27, 27, 27, 27};
+    std::memcpy(fractions, first, sizeof first);
+    for (int i = 0; i < 3; ++i) fractions[5 + i] = join(rest[2 * i], rest[2 * i + 1]);
+#if defined(__AVX512F__)
+    for (int i = 0; i < 4; ++i)
+      to[i] = (Codes)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)fractions[2 * i]), (__m256i)fractions[2 * i + 1], 1);
+#else
+    std::memcpy(to, fractions, TERNARY);
+#endif
+    for (int i = 0; i < CODE_VECTORS; ++i) to[i] = -(Codes)(to[i] > 85) - (Codes)(to[i] > 170);
+  }
+  static INLINE Bytes32 join(Bytes16 low, Bytes16 high) {
+#if defined(__AVX2__)
+    return (Bytes32)_mm256_set_m128i((__m128i)high, (__m128i)low);
+#else
+    Bytes32 both;
+    std::memcpy(&both, &low, 16), std::memcpy(reinterpret_cast<uint8_t*>(&both) + 16, &high, 16);
+    return both;
+#endif
+  }
+};
+
+struct Ternary {  // codes without scales
+  static constexpr int BYTES = 64;
+  static INLINE float scale_of(const uint8_t*) { return 1; }
+  static INLINE void codes(const uint8_t* block, Codes* to) { TQ2_0::codes(block, to); }
+};
+
 // Adds lanes i and i + LANES / 2, and so on.
 INLINE float add_lanes(Floats values) {
 #if defined(__AVX512F__)
@@ -499,6 +587,152 @@ template <class F> bool compute_bf16(const Call& call, int64_t lo, int64_t hi) {
 template <class F> bool compute_bf16(const Call&, int64_t, int64_t) { return false; }
 #endif
 
+// Products with ternary weights in integers. Codes (0, 1, 2) are multiplied with signed bytes, and the sum of the bytes is subtracted.
+//
+// A row in int8 has one byte per value, and its products are exact. A row in float32 has DIGITS = 3 bytes per value: the values of
+// a block are rounded to multiples of 2⁻²² of a power of two above the largest one, and a multiple is p₀ + 256 p₁ + 65536 p₂. Sums over a
+// block are exact, and are added to float32 sums in the order of the blocks.
+
+// Returns the sums of code · byte over a block; each lane has the sum of a quarter of a vector's bytes, or the like.
+INLINE Ints dot_block(const Codes* codes, const int8_t* x) {
+#if defined(__AVX512VNNI__)
+  __m512i sums = _mm512_setzero_si512();
+  for (int i = 0; i < CODE_VECTORS; ++i) sums = _mm512_dpbusd_epi32(sums, (__m512i)codes[i], load<__m512i>(x + 64 * i));
+  return (Ints)sums;
+#elif defined(__AVX512F__)
+  __m512i sums = _mm512_setzero_si512();  // 16-bit sums of 8 products of at most 3 · 128
+  for (int i = 0; i < CODE_VECTORS; ++i) sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16((__m512i)codes[i], load<__m512i>(x + 64 * i)));
+  return (Ints)_mm512_madd_epi16(sums, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  __m256i sums = _mm256_setzero_si256();  // 16-bit sums of 16 products
+  for (int i = 0; i < CODE_VECTORS; ++i) sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16((__m256i)codes[i], load<__m256i>(x + 32 * i)));
+  return (Ints)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+#else
+  Shorts sums = {};  // sums of 16 products
+  for (int i = 0; i < CODE_VECTORS; ++i)
+    sums += __builtin_convertvector(codes[i], Shorts) * __builtin_convertvector(load<SignedCodes>(x + 16 * i), Shorts);
+  Ints parts = {};
+  for (int i = 0; i < 16; ++i) parts[i % 4] += sums[i];
+  return parts;
+#endif
+}
+
+// Rows as bytes: DIGITS · 256 bytes for each block; the sums of their values, in the lanes of `dot_block`, negated; and the scale.
+template <int DIGITS> struct ByteRows {
+  int64_t blocks;
+  Array<int8_t> bytes;
+  Array<Ints> sums;
+  Array<float> scales;
+  ByteRows(int64_t rows, int64_t blocks)
+      : blocks(blocks),
+        bytes(make_array<int8_t>(rows * blocks * DIGITS * TERNARY)),
+        sums(make_array<Ints>(rows * blocks)),
+        scales(make_array<float>(rows * blocks)) {}
+  INLINE const int8_t* block(int64_t row, int64_t b) const { return bytes.get() + (row * blocks + b) * DIGITS * TERNARY; }
+
+  // Returns Σ code · value of a block.
+  static INLINE Ints products(const Codes* codes, const int8_t* x) {
+    Ints total = dot_block(codes, x);
+    for (int digit = 1; digit < DIGITS; ++digit) total += dot_block(codes, x + digit * TERNARY) << 8 * digit;
+    return total;
+  }
+
+  void add_sums(int64_t row, int64_t b) {
+    Codes ones[CODE_VECTORS];
+    std::memset(ones, 1, sizeof ones);
+    sums[row * blocks + b] = -products(ones, block(row, b));
+  }
+};
+
+void write_bytes(const int8_t* x, int64_t I, int64_t row, ByteRows<1>& to) {
+  for (int64_t b = 0; b < to.blocks; ++b) {
+    int8_t* bytes = to.bytes.get() + (row * to.blocks + b) * TERNARY;
+    const int64_t count = std::min<int64_t>(I - b * TERNARY, TERNARY);
+    std::memset(bytes, 0, TERNARY), std::memcpy(bytes, x + b * TERNARY, count);
+    to.add_sums(row, b);
+  }
+}
+
+void write_bytes(const float* x, int64_t, int64_t row, ByteRows<3>& to) {
+  for (int64_t b = 0; b < to.blocks; ++b, x += TERNARY) {
+    Ints largest = {};
+    for (int i = 0; i < TERNARY; i += LANES) {
+      const Ints size = load<Ints>(x + i) & 0x7fffffff;  // ordered as the absolute values; NaN and Inf are the largest
+      largest = size > largest ? size : largest;
+    }
+    int32_t top = 22 << 23;
+    for (int i = 0; i < LANES; ++i) top = std::max(top, largest[i]);
+    const int32_t exponent = top >> 23;  // every |x| < 2^(exponent − 126)
+    const bool finite = exponent < 255;
+    const int32_t scale_bits = finite ? (exponent - 21) << 23 : 0x7fc00000, factor_bits = (275 - exponent) << 23;
+    to.scales[row * to.blocks + b] = load<float>(&scale_bits);
+    const float factor = finite ? load<float>(&factor_bits) : 0;
+    int8_t* bytes = to.bytes.get() + (row * to.blocks + b) * 3 * TERNARY;
+    for (int i = 0; i < TERNARY; i += LANES) {
+      constexpr float ROUND = 3 << 22;  // adding it rounds a number up to 2²² in size to an integer
+      Ints rest = (Ints)(load<Floats>(x + i) * factor + ROUND) - (Ints)(Floats{} + ROUND);
+      for (int digit = 0; digit < 3; ++digit) {
+        const SignedBytes low = __builtin_convertvector(rest, SignedBytes);
+        std::memcpy(bytes + digit * TERNARY + i, &low, sizeof low);
+        rest = (rest - (rest << 24 >> 24)) >> 8;
+      }
+    }
+    to.add_sums(row, b);
+  }
+}
+
+template <int DIGITS> using TernarySums = std::conditional_t<DIGITS == 1, Ints, Floats>;
+
+// Adds the products of R rows from `row` with O outputs, over the blocks from `start` to `stop`, to `sums`.
+template <class F, int DIGITS, int R, int O>
+void ternary_tile(const ByteRows<DIGITS>& x, int64_t row, int64_t start, int64_t stop, const uint8_t* w, int64_t stride,
+                  TernarySums<DIGITS> (*sums)[O]) {
+  const int64_t tile_bytes = O * stride, ahead = (PREFETCH + tile_bytes - 1) / std::max<int64_t>(tile_bytes, 1) * tile_bytes;
+  TernarySums<DIGITS> local[R][O];
+  std::memcpy(local, sums, sizeof local);
+  for (int64_t b = start; b < stop; ++b) {
+    Codes codes[O][CODE_VECTORS];
+    float scales[O];
+    for (int o = 0; o < O; ++o) {
+      const uint8_t* at = w + o * stride + b * F::BYTES;
+      __builtin_prefetch(at + ahead);
+      F::codes(at, codes[o]), scales[o] = F::scale_of(at);
+    }
+    for (int r = 0; r < R; ++r) {
+      const Ints negative = x.sums[(row + r) * x.blocks + b];
+      for (int o = 0; o < O; ++o) {
+        const Ints total = x.products(codes[o], x.block(row + r, b)) + negative;
+        if constexpr (DIGITS == 1) local[r][o] += total;
+        else local[r][o] += to_floats(total) * (scales[o] * x.scales[(row + r) * x.blocks + b]);
+      }
+    }
+  }
+  std::memcpy(sums, local, sizeof local);
+}
+
+INLINE int32_t add_lanes(Ints values) {
+  int32_t total = 0;
+  for (int i = 0; i < LANES; ++i) total += values[i];
+  return total;
+}
+
+constexpr int ternary_outputs(int rows) { return LANES == 16 ? (rows == 1 ? 4 : 2) : 1; }
+
+template <class F, int DIGITS, int R, int O, class Y>
+void ternary_rows(const ByteRows<DIGITS>& x, int64_t row, const uint8_t* w, int64_t stride, Y* y, int64_t outputs, int64_t count) {
+  const int64_t tiles = count / O, chunk = std::max(1, TERNARY_CHUNK / (R * DIGITS));
+  TernarySums<DIGITS> sums[MAX_OUTPUTS / O][R][O] = {};
+  for (int64_t b = 0; b < x.blocks; b += chunk)
+    for (int64_t t = 0; t < tiles; ++t)
+      ternary_tile<F, DIGITS, R, O>(x, row, b, std::min(b + chunk, x.blocks), w + t * O * stride, stride, sums[t]);
+  for (int64_t t = 0; t < tiles; ++t)
+    for (int r = 0; r < R; ++r)
+      for (int o = 0; o < O; ++o) y[r * outputs + t * O + o] = add_lanes(sums[t][r][o]);
+  if constexpr (O > 1)
+    if (const int64_t first = tiles * O; first < count)
+      ternary_rows<F, DIGITS, R, 1>(x, row, w + first * stride, stride, y + first, outputs, count - first);
+}
+
 // The threads that share the work of a call with the thread that makes it. XLA's own pool puts an idle thread to sleep, and waking
 // it can take longer than a small product. These threads wait actively for SPIN_TIME after each job, and give up their cores to any
 // other thread that needs one. They sleep until the next job after that.
@@ -628,6 +862,41 @@ template <class F, class T> ffi::Error multiply(ffi::ThreadPool& pool, Call call
   return ffi::Error::Success();
 }
 
+// Multiplies rows with ternary weights: int8 rows (DIGITS = 1) with codes to int32, float32 rows (DIGITS = 3) with blocks to float32.
+template <class F, int DIGITS, class T, class Y>
+ffi::Error multiply_ternary(ffi::ThreadPool& pool, const Call& call, const T* x, int64_t row_bytes, Y* y) {
+  const int64_t blocks = (call.I + TERNARY - 1) / TERNARY, rows = call.rows, outputs = call.outputs;
+  if (row_bytes != blocks * F::BYTES || (DIGITS > 1 && call.I % TERNARY))
+    return ffi::Error::InvalidArgument("the rows of the weights have a wrong size");
+  ByteRows<DIGITS> bytes(rows, blocks);
+  if (!bytes.bytes || !bytes.sums || !bytes.scales) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for the rows");
+  run_blocks(pool, rows, rows * call.I / 8, [&, x](int64_t lo, int64_t hi) {
+    for (int64_t row = lo; row < hi; ++row) write_bytes(x + row * call.I, call.I, row, bytes);
+  });
+  const int64_t work = std::max(row_bytes, rows * call.I * DIGITS / 8) * outputs, step = outputs_at_once(row_bytes);
+  run_blocks(pool, outputs, work, [&, y, w = call.w](int64_t lo, int64_t hi) {
+    for (int64_t o = lo; o < hi; o += step) {
+      const int64_t count = std::min(step, hi - o);
+      const uint8_t* at = w + o * row_bytes;
+      for (int64_t row = 0, size; row < rows; row += size) {
+        size = group_size(rows - row);
+        Y* to = y + row * outputs + o;
+        if (size == 8) ternary_rows<F, DIGITS, 8, ternary_outputs(8)>(bytes, row, at, row_bytes, to, outputs, count);
+        if (size == 4) ternary_rows<F, DIGITS, 4, ternary_outputs(4)>(bytes, row, at, row_bytes, to, outputs, count);
+        if (size == 2) ternary_rows<F, DIGITS, 2, ternary_outputs(2)>(bytes, row, at, row_bytes, to, outputs, count);
+        if (size == 1) ternary_rows<F, DIGITS, 1, ternary_outputs(1)>(bytes, row, at, row_bytes, to, outputs, count);
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// bfloat16 rows are multiplied with weights in bfloat16, as for the other formats.
+template <class F, class T> ffi::Error multiply_blocks(ffi::ThreadPool& pool, const Call& call, const T* x, int64_t row_bytes) {
+  if constexpr (sizeof(T) == 2) return multiply<F>(pool, call, x, row_bytes);
+  else return multiply_ternary<F, 3>(pool, call, x, row_bytes, call.y);
+}
+
 template <class T> ffi::Error multiply_format(ffi::ThreadPool& pool, const Call& call, const T* x, int64_t row_bytes, int64_t format) {
   switch (format) {
     case 0: return multiply<Float32>(pool, call, x, row_bytes);
@@ -642,22 +911,29 @@ template <class T> ffi::Error multiply_format(ffi::ThreadPool& pool, const Call&
     case 9: return multiply<Q5_K>(pool, call, x, row_bytes);
     case 10: return multiply<Q6_K>(pool, call, x, row_bytes);
     case 11: return multiply<Nibbles<64>>(pool, call, x, row_bytes);
+    case 12: return multiply_blocks<TQ1_0>(pool, call, x, row_bytes);
+    case 13: return multiply_blocks<TQ2_0>(pool, call, x, row_bytes);
   }
   return ffi::Error::InvalidArgument("unknown format");
 }
 
-ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y, int64_t format) {
+ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y, int64_t format) {
   auto in = x.dimensions(), weights = w.dimensions(), out = y->dimensions();
-  const bool bf16 = x.element_type() == ffi::BF16;
+  const bool bf16 = x.element_type() == ffi::BF16, int8 = format == 14;
   if (in.size() != 2 || weights.size() != 2 || out.size() != 2 || out[0] != in[0] || out[1] != weights[0] ||
-      (x.element_type() != ffi::F32 && !bf16))
-    return ffi::Error::InvalidArgument("expected x [R, I] in float32 or bfloat16, w [O, bytes] and y [R, O]");
+      (int8 ? x.element_type() != ffi::S8 : x.element_type() != ffi::F32 && !bf16) ||
+      y->element_type() != (int8 ? ffi::S32 : ffi::F32))
+    return ffi::Error::InvalidArgument("expected x [R, I], w [O, bytes] and y [R, O] in the dtypes of the format");
 #if !defined(__AVX512BF16__)
   if (bf16) return ffi::Error(ffi::ErrorCode::kUnimplemented, "this CPU has no bfloat16 products");
 #endif
-  Call call{nullptr, in[0], in[1], static_cast<const uint8_t*>(w.untyped_data()), y->typed_data(), weights[0]};
+  Call call{nullptr, in[0], in[1], static_cast<const uint8_t*>(w.untyped_data()), static_cast<float*>(y->untyped_data()), weights[0]};
   if (!call.rows || !call.outputs) return ffi::Error::Success();
   const int64_t row_bytes = static_cast<int64_t>(w.size_bytes()) / call.outputs;
+  if (int8) {
+    const int8_t* bytes = static_cast<const int8_t*>(x.untyped_data());
+    return multiply_ternary<Ternary, 1>(pool, call, bytes, row_bytes, static_cast<int32_t*>(y->untyped_data()));
+  }
   if (bf16) return multiply_format(pool, call, static_cast<const uint16_t*>(x.untyped_data()), row_bytes, format);
   return multiply_format(pool, call, static_cast<const float*>(x.untyped_data()), row_bytes, format);
 }
@@ -668,5 +944,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dantinox_matmul, Matmul,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("format"));

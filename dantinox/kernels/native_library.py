@@ -36,7 +36,7 @@ VARIABLE = "DANTINOX_KERNELS"  # the best instruction set that may be used, or "
 AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 X86_SETS = {
-    "avx512_bf16": (AVX512 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+    "avx512_bf16": (AVX512 | {"avx512_bf16", "avx512_vnni"}, ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")),
     "avx512": (AVX512, ("-march=x86-64-v4",)),
     "avx2": (AVX2, ("-march=x86-64-v3",)),
 }

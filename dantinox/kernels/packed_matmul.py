@@ -19,12 +19,13 @@ MAX_NATIVE_BFLOAT16_ROWS = 128
 
 
 @cache
-def _native_product(number: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def native_product(number: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Returns the native product of rows with weights of a format; `vmap` over the rows adds them to one call."""
 
     @jax.custom_batching.custom_vmap
     def product(rows_RI: jax.Array, weights_OB: jax.Array) -> jax.Array:
-        shape = jax.ShapeDtypeStruct((rows_RI.shape[0], weights_OB.shape[0]), jnp.float32)
+        dtype = jnp.int32 if rows_RI.dtype == jnp.int8 else jnp.float32
+        shape = jax.ShapeDtypeStruct((rows_RI.shape[0], weights_OB.shape[0]), dtype)
         return jax.ffi.ffi_call(TARGET, shape)(rows_RI, weights_OB, format=np.int64(number))
 
     @product.def_vmap
@@ -40,8 +41,10 @@ def _native_product(number: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
 def matmul(rows_RI: jax.Array, weights_OB: jax.Array, kind: str | None = None, *, native: bool = False) -> jax.Array:
     """Returns rows · weightsᵀ.
 
-    With float32 rows, products and sums are in float32. With bfloat16 rows, the weights are rounded to bfloat16 and the sums
-    are in float32. In the native kernels, a result does not depend on the other rows or on the number of threads.
+    With float32 rows, products and sums are in float32. For ternary weights (TQ1_0 and TQ2_0), the native kernels round the
+    inputs to multiples of 2⁻²² of the power of two above the largest of 256 inputs, and the sums of 256 products are exact.
+    With bfloat16 rows, the weights are rounded to bfloat16 and the sums are in float32. In the native kernels, a result does
+    not depend on the other rows or on the number of threads.
 
     Args:
       rows_RI: float32 or bfloat16 `[R, I]`.
@@ -55,6 +58,6 @@ def matmul(rows_RI: jax.Array, weights_OB: jax.Array, kind: str | None = None, *
     """
     if native:
         number = DTYPE_NUMBERS[weights_OB.dtype.name] if kind is None else FORMATS[kind].number
-        return _native_product(number)(rows_RI, weights_OB)
+        return native_product(number)(rows_RI, weights_OB)
     weights_OI = (weights_OB if kind is None else unpack(kind, weights_OB)).astype(rows_RI.dtype)
     return jnp.einsum("RI,OI->RO", rows_RI, weights_OI, preferred_element_type=jnp.float32)

@@ -41,7 +41,7 @@ def test_values_are_quantized_equally_across_chunks(name):
     values = np.random.default_rng(0).normal(size=3 * CHUNK + 256).astype(np.float32)
     parts = [quantize(name, part) for part in np.split(values, [256, CHUNK, 2 * CHUNK + 512])]
     np.testing.assert_array_equal(quantize(name, values), np.concatenate(parts))
-    size = {"Q4": 0.15, "Q5": 0.08, "Q6": 0.05, "Q8": 0.01}[name[:2]]
+    size = {"Q4": 0.15, "Q5": 0.08, "Q6": 0.05, "Q8": 0.01, "TQ": 0.501}[name[:2]]
     assert np.abs(dequantize(name, quantize(name, values)) - values).max() < size * np.abs(values).max()
 
 
@@ -97,6 +97,44 @@ def test_eight_experts_have_larger_types_in_attention():
     types = tensor_types("q4_k_m", names(16), 16, experts=8)
     assert types["blk.2.attn_k.weight"] == types["blk.2.attn_v.weight"] == "Q8_0"
     assert types["blk.2.attn_output.weight"] == "Q5_K"
+
+
+@pytest.mark.parametrize(("kind", "base"), [("tq1_0", "TQ1_0"), ("tq2_0", "TQ2_0")])
+def test_embeddings_and_output_of_a_ternary_file_have_more_bits(kind, base):
+    types = tensor_types(kind, names(4) | {"output.weight": 512}, 4)
+    assert (types.pop("token_embd.weight"), types.pop("output.weight")) == ("Q4_K", "Q6_K")
+    assert set(types.values()) == {base}
+    assert tensor_types(kind, names(4), 4)["token_embd.weight"] == "Q6_K"
+    small = tensor_types(kind, names(4, 96) | {"output.weight": 96}, 4)
+    assert (small.pop("token_embd.weight"), small.pop("output.weight")) == ("Q5_0", "Q8_0") and set(small.values()) == {"Q4_0"}
+
+
+def ternary_digits(name, block):
+    """Returns the codes of a block in pure Python: two bits each, or digits of fractions in base 3."""
+    if name == "TQ2_0":
+        return [block[32 * (i // 128) + i % 32] >> 2 * (i % 128 // 32) & 3 for i in range(256)]
+    codes = [0] * 256
+    for first, count, size, digits in ((0, 32, 0, 5), (32, 16, 160, 5), (48, 4, 240, 4)):
+        for m in range(count):
+            fraction = block[first + m] / 256
+            for digit in range(digits):
+                fraction *= 3
+                codes[size + digit * count + m] = int(fraction)
+                fraction -= int(fraction)
+    return codes
+
+
+@pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0"])
+def test_ternary_values_are_kept_up_to_the_rounding_of_the_scale(name):
+    rng = np.random.default_rng(3)
+    signs = rng.integers(-1, 2, (40, 256))
+    signs[0], signs[1], signs[2] = 0, 1, -1
+    scales = np.float32(2) ** rng.uniform(-9, 3, (40, 1)).astype(np.float32)
+    raw = quantize(name, (signs * scales).astype(np.float32))
+    rounded = np.where(np.abs(signs).max(1, keepdims=True), scales, 0).astype(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(dequantize(name, raw).reshape(signs.shape), signs * rounded)
+    assert [ternary_digits(name, bytes(block)) for block in raw.reshape(40, -1)] == (signs + 1).tolist()
+    np.testing.assert_array_equal(quantize(name, dequantize(name, raw)), raw)
 
 
 def test_every_encoder_fills_whole_blocks():

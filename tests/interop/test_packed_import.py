@@ -132,6 +132,21 @@ def test_parts_of_a_projection_may_have_different_formats(tied, tmp_path):
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("kind", ["tq2_0", pytest.param("tq1_0", marks=pytest.mark.slow)])
+def test_ternary_blocks_stay_packed(kind, tmp_path):
+    export(tmp_path / "x.gguf", "llama", kind, std=256**-0.5, tie_word_embeddings=False, **WIDE)
+    model, arrays, widened, converted = read(tmp_path / "x.gguf")
+    transformer, found = logits(model, arrays, split(arrays)[0])
+    assert widened == {} and packed_kinds(transformer).keys() == {kind.upper(), "Q4_K", "Q6_K"}
+    name = f"blocks/1/ffn/gate_up/parts/0/{kind.upper()}"
+    assert arrays.tensors[name].shape == (2, 256, {"tq1_0": 54, "tq2_0": 66}[kind])
+    expected = logits(model, converted)[1]
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    if load_kernels().instructions is not None:
+        native = logits_of(transformer, matmul_kernel="native")
+        assert np.abs(native - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a random model of bytes, its export `x.gguf` of type q4_k_m, and imports of it: `packed` and `float`."""
@@ -187,7 +202,7 @@ def test_a_packed_model_may_have_its_key_heads_reordered(packed_model):
     assert np.abs(first - unpacked).max() <= 1e-5 * np.abs(first).max()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("q4_k_m", marks=pytest.mark.slow), "q8_0"])
+@pytest.mark.parametrize("kind", [pytest.param("q4_k_m", marks=pytest.mark.slow), "q8_0", "tq1_0"])
 def test_an_export_keeps_the_blocks_of_a_packed_run(kind, folder, tmp_path):
     """The rows of queries and keys, and the parts of joint projections, are in another order in the run."""
     export_checkpoint(folder / "trained", tmp_path / "x.gguf", "gguf", kind)
@@ -200,7 +215,7 @@ def test_an_export_keeps_the_blocks_of_a_packed_run(kind, folder, tmp_path):
     export_checkpoint(tmp_path / "run", tmp_path / "default.gguf", "gguf")
     assert (tmp_path / "default.gguf").read_bytes() == (tmp_path / "again.gguf").read_bytes(), "the type of the blocks is kept"
     # Matrices in another format are quantized.
-    other = {"q4_k_m": "q6_k", "q8_0": "q4_0"}[kind]
+    other = {"q4_k_m": "q6_k", "q8_0": "q4_0", "tq1_0": "tq2_0"}[kind]
     export_checkpoint(tmp_path / "run", tmp_path / "other.gguf", "gguf", other)
     name = "blk.0.ffn_gate.weight"
     raw = quantize(open_gguf(tmp_path / "other.gguf").tensors[name].kind, read_tensor(before, name))

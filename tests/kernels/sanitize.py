@@ -26,7 +26,8 @@ from dantinox.kernels import native_library as native
 name, library = sys.argv[1:]
 native._packaged = lambda instructions: Path(library)
 assert native.load_kernels().instructions == name, native.load_kernels().note
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/kernels/test_packed_matmul.py", "-k", "not threads"]))
+tests = ["tests/kernels/test_packed_matmul.py", "tests/kernels/test_ternary_products.py"]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *tests, "-k", "not threads"]))
 """
 
 

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from dantinox.config import ExpertsConfig
-from dantinox.generation.decode.quantized_weights import LowPrecisionLinear, permute_heads, prepare
+from dantinox.generation.decode.quantized_weights import LowPrecisionLinear, TernaryIntegers, permute_heads, prepare
+from dantinox.kernels import load_kernels
 from dantinox.model.layers import FixedTernaryLinear, TernaryLinear
 from dantinox.model.moe import ExpertRows, FixedTernaryExperts, TernaryExpertLinear
 from dantinox.model.ternary import quantize_inputs, quantize_weights, weight_scales
@@ -124,6 +125,23 @@ def test_every_dtype_of_fixed_weights_gives_the_same_products():
         np.testing.assert_array_equal(fixed(x), expected)
         fixed.integers = LowPrecisionLinear(fixed.integers, dtype)
         np.testing.assert_allclose(fixed(x), expected, rtol=1e-5 if dtype == "int8" else 0, atol=1e-6 * (dtype == "int8"))
+
+
+def test_weights_of_two_bits_give_the_same_products():
+    """The sums of both are exact, so the results are equal to the last bit."""
+    if load_kernels().instructions is None:
+        pytest.skip(load_kernels().note)
+    built = build(config(projections="ternary", qkv_bias=True))
+    model = prepare(built.model(), matmul_kernel="native")
+    exact = prepare(built.model(), "float32", matmul_kernel="xla")
+    x = normal(2, 7, built.model().config.dim)
+    for order in (((0, 1), (0, 1)), ((1, 0), (1, 0))):
+        pairs = [permute_heads(one, order).blocks[0].attention for one in (model, exact)]
+        packed, plain = (attention.qkv for attention in pairs)
+        assert isinstance(packed.integers, TernaryIntegers) and not isinstance(plain.integers, TernaryIntegers)
+        np.testing.assert_array_equal(packed(x), plain(x))
+        inputs = normal(2, 7, *plain.shape_out[:1], plain.shape_out[1] - 2, plain.shape_out[2])
+        np.testing.assert_array_equal(pairs[0].out(inputs), pairs[1].out(inputs))
 
 
 @pytest.mark.parametrize("changes", [{"sub_norms": True}, {"experts": ExpertsConfig(3, 2)}])

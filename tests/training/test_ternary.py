@@ -51,7 +51,7 @@ def test_generates_and_keeps_its_logits_through_an_export(tmp_path):
     assert runs[1].config.model.projections == "ternary"
     tokens = [dantinox.generate(run.model, [[3, 1, 4]], max_new_tokens=4, temperature=0.0) for run in runs]
     np.testing.assert_array_equal(*tokens)
-    with pytest.raises(UserError, match=ERRORS["ternary_gguf"]):
+    with pytest.raises(UserError, match=ERRORS["bitnet_type"]):
         export_checkpoint(tmp_path / "run", tmp_path / "run.gguf", "gguf")
     with pytest.raises(UserError, match=ERRORS["ternary_int4"]):
         prepare(runs[0].model, "int4")

@@ -12,7 +12,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.kernels import FORMATS, MAX_NATIVE_BFLOAT16_ROWS, MAX_NATIVE_ROWS, load_kernels, matmul, unpack
+from dantinox.kernels import (
+    FORMATS,
+    MAX_NATIVE_BFLOAT16_ROWS,
+    MAX_NATIVE_ROWS,
+    load_kernels,
+    matmul,
+    pack_ternary,
+    ternary_matmul,
+    unpack,
+    unpack_ternary,
+)
 from dantinox.kernels.native_library import library_name
 from dantinox.machine import cpu_name, measured_once
 from dantinox.model import Transformer
@@ -216,6 +226,35 @@ class LowPrecisionExperts(nnx.Module):
         return experts_with_kernel(self, kernel)
 
 
+class TernaryIntegers(nnx.Module):
+    """The weights −1, 0 and 1 of a `FixedTernaryLinear` with 2 bits each; native kernels multiply 8-bit integers by them."""
+
+    def __init__(self, linear: Linear):
+        self.shape_in, self.shape_out = linear.shape_in, linear.shape_out
+        self.kernel = nnx.Param(pack_ternary(linear.kernel[...].reshape(math.prod(self.shape_in), -1).T))
+
+    def __call__(self, q: jax.Array) -> jax.Array:
+        batch_shape = q.shape[: q.ndim - len(self.shape_in)]
+        rows_RI = q.reshape(math.prod(batch_shape), -1).astype(jnp.int8)
+        sums_RO = ternary_matmul(rows_RI, self.kernel[...], native=True)
+        return sums_RO.astype(jnp.float32).reshape(*batch_shape, *self.shape_out)
+
+    def permute_heads(self, index_K: jax.Array, by_output: bool) -> "TernaryIntegers":
+        """Returns the weights with their first output axis (`by_output`) or first input axis, the key heads, in this order."""
+        weights_OI = unpack_ternary(self.kernel[...], math.prod(self.shape_in))
+        kernel = weights_OI.T.reshape(*self.shape_in, *self.shape_out)
+        kernel = jnp.take(kernel, index_K, axis=len(self.shape_in) if by_output else 0)
+        permuted: TernaryIntegers = nnx.clone(self)
+        permuted.kernel = nnx.Param(pack_ternary(kernel.reshape(math.prod(self.shape_in), -1).T))
+        return permuted
+
+
+def _pack_ternary(linear: TernaryLinear) -> FixedTernaryLinear:
+    fixed = FixedTernaryLinear(linear)
+    fixed.integers = TernaryIntegers(fixed.integers)
+    return fixed
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["merge"])
 @dataclass(frozen=True)
 class SplitModel:
@@ -249,7 +288,8 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
         row) or `int4` (a scale and a minimum per 64 or 32 weights; int8 for the output layer, for experts, and for rows that
         are not a multiple of 32). Norms and embeddings keep their dtype. `auto` is the compute dtype of the
         model, and packed weights stay packed. The weights −1, 0 and 1 of `model.projections: ternary` have this dtype, and
-        their scales are float32, so that every dtype gives the same products; int4 is not allowed.
+        their scales are float32, so that every dtype gives the same products; int4 is not allowed. With
+        `auto` and native kernels, they have 2 bits.
       matmul_dtype: dtype of matrix multiplications with bfloat16, int8 or int4 weights: `float32` or `bfloat16`. `auto` is
         bfloat16 on an accelerator, and on a CPU if a measurement shows that it is faster. For the packed weights of an
         imported GGUF file, `auto` is float32.
@@ -271,6 +311,9 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
         raise UserError(f"generation.weights: {says}", key="generation.weights", value=weights)
     packed_bytes = weight_bytes(model) if weights in ("int8", "int4") and is_packed(model) else None
     model = nnx.clone(model)
+    ternary = model.config.projections == "ternary"
+    if ternary and weights == "auto" and _uses_native(model, "int4", matmul_kernel):
+        _replace(model, (TernaryLinear,), _pack_ternary)
     _replace(model, (TernaryLinear,), FixedTernaryLinear)
     _replace(model, (TernaryExpertLinear,), FixedTernaryExperts)
     if weights != "auto":
@@ -440,7 +483,7 @@ def weight_bytes(model: Transformer) -> int:
 
 def _permute_linear(linear: Any, index_K: jax.Array, by_output: bool) -> Any:
     """Permutes the outputs (`by_output`) or the inputs of a projection, whose first output or input axis is the key head."""
-    if isinstance(linear, PackedLinear):
+    if isinstance(linear, PackedLinear | TernaryIntegers):
         return linear.permute_heads(index_K, by_output)
     linear = nnx.clone(linear)
     if isinstance(linear, FixedTernaryLinear):

@@ -284,6 +284,34 @@ def _q6_k(x: np.ndarray) -> dict[str, np.ndarray]:
     return {"d": d, "scales": whole, "ql": low, "qh": np.bitwise_or.reduce(high, axis=2).reshape(len(x), -1)}
 
 
+def _ternary_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns d and the codes 0, 1 and 2 with x ≈ d · (code − 1); d is the largest absolute value."""
+    d = np.abs(x).max(-1)
+    scaled = x * _reciprocal(d)[:, None]
+    return d, ((scaled >= 0.5).astype(np.uint8) + np.uint8(1)) - (scaled <= -0.5).astype(np.uint8)  # halves: away from zero
+
+
+def _base_three(codes: np.ndarray) -> np.ndarray:
+    """Packs the digits of numbers in base 3, `[B, digits, n]`, to bytes `[B, n]`: fractions of 243 in 256ths, rounded up."""
+    powers = np.array([81, 27, 9, 3, 1], np.uint16)[: codes.shape[1], None]
+    number = np.add.reduce(codes * powers, axis=1, dtype=np.uint16)
+    return ((number * np.uint16(256) + np.uint16(242)) // np.uint16(243)).astype(np.uint8)
+
+
+def _tq1_0(x: np.ndarray) -> dict[str, np.ndarray]:
+    d, codes = _ternary_codes(x)
+    parts = (codes[:, :160].reshape(-1, 5, 32), codes[:, 160:240].reshape(-1, 5, 16), codes[:, 240:].reshape(-1, 4, 4))
+    first, second, last = map(_base_three, parts)
+    return {"d": d, "qs": np.concatenate([first, second], -1), "qh": last}
+
+
+def _tq2_0(x: np.ndarray) -> dict[str, np.ndarray]:
+    d, codes = _ternary_codes(x)
+    fields = codes.reshape(-1, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return {"d": d, "qs": np.bitwise_or.reduce(fields, axis=2).reshape(len(x), -1)}
+
+
 ENCODERS: dict[str, Callable[[np.ndarray], Mapping[str, np.ndarray]]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "TQ1_0": _tq1_0, "TQ2_0": _tq2_0,
 }  # fmt: skip

@@ -18,6 +18,7 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.files import escape_name, quote
+from dantinox.interop.gguf.gguf_bitnet import check_ternary_types, is_projection, split_scales, ternary_values
 from dantinox.interop.gguf.gguf_config import (
     count_mtp_layers,
     frequency_tensors,
@@ -68,6 +69,8 @@ def source_from_gguf(file: GGUFFile) -> Source:
         raise UserError(f"{path} has general.type: {quote(file.metadata['general.type'])}, expected 'model'")
     file = _split_qkv(_drop_mrope(file))
     family, config = gguf_to_hf_config(file)
+    ternary = family.arch == "bitnet"
+    file, read_array = split_scales(file) if ternary else (file, partial(read_tensor, file))
     locations = _locate_tensors(file, family)
     config["tie_word_embeddings"] = "lm_head.weight" not in locations
     vocabulary = read_vocabulary(file.metadata, str(path))
@@ -79,6 +82,7 @@ def source_from_gguf(file: GGUFFile) -> Source:
     for name, (stored_names, expert) in locations.items():
         stored = [file.tensors[stored_name] for stored_name in stored_names]
         dtypes = {PLAIN_DTYPES[tensor.kind].name if tensor.kind in PLAIN_DTYPES else "float32" for tensor in stored}
+        dtypes = {"float32"} if ternary and is_projection(stored_names[0]) else dtypes
         if merged := family.merged.get(_generalize(name)):
             shape = _merged_shape(merged, config, [t.shape for t in stored], f"{path} has {' and '.join(stored_names)}")
         else:
@@ -109,7 +113,7 @@ def source_from_gguf(file: GGUFFile) -> Source:
         path=path,
         format="gguf",
         config=config,
-        tensors=LazyArrays(tensors, partial(make, partial(read_tensor, file))),
+        tensors=LazyArrays(tensors, partial(make, read_array)),
         blocks=blocks if quantized else None,
         **vocabulary._asdict(),
     )
@@ -239,6 +243,8 @@ def _convert(family: Family, config: Mapping[str, Any], name: str, array: np.nda
     """Converts a tensor from GGUF to transformers or, if `back` is true, from transformers to GGUF."""
     if _is_transposed(family, name, array.ndim):
         return array.T
+    if back and family.arch == "bitnet" and name.endswith("_proj.weight"):
+        return ternary_values(array)
     if family.norms_plus_one and name.endswith("norm.weight"):
         return np.asarray(array, np.float32) + (1 if back else -1)
     if heads := _permuted_heads(family, config, name):
@@ -277,7 +283,7 @@ def export_gguf(
       tensors: the tensors, with transformers' names.
       tokenizer: the tokenizer.
       kind: the type of matrices, a key of `FILE_TYPES`. Vectors are float32. In a quantized file some matrices have other
-        types, see `tensor_types`. None: the type with the formats in `packed`, or f32 if there are none.
+        types, see `tensor_types`. None: the type with the formats in `packed`, or f32 if there are none; tq2_0 for bitnet.
       packed: the number of weights of the run in each block format.
       chat_template: the Jinja template, or None.
       name: the name of the model in the metadata.
@@ -288,6 +294,8 @@ def export_gguf(
         written.
     """
     family = select_family(hf_config)
+    if family.arch == "bitnet" and not config.model.weight_tying:
+        raise UserError("llama.cpp's bitnet does not support model.weight_tying: false")
     tied = {"lm_head.weight"} if config.model.weight_tying else set()
     sources = _group_by_stored(family, [name for name in tensors if name not in tied])
     model = config.architecture(tokenizer.vocab_size)
@@ -302,6 +310,9 @@ def export_gguf(
             shapes |= {stored: (shapes[stored][0], type_name) for stored, type_name in types.items()}
         return shapes
 
+    if family.arch == "bitnet":
+        kind = kind or "tq2_0"
+        check_ternary_types(kind, shapes_of(kind))
     kind = kind or _type_of_blocks(packed or {}, shapes_of)
     shapes = shapes_of(kind)
     rows = shapes["token_embd.weight"][0][0]

@@ -38,6 +38,7 @@ HEADS_SPAN_WIDTH = (
     "olmo",
     "chatglm",
     "phi2",
+    "bitnet",
 )  # n_heads × head_size must equal the model dimension
 GLM_FLASH = (47, 48), 154880  # layer counts and vocabulary size for which llama.cpp assumes sigmoid scores in a deepseek2
 LARGE_MODEL_LAYERS = 64  # if a command-r has at least this many layers, llama.cpp assumes that it normalizes queries and keys
@@ -101,7 +102,15 @@ def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     if family.arch in ("gemma2", "gemma3"):
         wide = {"gemma2": 46, "gemma3": 62}[family.arch] == config["num_hidden_layers"]
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else head_size
-    if family.arch in ("olmo", "olmo2", "olmoe", "stablelm", "cohere2", "phi2"):  # transformers has no such key for these
+    if family.arch in (
+        "olmo",
+        "olmo2",
+        "olmoe",
+        "stablelm",
+        "cohere2",
+        "phi2",
+        "bitnet",
+    ):  # transformers has no such key for these
         del config["head_dim"]
     if family.arch == "olmo" and (epsilon := config.pop("layer_norm_eps")) != OLMO_EPSILON:
         raise UserError(f"{file.path} has olmo.attention.layer_norm_epsilon: {epsilon}; only {OLMO_EPSILON} is supported")
@@ -153,9 +162,11 @@ def select_family(hf_config: Mapping[str, Any]) -> Family:
     Raises:
       UserError: the family cannot be exported.
     """
-    rows = [family for family in FAMILIES if family.model_type == hf_config["model_type"]]
+    # The `model_type` of this family is that of Llama.
+    name = "bitnet_b1_58" if hf_config.get("architectures") == ["BitnetForCausalLM"] else hf_config["model_type"]
+    rows = [family for family in FAMILIES if family.model_type == name]
     if not rows:
-        raise UserError(f"the family {hf_config['model_type']} cannot be exported to GGUF")
+        raise UserError(f"the family {name} cannot be exported to GGUF")
     # Granite 4 is one family in transformers and two architectures in llama.cpp, with and without experts.
     return rows[-1] if hf_config["model_type"] == "granitemoehybrid" and hf_config.get("num_local_experts") else rows[0]
 

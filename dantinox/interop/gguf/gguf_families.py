@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dantinox.interop.hf.hf_families import BITNET
+
 LAYER, EXPERT = "model.layers.{}.", "experts.{e}."
 EMBEDDINGS_AND_HEAD = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 TIED_EMBEDDINGS = {name: hf_name for name, hf_name in EMBEDDINGS_AND_HEAD.items() if name != "output"}
@@ -257,6 +259,15 @@ GEMMA4_MERGED = {
     LAYER + "experts.gate_up_proj": _rename_tensor("blk.{}.ffn_gate_up_exps.weight"),
     LAYER + "experts.down_proj": EXPERT_DOWN,
 }
+BITNET_DENSE = TIED_EMBEDDINGS | ATTENTION | NORMS_BEFORE | MLP  # llama.cpp always uses the embeddings as output layer
+
+
+def _sub_norms(attention: str, feed_forward: str) -> dict[str, str]:
+    """Returns the names of the norms before the output projections, with those of transformers in this family."""
+    return {"blk.{}.attn_sub_norm": f"{LAYER}self_attn.{attention}", "blk.{}.ffn_sub_norm": f"{LAYER}mlp.{feed_forward}"}
+
+
+BITNET_NAMES = BITNET_DENSE | _sub_norms("attn_sub_norm", "ffn_sub_norm")
 SILU, GELU = {"hidden_act": "silu"}, {"hidden_activation": "gelu_pytorch_tanh"}
 NO_BIAS = {"attention_bias": False}
 GRANITE_MOE_SHARED = Family(
@@ -468,5 +479,12 @@ FAMILIES = (
     ),
     GRANITE_MOE_SHARED,
     GRANITE_MOE_SHARED._replace(model_type="granitemoehybrid"),
+    Family("bitnet", "bitnet", BITNET_NAMES, SILU | NO_BIAS | {"quantization_config": BITNET}),
+    Family(
+        "bitnet_b1_58",
+        "bitnet",
+        BITNET_DENSE | _sub_norms("inner_attn_ln", "ffn_layernorm"),
+        SILU | NO_BIAS | {"quantization_config": BITNET},
+    ),
     Family("gpt2", "gpt2", GPT2, {"activation_function": "gelu_new"}),
 )

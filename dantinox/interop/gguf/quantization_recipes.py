@@ -29,9 +29,11 @@ FILE_TYPES = {
     "q5_k_m": FileType("Q5_K", 17),
     "q6_k": FileType("Q6_K", 18),
     "q8_0": FileType("Q8_0", 7),
+    "tq1_0": FileType("TQ1_0", 36),
+    "tq2_0": FileType("TQ2_0", 37),
 }
 # The type of a matrix whose rows are not a multiple of 256 values. If they are not a multiple of 32 either, it is F16.
-SMALL_BLOCK_TYPES = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+SMALL_BLOCK_TYPES = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0"}
 VALUE_PROJECTIONS = re.compile(r"attn_(v|qkv|kv_b)\.weight$")
 
 
@@ -53,6 +55,8 @@ def tensor_types(file_type: str, row_lengths: Mapping[str, int], layers: int, ex
             return "BF16"
         if name == "output.weight" or (tied and name in ("token_embd.weight", "per_layer_token_embd.weight")):
             chosen = "Q6_K" if base != "Q8_0" and length % TYPES[base].values == 0 else "Q8_0"
+        elif name in ("token_embd.weight", "per_layer_token_embd.weight") and base in ("TQ1_0", "TQ2_0"):
+            chosen = "Q4_K"
         elif VALUE_PROJECTIONS.search(name):
             chosen = _value_type(file_type, base, values.index(name), len(values), name, experts)
         elif "attn_k.weight" in name and experts == 8:
