@@ -1,4 +1,4 @@
-"""The order of sampling steps: one static order for all rows, or one order array per row that the program reads."""
+"""Runs the sampling steps in their order: one static order, or an array per row; steps that no row enables can be skipped."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

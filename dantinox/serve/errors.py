@@ -1,7 +1,8 @@
 """HTTP errors except those of body validation: status, message, code and headers.
 
 `Busy` means that `limits.MAX_QUEUED_REQUESTS` requests (`--queue`) wait already; `AsyncEngine.submit` raises it. Its status is
-429 (503 for clients of KoboldAI and Ollama), with the header `Retry-After`.
+429 (503 for clients of KoboldAI and Ollama), with the header `Retry-After`. The other error with status 429 is
+`operations.rate_limits.RateLimited`, for the limits of an API key.
 """
 
 import logging

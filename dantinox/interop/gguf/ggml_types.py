@@ -2,7 +2,7 @@
 
 The layouts and formulas are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-quants.c`). The
 functions here multiply, add and round to float32 in the same order as `ggml-quants.c`, so the values are bitwise equal to
-llama.cpp's.
+llama.cpp's. Weights that stay packed in a run are converted by `dantinox.kernels`.
 """
 
 from collections.abc import Callable
