@@ -34,6 +34,7 @@ from dantinox.model.cache_store import (
 from dantinox.model.compressed_cache import CompressedLayer, Compression
 from dantinox.model.layers import PLAIN_SOFTMAX
 from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
+from dantinox.model.prompt_attention import attend_in_blocks
 from dantinox.model.ring_attention import ring_attention
 from dantinox.platform import get_platform
 
@@ -68,6 +69,8 @@ class FullLayer:
         """Writes the new keys and values and attends. With `row`, the inputs are one sequence, which belongs to this row."""
         updated = self.append(k_BTKH, v_BTKH, positions_BT, row)
         store = updated.store if row is None else updated.store.select_row(row)
+        if isinstance(store, SegmentedStore) and positions_BT.shape[1] > 1 and probe is None:
+            return attend_in_blocks(q_BTKGH, store, positions_BT, window, softmax), updated, None
         positions_11S = jnp.arange(self.store.slots)[None, None]
         out_BTKGH, _, probed = attend(q_BTKGH, store, positions_BT, positions_11S, window, probe, softmax=softmax)
         return out_BTKGH, updated, probed

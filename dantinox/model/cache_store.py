@@ -145,6 +145,17 @@ class Store:
         """Returns one row as a store with a batch of one."""
         return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row, 1), self)
 
+    def read_block(self, row: jax.Array | None, start: jax.Array, count: int) -> Self:
+        """Returns `count` slots from `start` on, as a store; with `row`, those of this row only."""
+
+        def read_leaf(axis: int, leaf: jax.Array) -> jax.Array:
+            starts = [0 if row is None else row, *(start if n == axis else 0 for n in range(1, leaf.ndim))]
+            sizes = [leaf.shape[0] if row is None else 1, *leaf.shape[1:]]
+            sizes[axis] = count
+            return jax.lax.dynamic_slice(leaf, starts, sizes)
+
+        return self.map_slots(read_leaf)
+
     def join(self, other: Self) -> Self:
         """Returns a store with the slots of this store, followed by the slots of the other store."""
         return self.map_slots(lambda axis, a, b: jnp.concatenate([a, b], axis=axis), other)
@@ -327,19 +338,23 @@ class SegmentedStore:
         used_B = used_B if row is None else self.used_B.at[row].set(used_B[0])
         return SegmentedStore(tuple(map(write_segment, self._starts, self.segments)), used_B)
 
+    @property
+    def used(self) -> jax.Array:
+        """The number of slots up to the newest slot of the last `write`, of the longest row or of `row`."""
+        return jnp.max(self.used_B) if self.row is None else self.used_B[self.row]
+
     def apply_to_used(self, function: Callable[[StorePrefix], Any]) -> Any:
         """Applies a function to the segments that some row has reached.
 
         The shape of its result must not depend on the number of segments.
         """
-        used = jnp.max(self.used_B) if self.row is None else self.used_B[self.row]
 
         def apply_to_prefix(count: int) -> Any:
             segments = self.segments[:count]
             row = self.row
             return function(StorePrefix(segments if row is None else tuple(segment.select_row(row) for segment in segments)))
 
-        number = jnp.sum(used > jnp.asarray(self._starts[1:], jnp.int32))
+        number = jnp.sum(self.used > jnp.asarray(self._starts[1:], jnp.int32))
         return jax.lax.switch(number, [partial(apply_to_prefix, count + 1) for count in range(len(self.segments))])
 
 
