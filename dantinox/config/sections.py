@@ -50,8 +50,9 @@ RUN_FILES = (
     "chat_template.jinja", "tokenizer_config.json", "origin.json", "rewards.html",
 )  # fmt: skip
 
-RECORD_SUFFIXES = (".jsonl", ".jsonlines", ".ndjson")  # of files with one JSON record per line, in any case
-PLAIN_FILE = re.compile(r"\.\w+$|^builtin:")  # unless the name has one of these suffixes
+RECORD_SUFFIXES = (".jsonl", ".jsonlines", ".ndjson")  # of files with one JSON record per line, in upper or lower case
+# A name with any other suffix, or a built-in corpus, has no JSON Lines. Another name may be a folder or a dataset.
+PLAIN_FILE = re.compile(r"\.\w+$|^builtin:")
 
 
 class TokenizerSection(Section):
@@ -71,8 +72,12 @@ class TokenizerSection(Section):
 
 def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
     """Whether a corpus may contain JSON Lines, judged by the names of its files."""
-    parts = (corpus,) if isinstance(corpus, str) else corpus or ()
-    return any(any(s in part.lower() for s in RECORD_SUFFIXES) or not PLAIN_FILE.search(part) for part in parts)
+    paths = (corpus,) if isinstance(corpus, str) else corpus or ()
+    for path in paths:
+        has_record_suffix = any(suffix in path.lower() for suffix in RECORD_SUFFIXES)  # perhaps before .gz
+        if has_record_suffix or not PLAIN_FILE.search(path):
+            return True
+    return False
 
 
 # `distill.data` → the objective with the same data.
@@ -85,15 +90,17 @@ DISTILLED_DATA = {
 is_list = Condition("is a list", lambda paths: isinstance(paths, tuple))
 has_records = Condition("may contain JSON Lines", may_hold_records)
 NEEDS_HUB = Needs(("data.dataset_source", "huggingface"))
-# Conversations instead of plain text. `distill.data` is inactive, so that its default counts, with another objective.
+# The objectives that read conversations instead of plain text. With distill, `distill.data` decides. With any other objective,
+# `distill.data` is inactive and counts as its default `text`.
 READS_CONVERSATIONS = one_of("sft", *PREFERENCE_OBJECTIVES, "grpo")
 NEEDS_CONVERSATIONS = Needs(("training.objective", READS_CONVERSATIONS), ("distill.data", differs("text")))
-NEEDS_TEXT = Needs(("training.objective", one_of("next_token", "distill"))), Needs(("distill.data", "text"))
+NEEDS_TEXT = (Needs(("training.objective", one_of("next_token", "distill"))), Needs(("distill.data", "text")))  # both
 
 
 class DataSection(Section):
     """The corpus and its validation part."""
 
+    # Unlike with `as_tuple`, one string stays a string: a mixture needs a path that is a list.
     path: Annotated[str | tuple[str, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = field(
         None,
         "text file, folder, glob, .jsonl[.gz|.zst], builtin:python, builtin:recall, builtin:instructions, or a list of these",
@@ -114,7 +121,7 @@ class DataSection(Section):
     )
     text_field: Annotated[
         str,
-        Needs(*((f"data.{key}", has_records) for key in ("path", "val_path"))),
+        Needs(("data.path", has_records), ("data.val_path", has_records)),
         *NEEDS_TEXT,
     ] = field("text", "field of a JSON Lines record that holds the text")
     on_bad_file: Literal["error", "skip"] = field(
@@ -204,24 +211,32 @@ class Config(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yields an error for each contradiction among the settings of all sections."""
-        t, d, k, log = self.training, self.data, self.tokenizer, self.logging
-        if t.batch_size % t.grad_accum:
-            yield "training.grad_accum", f"must divide training.batch_size, got {t.grad_accum} and {t.batch_size}"
-        if None not in (t.steps, t.warmup_steps) and t.warmup_steps > t.steps:  # type: ignore[operator]
-            yield "training.warmup_steps", f"must be at most training.steps, got {t.warmup_steps} and {t.steps}"
-        if self.model.depth is not None:  # otherwise `resolve_depth` has replaced it
+        training = self.training
+        data = self.data
+        log = self.logging
+        if training.batch_size % training.grad_accum:
+            got = f"got {training.grad_accum} and {training.batch_size}"
+            yield "training.grad_accum", f"must divide training.batch_size, {got}"
+        steps, warmup_steps = training.steps, training.warmup_steps
+        if steps is not None and warmup_steps is not None and warmup_steps > steps:
+            yield "training.warmup_steps", f"must be at most training.steps, got {warmup_steps} and {steps}"
+        if self.model.depth is not None:  # `resolve_depth` replaces it only if num_blocks is not given
             layers = f"got {self.model.depth} and {self.model.num_blocks}"
             yield "model.depth", f"and model.num_blocks both set the number of layers: leave one of them out, {layers}"
         yield from distributed_conflicts(self.distributed)
-        if t.objective in (*PREFERENCE_OBJECTIVES, "grpo") and t.objective != "orpo" and t.init_from is None:
-            yield "training.objective", f"{t.objective} needs training.init_from, the run with the starting weights"
-        if k.tokenizer_type == "file" and k.tokenizer_path is None:
+        # ORPO, which includes supervised fine-tuning, can start from random weights.
+        needs_start = training.objective in (*PREFERENCE_OBJECTIVES, "grpo") and training.objective != "orpo"
+        if needs_start and training.init_from is None:
+            yield "training.objective", f"{training.objective} needs training.init_from, the run with the starting weights"
+        if self.tokenizer.tokenizer_type == "file" and self.tokenizer.tokenizer_path is None:
             yield "tokenizer.tokenizer_path", "must be set with tokenizer.tokenizer_type: file"
-        if d.mixture is not None and isinstance(d.path, tuple) and len(d.mixture) != len(d.path):
-            yield "data.mixture", f"must have one number per entry of data.path, got {len(d.mixture)} for {len(d.path)}"
-        if d.path == ():
+        if data.mixture is not None and isinstance(data.path, tuple) and len(data.mixture) != len(data.path):
+            got = f"got {len(data.mixture)} for {len(data.path)}"
+            yield "data.mixture", f"must have one number per entry of data.path, {got}"
+        if data.path == ():
             yield "data.path", "must name at least one file, got []"
-        if len({log.log_file, log.summary_file, *RUN_FILES}) < len(RUN_FILES) + 2:
+        names = (log.log_file, log.summary_file, *RUN_FILES)
+        if len(set(names)) < len(names):
             others = f"each other and from the other files of a run ({', '.join(RUN_FILES[:3])} and so on)"
             got = f"got {log.log_file} and {log.summary_file}"
             yield "logging.log_file", f"and logging.summary_file must differ from {others}, {got}"
@@ -234,10 +249,10 @@ class Config(Section):
         if self.kv.compresses and (uneven := uneven_keys(self.attention)) is not None:
             key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
             yield key, f"must be null with {uneven}: the budget needs layers whose keys have the same shape"
-        yield from grpo_conflicts(self.grpo, t.objective, self.generation)
+        yield from grpo_conflicts(self.grpo, training.objective, self.generation)
         yield from model_conflicts(self.model, self.moe, self.attention)
-        yield from distill_conflicts(self.distill, t.objective)
-        yield from lora_conflicts(self.lora, t.init_from, self.model, self.moe, self.attention)
+        yield from distill_conflicts(self.distill, training.objective)
+        yield from lora_conflicts(self.lora, training.init_from, self.model, self.moe, self.attention)
         yield from generation_conflicts(self.generation)
         yield from router_conflicts(self.router)
         yield from kv_conflicts(self.kv)

@@ -38,7 +38,9 @@ WHITE_BELOW = {"truecolor": 1.503, "256": 0.782}  # bits below which white lette
 LEGEND_BITS = (0, 0.5, 1, 2, 3, 4, 6, 8)
 MARKS = {"greedy": "ᵍ", "clarify": "ᶜ", "explore": "ᵉ", "resample": "ʳ", "adaptive": "ᵃ", "forced": "ᶠ"}
 PICTURES = {**{chr(code): chr(0x2400 + code) for code in range(32)}, "\x7f": "␡", "\t": "⇥   "}
-BREAK, BASE, ZERO_WIDTH_NON_JOINER, ZERO_WIDTH_JOINER = "↵", "◌", "\u200c", "\u200d"
+BREAK = "↵"  # shown for a line break
+BASE = "◌"  # shown under a combining mark that has no base character
+ZERO_WIDTH_NON_JOINER, ZERO_WIDTH_JOINER = "\u200c", "\u200d"
 
 
 class Glyph(NamedTuple):
@@ -100,11 +102,16 @@ def shade_text(text: str, bits: float | None, colors: Colors) -> str:
 
     A shaded line break is shown as ↵ before the break, so that the shade does not extend to the end of the line.
     """
-    lines = ["".join(c if c == "\t" else escape_character(c) for c in line) for line in text.split("\n")]
+    lines = [_escape_except_tabs(line) for line in text.split("\n")]
     if bits is None or colors == "none":
         return "\n".join(lines)
     shown = [line + BREAK for line in lines[:-1]] + lines[-1:]
     return "\n".join(f"\x1b[{_style(bits, colors)}m{line}\x1b[0m" if line else "" for line in shown)
+
+
+def _escape_except_tabs(line: str) -> str:
+    """Escapes a line of streamed text. Tabs stay: only lines that are laid out in cells, as in `show_entropy`, replace them."""
+    return "".join(character if character == "\t" else escape_character(character) for character in line)
 
 
 def digit_lines(pieces: Iterable[tuple[str, float | None]], width: int) -> Iterator[str]:
@@ -131,9 +138,11 @@ def _ramp_position(bits: float) -> float:
 
 def escape_character(character: str) -> str:
     """Returns a character, or its visible replacement if it could control a terminal, be invisible or reorder text."""
-    is_unsafe = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    if character in PICTURES:
+        return PICTURES[character]
     is_joiner = character in (ZERO_WIDTH_NON_JOINER, ZERO_WIDTH_JOINER)
-    return PICTURES.get(character, f"<U+{ord(character):04X}>" if is_unsafe and not is_joiner else character)
+    is_unsafe = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and not is_joiner
+    return f"<U+{ord(character):04X}>" if is_unsafe else character
 
 
 def _mark(token: Mapping[str, Any]) -> str | None:
@@ -155,7 +164,7 @@ def _pieces(tokens: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
 def _to_glyphs(pieces: Iterable[Piece]) -> list[Glyph]:
     """Splits pieces into glyphs; a glyph that spans several pieces belongs to the first one."""
     glyphs: list[Glyph] = []
-    before = None
+    previous_strategy = None
     for text, entropy, strategy in pieces:
         starts = True
         for character in text:
@@ -165,10 +174,10 @@ def _to_glyphs(pieces: Iterable[Piece]) -> list[Glyph]:
                 continue
             if not cell_len(shown):
                 shown = BASE + shown  # a combining mark without a base character
-            mark = strategy if strategy and strategy != before else ""
+            mark = strategy if strategy and strategy != previous_strategy else ""
             glyphs.append(Glyph(shown, entropy, mark, starts, character == "\n"))
             starts = False
-            before = strategy
+            previous_strategy = strategy
     return glyphs
 
 
@@ -179,8 +188,12 @@ def _joins(before: Glyph, character: str) -> bool:
 
 
 def _draw_lines(glyphs: Sequence[Glyph], width: int, colors: Colors) -> Iterator[str]:
-    for line in _wrap(glyphs, width, mark_cells=0 if colors == "none" else 1):
-        yield from _draw_marks_below(line) if colors == "none" else [_shade_line(line, colors)]
+    if colors == "none":
+        for line in _wrap(glyphs, width, mark_cells=0):
+            yield from _draw_marks_below(line)
+    else:
+        for line in _wrap(glyphs, width, mark_cells=1):  # a mark precedes its glyph in the line
+            yield _shade_line(line, colors)
 
 
 def _wrap(glyphs: Iterable[Glyph], width: int, mark_cells: int) -> Iterator[list[Glyph]]:
@@ -189,6 +202,7 @@ def _wrap(glyphs: Iterable[Glyph], width: int, mark_cells: int) -> Iterator[list
     for glyph in glyphs:
         while line and sum(part.cells + mark_cells * bool(part.mark) for part in [*line, glyph]) > width:
             spaces = [i for i, earlier in enumerate(line, 1) if earlier.text == " "]
+            # If the glyph is a space, the last word of the line is complete and stays.
             cut = spaces[-1] if spaces and glyph.text != " " else len(line)
             yield line[:cut]
             line = line[cut:]
@@ -202,13 +216,16 @@ def _wrap(glyphs: Iterable[Glyph], width: int, mark_cells: int) -> Iterator[list
 
 def _shade_line(line: Iterable[Glyph], colors: Colors) -> str:
     """Returns a line with escape sequences, reset at its end."""
-    parts = []
+    styled: list[tuple[str, str]] = []  # the parameters of an escape sequence, and text
     for glyph in line:
         if glyph.mark:
-            parts.append(("1", MARKS.get(glyph.mark, "?")))
-        parts.append(("" if glyph.entropy is None else _style(glyph.entropy, colors), glyph.text))
-    runs = ((style, "".join(text for _, text in run)) for style, run in groupby(parts, key=lambda part: part[0]))
-    return "".join(f"\x1b[{style}m{text}\x1b[0m" if style else text for style, text in runs)
+            styled.append(("1", MARKS.get(glyph.mark, "?")))  # bold
+        styled.append(("" if glyph.entropy is None else _style(glyph.entropy, colors), glyph.text))
+    shaded = ""
+    for style, run in groupby(styled, key=lambda pair: pair[0]):  # one sequence for neighbors of the same style
+        text = "".join(text for _, text in run)
+        shaded += f"\x1b[{style}m{text}\x1b[0m" if style else text
+    return shaded
 
 
 def _style(bits: float, colors: Colors) -> str:
@@ -238,9 +255,9 @@ def _legend(strategies: Sequence[str], width: int, colors: Colors) -> Iterator[s
         yield from textwrap.wrap(text, width)
         return
     chips = [Glyph(f" {bits:g}{'+' if bits == RAMP_BITS else ''} ", bits) for bits in LEGEND_BITS]
-    names = "".join(f"  {MARKS[name]} {name}" for name in strategies)
-    words = [_to_glyphs([(text, None, None)]) for text in ("entropy in bits ", names)]
-    yield from _draw_lines([*words[0], *chips, *words[1]], width, colors)
+    title = _to_glyphs([("entropy in bits ", None, None)])
+    names = _to_glyphs([("".join(f"  {MARKS[name]} {name}" for name in strategies), None, None)])
+    yield from _draw_lines([*title, *chips, *names], width, colors)
 
 
 def _totals(tokens: Sequence[Mapping[str, Any]]) -> str:
@@ -252,8 +269,10 @@ def _totals(tokens: Sequence[Mapping[str, Any]]) -> str:
     if entropies := _values(tokens, "entropy"):
         parts.append(f"mean entropy {statistics.fmean(entropies):.2f} ± {statistics.pstdev(entropies):.2f} bits")
     if tokens:
-        surprisal = -(_mean(tokens, "logprob") or 0) if all(_finite(t["logprob"]) is not None for t in tokens) else math.inf
-        parts.append(f"perplexity {math.exp(surprisal) if surprisal < 700 else math.inf:.2f}")
+        is_finite = all(_finite(token["logprob"]) is not None for token in tokens)
+        surprisal = -statistics.fmean(_values(tokens, "logprob")) if is_finite else math.inf
+        perplexity = math.exp(surprisal) if surprisal < 700 else math.inf  # the largest float is about e^709.8
+        parts.append(f"perplexity {perplexity:.2f}")
     shares = Counter("".join(map(escape_character, token["strategy"])) for token in tokens if "strategy" in token)
     parts += [f"{name} {100 * count / len(tokens):.0f}\u00a0%" for name, count in shares.most_common()]
     if forced := sum(token.get("forced", False) for token in tokens):

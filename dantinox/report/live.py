@@ -51,7 +51,9 @@ class LiveConsole(Console):
             self.bar.start()
         super().stage(name, done, total, unit)
         if self.bar is not None:
-            left = self.stages[name].time_left(time.monotonic()) if done > self.stages[name].first else ""
+            stage = self.stages[name]
+            has_estimate = done > stage.first  # units were completed since the stage was first shown
+            left = stage.time_left(time.monotonic()) if has_estimate else ""
             self.bar.update(self.bar.task_ids[0], completed=done, left=left, refresh=done >= total)
         if done >= total:
             self._end_stage()

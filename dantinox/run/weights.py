@@ -35,7 +35,7 @@ MAP = (0xDE, 0xDF)  # precede a length of 2 or 4 bytes
 SHORT_MAP, SHORT_LIST, SHORT_TEXT = range(0x80, 0x90), range(0x90, 0xA0), range(0xA0, 0xC0)  # contain the length
 LIST_OF_THREE, TRUE = 0x93, 0xC3
 UNSIGNED = range(0xCC, 0xD0)  # precede an integer of 1, 2, 4 or 8 bytes
-FIXED_EXTENSION = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}
+FIXED_EXTENSION = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}  # size of the content → type byte, which no length follows
 PACKER = msgpack.Packer()
 
 
@@ -68,8 +68,8 @@ def load_weights(
     Args:
       expected_shapes: for every path, an object with a `shape`, and the `dtype` uint8 if the array is packed.
       place: called with each path and its read-only array, with the dtype in the file. Its results are returned.
-      widen: from packed arrays that `expected_shapes` lacks, by path, to float parameters with the attributes of a
-        `StoredArray`. None: such arrays are an error.
+      widen: converts the packed arrays that `expected_shapes` lacks, by path, to float parameters by path. A float parameter
+        has the attributes of a `StoredArray`. None: such arrays are an error.
 
     Returns:
       The results of `place` by path, in the order of `expected_shapes`.
@@ -95,11 +95,11 @@ def load_weights(
             raise UserError(f"the weights {path} {error}") from None
     packed = {name for name, leaf in expected_shapes.items() if getattr(leaf, "dtype", None) == np.uint8}
     _compare(path, arrays, shapes, packed)
-    if size > total + overhead:
+    if size > total + overhead:  # content that belongs to no array, such as maps without entries, which the reader accepts
         raise UserError(
             f"the weights {path} are damaged: {size} bytes, expected {total} for the arrays and at most {overhead} more"
         )
-    return {name: place(name, arrays.pop(name).array()) for name in shapes}
+    return {name: place(name, arrays[name].array()) for name in shapes}
 
 
 def read_arrays(path: Path) -> tuple[dict[str, "StoredArray"], int]:
@@ -198,15 +198,15 @@ def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
 
 def _extension_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
     """Yields one array as Flax packs it: (shape, dtype name, bytes). The bytes are not copied."""
-    facts = PACKER.pack(array.shape) + PACKER.pack(array.dtype.name)
-    inside = bytes([LIST_OF_THREE]) + facts + _data_header(array.nbytes, BINARY)
-    yield _data_header(len(inside) + array.nbytes, EXTENSION) + bytes([ARRAY_EXTENSION]) + inside
+    shape_and_dtype = PACKER.pack(array.shape) + PACKER.pack(array.dtype.name)
+    before_data = bytes([LIST_OF_THREE]) + shape_and_dtype + _data_header(array.nbytes, BINARY)
+    yield _data_header(len(before_data) + array.nbytes, EXTENSION) + bytes([ARRAY_EXTENSION]) + before_data
     yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _data_header(size: int, type_bytes: tuple[int, int, int]) -> bytes:
     """Returns the type and length bytes of binary data or of an extension; the content follows separately."""
-    if type_bytes is EXTENSION and size in FIXED_EXTENSION:
+    if type_bytes == EXTENSION and size in FIXED_EXTENSION:
         return bytes([FIXED_EXTENSION[size]])
     width, type_byte = next((width, byte) for width, byte in zip((1, 2, 4), type_bytes, strict=True) if size < 256**width)
     return bytes([type_byte]) + size.to_bytes(width, "big")
@@ -274,6 +274,10 @@ class MsgpackReader:
             raise ValueError(f"{self.end - self.at} extra bytes after the parameters")
         return dict(_flat(tree))
 
+    def _peek(self) -> int:
+        """Returns the next byte, which stays unread. At the end of the file it is 0, and the following read raises an error."""
+        return self.content[self.at] if self.at < self.end else 0
+
     def _take(self, form: str) -> int:
         value: int = struct.unpack_from(form, self.content, self.at)[0]
         self.at += struct.calcsize(form)
@@ -286,13 +290,13 @@ class MsgpackReader:
             return kind - short.start
         if kind not in type_bytes:
             raise ValueError(f"found byte 0x{kind:02x} instead of {what}")
-        if type_bytes is MAP:
+        if type_bytes == MAP:
             return self._take((">H", ">I")[MAP.index(kind)])
         return self._take((">B", ">H", ">I")[type_bytes.index(kind)])
 
     def _name(self) -> str:
         """Reads a name; entries of a list have an integer as their name."""
-        head = self.content[self.at] if self.at < self.end else 0
+        head = self._peek()
         is_integer = head < 0x80 or head in UNSIGNED
         return str(self._integer()) if is_integer else self._text()
 
@@ -326,7 +330,7 @@ class MsgpackReader:
         return tree
 
     def _node(self, depth: int) -> Any:
-        head = self.content[self.at] if self.at < self.end else 0
+        head = self._peek()
         if head in EXTENSION or head in FIXED_EXTENSION.values():
             shape, values = self._array()
             return StoredArray(shape, (values,))

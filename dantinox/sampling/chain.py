@@ -40,14 +40,14 @@ from dantinox.sampling.window import Context, run_chain, run_steps
 GREEDY_STEPS = frozenset((*EDIT_STEPS, *PENALTY_STEPS))  # the steps that also apply to greedy rows
 XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the key of the row, for independent draws
 ALL_ALLOWED = 0xFFFFFFFF  # the mask word of 32 allowed tokens
-FUNCTIONS: dict[str, Callable[..., Array]] = {
-    name: next(
-        getattr(module, step.function or name)
-        for module in (steps, history, watermark)
-        if hasattr(module, step.function or name)
-    )
-    for name, step in STEPS.items()
-}
+
+
+def _find_function(name: str) -> Callable[..., Array]:
+    """Returns the function with this name from the module that defines it."""
+    return next(getattr(module, name) for module in (steps, history, watermark) if hasattr(module, name))
+
+
+FUNCTIONS: dict[str, Callable[..., Array]] = {name: _find_function(step.function or name) for name, step in STEPS.items()}
 
 
 class SampleInfo(NamedTuple):
@@ -91,42 +91,50 @@ def sample(
     Raises:
       ValueError: the router uses attention metrics, and `attention` is None.
     """
-    rows_B = jnp.arange(params.batch)
     active_B = jnp.ones(params.batch, bool) if active_B is None else active_B
     keys_B = _keys(params, state) if keys_B is None and params.stochastic else keys_B
     raw_BV, repaired_B = jax.vmap(steps.sanitize)(logits_BV)
     allowed_BV = _apply_allowed(_apply_logit_processor(raw_BV, params, state), params)
-    routes = metrics = found = None
+    routes: Route | None = None
+    metrics: Metrics | None = None
+    candidates: Candidates | None = None
     if params.router is not None:
         params, metrics, routes = _apply_router(params, raw_BV, attention)
     params = _apply_loop_temperature(params, state)
     context = Context(params, state, keys_B)
+    # The plan has three parts: the edits and penalties before any other step, the steps after them, and the last steps. The
+    # logits after the first part are kept, for the tokens of greedy rows and for the clarify token, which edits may forbid.
     last = [name for name in params.plan if name in LAST_STEPS]
     plan = params.plan[: len(params.plan) - len(last)]
-    first = next((i for i, name in enumerate(plan) if name not in GREEDY_STEPS), len(plan))
-    edits = _shared_order(params, plan[:first])
-    others: Order = _shared_order(params, plan[first:])
+    n_edits = next((i for i, name in enumerate(plan) if name not in GREEDY_STEPS), len(plan))
+    edits = _shared_order(params, plan[:n_edits])
+    others: Order = _shared_order(params, plan[n_edits:])
     if params.order is not None:
         edits = _shared_order(params, EDIT_STEPS)
         others = RowOrders.build(params.order, params.enabled, active_B)
     edited_BV = run_steps(_apply_step, edits, allowed_BV, context)
     final_BV, log_mass_B = run_chain(_apply_step, others, edited_BV, context, active_B)
     # Greedy rows enable only edits and penalties. If these all come first, the greedy token does not depend on later steps.
-    greedy_first = params.order is None and not any(name in GREEDY_STEPS for name in plan[first:])
+    greedy_first = params.order is None and not any(name in GREEDY_STEPS for name in plan[n_edits:])
     token_B = jax.vmap(first_argmax)(edited_BV if greedy_first else final_BV).astype(jnp.int32)
     greedy_B = params.temperature < GREEDY_BELOW
-    drawable_BV = final_BV
+    drawable_BV = final_BV  # the logits to draw from; with the router, those of the best of several candidates
     if params.stochastic and keys_B is not None:
-        processed_BV = drawable_BV = run_steps(_apply_step, _shared_order(params, last), final_BV, context)
+        processed_BV = run_steps(_apply_step, _shared_order(params, last), final_BV, context)
+        drawable_BV = processed_BV
         if routes is not None and params.score_fn is None:
             drawable_BV = _best_of_n_logits(processed_BV, raw_BV, params, routes)
         drawn_B = jax.vmap(draw)(drawable_BV, keys_B)
         if routes is not None and params.candidates:
-            found = _candidates(drawn_B, processed_BV, raw_BV, keys_B, metrics, params)
-            drawn_B = jnp.where(routes.strategy == ADAPTIVE, found.token, drawn_B)
+            candidates = _candidates(drawn_B, processed_BV, raw_BV, keys_B, metrics, params)
+            drawn_B = jnp.where(routes.strategy == ADAPTIVE, candidates.token, drawn_B)
         token_B = jnp.where(greedy_B, token_B, drawn_B)
-    surprise_B = None if state.mu is None else (log_mass_B - final_BV[rows_B, token_B]) / jnp.log(2.0)
-    routed = since_B = None
+    surprise_B = None
+    if state.mu is not None:
+        # In bits, before the truncation by mirostat: it does not change a kept logit, and `log_mass_B` is the mass before it.
+        surprise_B = (log_mass_B - final_BV[jnp.arange(params.batch), token_B]) / jnp.log(2.0)
+    routed: RouterReport | None = None
+    since_clarify_text_B: Array | None = None
     if routes is not None and params.router is not None:
         assert state.clarified is not None and state.length is not None
         distance_B = jnp.where(state.clarified < 0, -1, state.length - 1 - state.clarified)
@@ -137,9 +145,10 @@ def sample(
             cooldown_B = jnp.asarray(params.router.clarify_cooldown)
             clarifies_B = routes.strategy == CLARIFY
             inserted = params.clarify_text.insert(state.since_clarify_text, clarifies_B, edited_BV, cooldown_B)
-            since_B, forced_B = inserted.since, forced_B | inserted.forced
+            since_clarify_text_B = inserted.since
+            forced_B = forced_B | inserted.forced
             token_B = jnp.where(inserted.forced, inserted.token, token_B)
-        routed = RouterReport(attention if params.uses_attention else None, routes, forced_B, found)
+        routed = RouterReport(attention if params.uses_attention else None, routes, forced_B, candidates)
     empty_B = jnp.max(allowed_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
     reported = None
@@ -150,11 +159,14 @@ def sample(
             reported = make_report(*inputs)
         else:
             shapes = jax.eval_shape(make_report, *inputs)
-            nothing = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            reported = lax.cond(params.report_rows.any(), make_report, lambda *_: nothing(), *inputs)
+
+            def zeros(*_: Array) -> StepInfo:
+                return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+            reported = lax.cond(params.report_rows.any(), make_report, zeros, *inputs)
         reported = reported._replace(routed=routed)
     probability_B = None if state.adaptive_sum is None else _probabilities(final_BV, token_B, params)
-    new_state = update(params, state, token_B, active_B, surprise_B, probability_B, since_B)
+    new_state = update(params, state, token_B, active_B, surprise_B, probability_B, since_clarify_text_B)
     return token_B, new_state, SampleInfo(repaired_B, empty_B, reported)
 
 
@@ -172,21 +184,26 @@ def trace(
     The first entry is `model`, the repaired logits. Then come `logit_processor` if there is one, `constraint` if tokens are
     masked, the steps of the plan, and `candidates` if the router draws several.
     """
-    rows = [("model", jax.vmap(steps.sanitize)(logits_BV)[0])]
+    raw_BV, _ = jax.vmap(steps.sanitize)(logits_BV)
     routes = None
     if params.router is not None:
-        params, _, routes = _apply_router(params, rows[0][1], attention)
+        params, _, routes = _apply_router(params, raw_BV, attention)
     params = _apply_loop_temperature(params, state)
     context = Context(params, state, _keys(params, state))
+    x_BV = raw_BV
+    entries = [("model", x_BV)]
     if params.logit_processor is not None:
-        rows.append(("logit_processor", _apply_logit_processor(rows[0][1], params, state)))
+        x_BV = _apply_logit_processor(x_BV, params, state)
+        entries.append(("logit_processor", x_BV))
     if params.allowed_bits is not None:
-        rows.append(("constraint", _apply_allowed(rows[-1][1], params)))
+        x_BV = _apply_allowed(x_BV, params)
+        entries.append(("constraint", x_BV))
     for name in params.plan:
-        rows.append((name, run_steps(_apply_step, _shared_order(params, [name]), rows[-1][1], context)))
+        x_BV = run_steps(_apply_step, _shared_order(params, [name]), x_BV, context)
+        entries.append((name, x_BV))
     if routes is not None and params.score_fn is None:
-        rows.append(("candidates", _best_of_n_logits(rows[-1][1], rows[0][1], params, routes)))
-    return rows, routes
+        entries.append(("candidates", _best_of_n_logits(x_BV, raw_BV, params, routes)))
+    return entries, routes
 
 
 def all_allowed(rows: int, vocab_size: int) -> np.ndarray:
@@ -217,7 +234,8 @@ def _apply_allowed(raw_BV: Array, params: SamplingParams) -> Array:
 def _mask_disallowed(raw_V: Array, bits_W: Array) -> Array:
     allowed_V = unpack_bits(bits_W, raw_V.shape[0])
     allowed_logits_V = jnp.where(allowed_V, raw_V, -jnp.inf)
-    # If all allowed tokens have the logit -inf, they become equally likely, so that the constraint holds for any logits.
+    # If all allowed tokens have the logit -inf, they become equally likely, so that the constraint holds for any logits. An
+    # unconstrained row without tokens does not change, so that `sample` reports it as empty.
     all_removed = (allowed_logits_V == -jnp.inf).all() & ~allowed_V.all()
     return jnp.where(all_removed & allowed_V, 0.0, allowed_logits_V)
 
@@ -266,7 +284,8 @@ def _candidates(
 ) -> Candidates:
     """Draws the candidates of every row. Without a score function, they are drawn so that the drawn token is the best."""
     assert params.router is not None
-    score_fn, draws = params.score_fn, params.candidates
+    score_fn = params.score_fn
+    draws = params.candidates
 
     def one(drawn: Array, processed_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig) -> Candidates:
         candidates_key = jax.random.fold_in(key, CANDIDATES_KEY)
@@ -287,6 +306,7 @@ def _probabilities(final_BV: Array, token_B: Array, params: SamplingParams) -> A
         logits_B = final_BV[jnp.arange(params.batch), token_B]
         return jnp.where(on_B, jnp.exp(logits_B - jax.vmap(steps.log_mass)(final_BV)), probability_B)
 
+    # Run as a step of the plan, so that a program that skips inactive steps also skips this.
     return _shared_order(params, ["adaptive_p"]).run(step, jnp.zeros(params.batch))
 
 
@@ -303,7 +323,12 @@ def _apply_step(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
     """Applies one step to the rows, or windows, that enable it."""
     step = partial(run_step, name)
     if STEPS[name].by_row and context.window is None:
-        return lax.map(lambda row: lax.cond(row[1], step, lambda x_N, _: x_N, row[0], row[2]), (x_BN, on_B, context))
+
+        def run_row(operands: tuple[Array, Array, Context]) -> Array:
+            x_N, on, row = operands
+            return lax.cond(on, step, lambda x_N, _: x_N, x_N, row)
+
+        return lax.map(run_row, (x_BN, on_B, context))
     return jnp.where(on_B[:, None], jax.vmap(step)(x_BN, context), x_BN)
 
 

@@ -1,7 +1,7 @@
 """Subsets of the sampling steps that have programs of their own, for batches whose rows use no other steps.
 
-The program for all steps decides for every token which of them it runs (`sampling.order`). Such decisions are cheap on a CPU, but on an
-accelerator each of them takes longer than a step. The program for a subset runs its steps without a decision.
+The program for all steps decides for every token which of them it runs (`sampling.order`). Such decisions are cheap on a CPU,
+but on an accelerator each of them takes longer than a step. The program for a subset runs its steps without a decision.
 """
 
 from dataclasses import fields, replace

@@ -10,9 +10,9 @@ from dantinox.text.json_schemas import rewrite_schema
 from dantinox.text.reply_formats import FUNCTION_GEMMA_QUOTE, GEMMA_QUOTE, HARMONY, ReplyFormat
 from dantinox.text.tokenizer import Tokenizer
 
-# The separators that `json.dumps` writes, as in the conversations on which models are trained.
-COMPACT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-# Keywords beside which a schema does not list its properties itself.
+# Options of llguidance: the separators that `json.dumps` writes, as in the conversations on which models are trained.
+JSON_SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+# Keywords that can add properties: if a schema has one of them, its own `properties` are not all that it allows.
 APPLICATORS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "dependentSchemas"))
 DEFINITIONS = ("$defs", "definitions")
 EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -41,28 +41,32 @@ class Tool(NamedTuple):
           UserError: the tool is strict, and the grammar cannot express its parameters.
         """
         root = resolve_root(self.parameters)
-        schema = {**(root if APPLICATORS & root.keys() else EMPTY_OBJECT | root), "type": "object"}
+        defaults = {} if APPLICATORS & root.keys() else EMPTY_OBJECT
+        schema: dict[str, Any] = {**defaults, **root, "type": "object"}
         try:
             rewritten = rewrite_schema(schema, lenient=not self.strict)
         except ValueError as error:
             raise UserError(f"the parameters of the tool {quote(self.name)} cannot be used: {error}") from None
-        return {**rewritten, "x-guidance": COMPACT | ({} if self.strict else {"lenient": True})}
+        return {**rewritten, "x-guidance": JSON_SPACING | ({} if self.strict else {"lenient": True})}
 
     @property
-    def listed(self) -> dict[str, Any]:
+    def merged_schema(self) -> dict[str, Any]:
         """A schema of type object with all `properties` and `required` of the schema and of those that it combines."""
         schema = self.schema
         definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
-        properties, required = _listed(schema, schema, 0)
+        properties, required = _merge_properties(schema, schema, 0)
         for name, inner in properties.items():
-            if "$ref" in json.dumps(inner):
+            if "$ref" in json.dumps(inner):  # at any depth: it then needs the definitions beside it
                 properties[name] = resolve_root(inner | definitions)
         plain = {key: value for key, value in schema.items() if key not in APPLICATORS}
         return plain | {"properties": properties, "required": [name for name in properties if name in required]}
 
 
 def resolve_root(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema whose root is no reference into the document, unless other keywords stand beside the reference."""
+    """Replaces a reference at the root of a schema by its target, also if that is a reference again.
+
+    A reference beside properties or other applicators stays: both restrict the value.
+    """
     root = dict(schema)
     for _ in range(MAX_SCHEMA_DEPTH):
         if "$ref" not in root or root.keys() & (APPLICATORS | {"properties", "required"}) != {"$ref"}:
@@ -85,21 +89,22 @@ def _resolve(reference: Any, document: Mapping[str, Any]) -> Mapping[str, Any] |
     return found if isinstance(found, Mapping) else None
 
 
-def _listed(schema: Any, document: Mapping[str, Any], depth: int) -> tuple[dict[str, Any], set[str]]:
+def _merge_properties(schema: Any, document: Mapping[str, Any], depth: int) -> tuple[dict[str, Any], set[str]]:
     """Returns the properties of a schema and of those that it combines, and the names that all of these require."""
     if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return {}, set()
     properties = dict(schema.get("properties", {}))
     required = set(schema.get("required", ()))
     for inner in (_resolve(schema.get("$ref"), document), *schema.get("allOf", ())):
-        more, needed = _listed(inner, document, depth + 1)
+        more, needed = _merge_properties(inner, document, depth + 1)
         properties = properties | more | properties  # keeps the order and the schemas of the first
         required |= needed
     for key in ("anyOf", "oneOf"):
-        options = [_listed(option, document, depth + 1) for option in schema.get(key, ())]
+        options = [_merge_properties(option, document, depth + 1) for option in schema.get(key, ())]
         for more, _ in options:
             properties = properties | more | properties
-        required |= set.intersection(*(needed for _, needed in options)) if options else set()
+        if options:  # a value may match any one of them, so only what all of them require is required
+            required |= set.intersection(*(needed for _, needed in options))
     return properties, required
 
 
@@ -131,12 +136,13 @@ def tool_grammars(
     """
     rules: list[str] = []
     literal = _literals(tokenizer)
-    write = _Dialects(rules, literal)
+    writer = _RuleWriter(rules, literal)
     calls = " | ".join(f"call_{number}" for number in range(len(tools)))
     for number, tool in enumerate(tools):
-        rules.append(f"call_{number}: {WRITERS[form.name](write, tool)}")
+        rules.append(f"call_{number}: {WRITERS[form.name](writer, tool)}")
     rules.append(f"call: {calls}")
-    begin = literal(form.tools.begin_markers[0]) if not form.tools.opening else ""
+    # In a notation with an `opening`, a reply may begin with the calls themselves, without a marker.
+    begin = "" if form.tools.opening else literal(form.tools.begin_markers[0])
     end = literal(form.tools.end) if form.tools.end else ""
     layout = LAYOUTS.get(form.name, Layout())
     first, last, separator = literal(layout.first), literal(layout.last), literal(layout.separator)
@@ -150,7 +156,14 @@ def tool_grammars(
 
 
 class Layout(NamedTuple):
-    """The text around the calls of a section, and whether parallel calls repeat the call or the whole section."""
+    """The text around the calls of a section.
+
+    Attributes:
+      first, last: the texts before the first and after the last call of a section.
+      separator: the text between two calls of a section.
+      between: the text between two sections.
+      repeats: what several calls repeat: `call`, `section`, or `none` if a reply can have only one.
+    """
 
     first: str = ""
     last: str = ""
@@ -202,51 +215,49 @@ def _reasoning(form: ReplyFormat, literal: Callable[[str], str], rules: list[str
 # --- one call in each notation
 
 
-def _json_call(arguments: str) -> Callable[["_Dialects", Tool], str]:
-    def write(dialects: "_Dialects", tool: Tool) -> str:
+def _json_call(arguments: str) -> Callable[["_RuleWriter", Tool], str]:
+    def write(writer: "_RuleWriter", tool: Tool) -> str:
         head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{arguments}": '
         return f"{json.dumps(head)} %json {json.dumps(tool.schema)} {json.dumps('}')}"
 
     return write
 
 
-def _harmony_call(dialects: "_Dialects", tool: Tool) -> str:
-    head = dialects.literal(f"{tool.name} <|constrain|>json<|message|>")
+def _harmony_call(writer: "_RuleWriter", tool: Tool) -> str:
+    head = writer.literal(f"{tool.name} <|constrain|>json<|message|>")
     return f"{head} %json {json.dumps(tool.schema)}"
 
 
-def _args_call(dialects: "_Dialects", tool: Tool) -> str:
-    return f"{dialects.literal(tool.name + '[ARGS]')} %json {json.dumps(tool.schema)}"
+def _args_call(writer: "_RuleWriter", tool: Tool) -> str:
+    return f"{writer.literal(tool.name + '[ARGS]')} %json {json.dumps(tool.schema)}"
 
 
-def _xml_call(dialects: "_Dialects", tool: Tool) -> str:
-    parameters = tool.listed
+def _xml_call(writer: "_RuleWriter", tool: Tool) -> str:
+    parameters = tool.merged_schema
     required = set(parameters["required"])
-    text = [json.dumps(f"<function={tool.name}>\n")]
+    parts = [json.dumps(f"<function={tool.name}>\n")]
+    end = json.dumps("\n</parameter>\n")
     for key, schema in parameters["properties"].items():
+        begin = json.dumps(f"<parameter={key}>\n")
         is_text = isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema
-        if is_text:
-            value = dialects.rule("text", f"{TEXT} {json.dumps(chr(10) + '</parameter>' + chr(10))}", "[lazy]")
-        else:
-            value = f"{dialects.xml_value(schema)} {json.dumps(chr(10) + '</parameter>' + chr(10))}"
-        parameter = f"{json.dumps(f'<parameter={key}>' + chr(10))} {value}"
-        text.append(f"({parameter})" + ("" if key in required else "?"))
-    return " ".join([*text, json.dumps("</function>")])
+        value = writer.rule("text", f"{TEXT} {end}", "[lazy]") if is_text else f"{writer.xml_value(schema)} {end}"
+        parts.append(f"({begin} {value})" + ("" if key in required else "?"))
+    return " ".join([*parts, json.dumps("</function>")])
 
 
-def _gemma_call(quote: str) -> Callable[["_Dialects", Tool], str]:
-    def write(dialects: "_Dialects", tool: Tool) -> str:
-        return f"{json.dumps(f'call:{tool.name}')} {dialects.value(tool.listed, _gemma_dialect(quote))}"
+def _gemma_call(string_quote: str) -> Callable[["_RuleWriter", Tool], str]:
+    def write(writer: "_RuleWriter", tool: Tool) -> str:
+        return f"{json.dumps(f'call:{tool.name}')} {writer.value(tool.merged_schema, _gemma_dialect(string_quote))}"
 
     return write
 
 
-def _python_call(dialects: "_Dialects", tool: Tool) -> str:
-    pairs = dialects.members(tool.listed, PYTHON, "=", bare_keys=True)
+def _python_call(writer: "_RuleWriter", tool: Tool) -> str:
+    pairs = writer.members(tool.merged_schema, PYTHON, "=", bare_keys=True)
     return f"{json.dumps(tool.name + '(')} {pairs} {json.dumps(')')}"
 
 
-WRITERS: dict[str, Callable[["_Dialects", Tool], str]] = {
+WRITERS: dict[str, Callable[["_RuleWriter", Tool], str]] = {
     "hermes": _json_call("arguments"),
     "llama": _json_call("parameters"),
     "mistral": _json_call("arguments"),
@@ -267,7 +278,8 @@ class Dialect(NamedTuple):
     """How values are written.
 
     Attributes:
-      string: the Lark expression of any string; `quotes` are the texts around a constant string.
+      string: the Lark expression of any string; "": any text between the quotes.
+      quotes: the texts before and after a constant string.
       words: the texts of true, false and null.
       colon, comma: the separators of an object.
     """
@@ -283,11 +295,11 @@ class Dialect(NamedTuple):
 PYTHON = Dialect(r'/"[^"\\\n]*"/', ('"', '"'), ("True", "False", "None"), ": ", ", ")
 
 
-def _gemma_dialect(quote: str) -> Dialect:
-    return Dialect("", (quote, quote), ("true", "false", "null"), ":", ",")
+def _gemma_dialect(string_quote: str) -> Dialect:
+    return Dialect("", (string_quote, string_quote), ("true", "false", "null"), ":", ",")
 
 
-class _Dialects:
+class _RuleWriter:
     """Writes JSON schemas as Lark rules. Types, enums, nested objects and arrays are expressed; other keywords are ignored."""
 
     def __init__(self, rules: list[str], literal: Callable[[str], str]):
@@ -301,11 +313,14 @@ class _Dialects:
         return f"{name}_{self._number}"
 
     def xml_value(self, schema: Any) -> str:
-        """A value in Qwen's notation: JSON, but the strings of an enum have no quotes."""
+        """Returns the Lark expression of a value in Qwen's notation: JSON, but the strings of an enum have no quotes.
+
+        A string without an enum is free text, for which the caller has a rule.
+        """
         if isinstance(schema, Mapping) and schema.get("type") == "string":
             return "(" + " | ".join(json.dumps(str(value)) for value in schema["enum"]) + ")"
         inner = dict(schema) if isinstance(schema, Mapping) else {}
-        return f"%json {json.dumps(inner | {'x-guidance': COMPACT | {'lenient': True}})}"
+        return f"%json {json.dumps(inner | {'x-guidance': JSON_SPACING | {'lenient': True}})}"
 
     def value(self, schema: Any, dialect: Dialect, depth: int = 0) -> str:
         """Returns the Lark expression of a value."""
@@ -316,15 +331,15 @@ class _Dialects:
         if constants:
             return "(" + " | ".join(self.constant(value, dialect) for value in constants) + ")"
         options = schema.get("anyOf") or schema.get("oneOf")
-        kinds = schema.get("type")
+        type_ = schema.get("type")
         if options:
             return "(" + " | ".join(self.value(option, dialect, depth + 1) for option in options) + ")"
-        if isinstance(kinds, list):
-            return "(" + " | ".join(self.value({**schema, "type": kind}, dialect, depth + 1) for kind in kinds) + ")"
-        if kinds == "object" and (schema.get("properties") or schema.get("additionalProperties") is False):
+        if isinstance(type_, list):
+            return "(" + " | ".join(self.value({**schema, "type": kind}, dialect, depth + 1) for kind in type_) + ")"
+        if type_ == "object" and (schema.get("properties") or schema.get("additionalProperties") is False):
             body = self.members(schema, dialect, dialect.colon, bare_keys=dialect is not PYTHON, depth=depth)
             return self.rule("object", f"{json.dumps('{')} {body} {json.dumps('}')}")
-        if kinds == "array" and "items" in schema:
+        if type_ == "array" and "items" in schema:
             item = self.value(schema["items"], dialect, depth + 1)
             return self.rule("array", f'"[" ({item} ({json.dumps(dialect.comma)} {item})*)? "]"')
         simple = {
@@ -334,48 +349,51 @@ class _Dialects:
             "boolean": f"({json.dumps(dialect.words[0])} | {json.dumps(dialect.words[1])})",
             "null": json.dumps(dialect.words[2]),
         }
-        return simple[kinds] if kinds in simple else self.any_value(dialect)
+        return simple[type_] if type_ in simple else self.any_value(dialect)
 
     def members(self, schema: Mapping[str, Any], dialect: Dialect, colon: str, *, bare_keys: bool, depth: int = 0) -> str:
-        """Returns the members of an object in the order of the schema: all required ones, and any of the others.
+        """Returns the rule of the members of an object in the order of the schema: all required ones, and any of the others.
 
-        The members are rules `rest_i`: the members from i on after another member, and `first_i`: those from i on as the first.
+        The rules are made from the last property to the first, two for each: `first_…` for the members from this property on,
+        and `rest_…` for the same members after another one, so with a comma before them.
         """
         properties = schema.get("properties", {})
         required = set(schema.get("required", ()))
         rest, first = '""', '""'
         for key, inner in reversed([*properties.items()]):
+            # A key in quotes: the text of a JSON string, written as a Lark string.
             name = self.literal(key) if bare_keys else json.dumps(json.dumps(key, ensure_ascii=False))
             member = f"{name} {json.dumps(colon)} {self.value(inner, dialect, depth + 1)}"
-            after = self.rule(
-                "rest", f"{json.dumps(dialect.comma)} {member} {rest}" + ("" if key in required else f" | {rest}")
-            )
-            first = self.rule("first", f"{member} {rest}" + ("" if key in required else f" | {first}"))
+            or_rest = "" if key in required else f" | {rest}"  # without the optional member
+            or_first = "" if key in required else f" | {first}"
+            after = self.rule("rest", f"{json.dumps(dialect.comma)} {member} {rest}{or_rest}")
+            first = self.rule("first", f"{member} {rest}{or_first}")
             rest = after
         return first
 
     def string(self, dialect: Dialect) -> str:
         if dialect.string:
             return dialect.string
-        quote = self.literal(dialect.quotes[0])
-        if quote.startswith("<["):
-            return f"({quote} {TEXT} {quote})"
-        return self.rule("quoted", f"{quote} {self.rule('text', f'{TEXT} {quote}', '[lazy]')}")
+        mark = self.literal(dialect.quotes[0])
+        if mark.startswith("<["):  # a special token, which text never contains
+            return f"({mark} {TEXT} {mark})"
+        return self.rule("quoted", f"{mark} {self.rule('text', f'{TEXT} {mark}', '[lazy]')}")
 
     def constant(self, value: Any, dialect: Dialect) -> str:
         if isinstance(value, str):
             text = value if dialect is not PYTHON else json.dumps(value, ensure_ascii=False)[1:-1]
             return self.literal(dialect.quotes[0] + text + dialect.quotes[1])
         words = {True: dialect.words[0], False: dialect.words[1], None: dialect.words[2]}
-        return json.dumps(words[value] if value is None or isinstance(value, bool) else json.dumps(value))
+        has_word = value is None or isinstance(value, bool)  # not `in words`: 1 equals True, and 0 equals False
+        return json.dumps(words[value] if has_word else json.dumps(value))
 
     def any_value(self, dialect: Dialect) -> str:
         """Returns the expression of any value."""
         name = next((rule.split(":")[0] for rule in self.rules if rule.startswith("any_")), None)
-        if name is None:
+        if name is None:  # not made yet; its body refers to its name, so the number is taken before the body is made
             self._number += 1
             name = f"any_{self._number}"
-            self.rules.append("")
+            self.rules.append("")  # its place, before the rules of the body
             at = len(self.rules) - 1
             comma, colon = json.dumps(dialect.comma), json.dumps(dialect.colon)
             key = self.string(dialect) if dialect is PYTHON else "/[A-Za-z_][A-Za-z0-9_]*/"

@@ -185,7 +185,7 @@ def test_parameters_whose_root_is_no_plain_object(name, root, strict, compiler):
         found = found[:-1]
     assert found == expected
     text = CALLS[name](ARGUMENTS[expected[0]])
-    _, _, ((_, arguments),) = parsed(make_parser(form, {"t": tool.listed}), [form.tools.begin_markers[0] + text])
+    _, _, ((_, arguments),) = parsed(make_parser(form, {"t": tool.merged_schema}), [form.tools.begin_markers[0] + text])
     assert json.loads(arguments) == ARGUMENTS[expected[0]]
 
 

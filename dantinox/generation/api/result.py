@@ -87,7 +87,7 @@ class Result:
       finish_reason: `eos`, `stop`, `loop` (`loop_stop` ended it) or `length`.
       seed: seed of the sampler; the same seed reproduces the text.
       stats: token counts, and seconds and tokens per second of the batch, see `GenerationStats`.
-      steps: with `logprobs`: the same reports as a `StepInfo` of arrays `[steps, …]`.
+      steps: with `logprobs`: the reports of `info`, as a `StepInfo` of arrays `[steps, …]`; otherwise None.
       settings: the settings that differ from the defaults, by name.
       router: the settings of the entropy router; None if the router is off.
       attention: with `attention_stats`: the statistics of the attention of every head for every token; otherwise None.
@@ -112,7 +112,8 @@ class Result:
     router: dict[str, float | None] | None = None
     score: float | None = None
     attention: AttentionStats | None = field(default=None, repr=False, compare=False)
-    make_info: Callable[[], TokenColumns] = field(default=TokenColumns, repr=False, compare=False)  # called by `info`
+    # Computes `info` when it is first read, because converting all tokens takes time. The default returns an empty dict.
+    make_info: Callable[[], TokenColumns] = field(default=TokenColumns, repr=False, compare=False)
 
     @cached_property
     def info(self) -> TokenColumns:
@@ -125,8 +126,8 @@ class Result:
 
     def to_dict(self) -> dict[str, object]:
         """Returns a flat dict of the `RESULT_FIELDS`, ready for JSON, with `logprobs` and `score` if the result has them."""
-        known = {**vars(self), **self.stats}
+        values = {**vars(self), **self.stats}
         optional = {"logprobs": self.info or None, "score": self.score}
-        return {name: known[name] for name in RESULT_FIELDS} | {
+        return {name: values[name] for name in RESULT_FIELDS} | {
             key: value for key, value in optional.items() if value is not None
         }

@@ -95,10 +95,12 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, object]]:
     records = token_records(result.tokens, texts, steps, tokenizer)
     if result.attention is None:
         return records
-    heads = {
+    statistics = {
         name: values_TLH.astype(np.float64).round(DECIMALS).tolist() for name, values_TLH in result.attention._asdict().items()
     }
-    return [record | {"heads": {name: values[n] for name, values in heads.items()}} for n, record in enumerate(records)]
+    for n, record in enumerate(records):
+        record["heads"] = {name: values[n] for name, values in statistics.items()}
+    return records
 
 
 def token_records(
@@ -120,16 +122,24 @@ def token_records(
         "logprob": steps.logprob.tolist(),
         "logprob_sampled": _finite_or_none(steps.logprob_sampled),
     }
-    sampled_logprobs = map(_finite_or_none, steps.top_logprobs_sampled[:, :count])
-    top = steps.top_ids[:, :count].tolist(), steps.top_logprobs[:, :count].tolist()
-    lists = {"alternatives": [*zip(*top, sampled_logprobs, strict=True)]}
+    alternatives = zip(
+        steps.top_ids[:, :count].tolist(),
+        steps.top_logprobs[:, :count].tolist(),
+        map(_finite_or_none, steps.top_logprobs_sampled[:, :count]),
+        strict=True,
+    )
+    lists = {"alternatives": list(alternatives)}  # of every token: ids, and two lists of numbers in the order of `LISTS`
     drawn = _candidates(steps)
     if drawn is not None:
         lists["candidates"] = drawn
     token_text = lru_cache(None)(tokenizer.token_text)
 
     def entries(kind: str, n: int) -> list[dict[str, object]]:
-        return [dict(zip(LISTS[kind], (i, token_text(i), p, q), strict=True)) for i, p, q in zip(*lists[kind][n], strict=True)]
+        """Returns the alternatives or candidates of token n, with the fields `LISTS[kind]`."""
+        found = []
+        for token, logprob, last in zip(*lists[kind][n], strict=True):  # `last`: `logprob_sampled` or `score`
+            found.append(dict(zip(LISTS[kind], (token, token_text(token), logprob, last), strict=True)))
+        return found
 
     return [
         {"id": token, "text": texts[n]}
@@ -146,8 +156,11 @@ def _candidates(steps: StepInfo) -> list[tuple[list[int], list[float], list[floa
     """
     if steps.routed is None or steps.routed.candidates is None:
         return None
-    strategy, forced, drawn = steps.routed.route.strategy, steps.routed.forced, steps.routed.candidates
-    real = (drawn.ids >= 0) & (np.asarray(strategy) == ADAPTIVE)[:, None] & ~np.asarray(forced)[:, None]
+    drawn = steps.routed.candidates
+    is_adaptive_T = np.asarray(steps.routed.route.strategy) == ADAPTIVE
+    is_forced_T = np.asarray(steps.routed.forced)
+    # The other entries are unused, or candidates of a row for which the router did not draw.
+    real = (drawn.ids >= 0) & (is_adaptive_T & ~is_forced_T)[:, None]
     return [
         (ids[is_real].tolist(), logprobs[is_real].tolist(), _finite_or_none(scores[is_real]))
         for ids, logprobs, scores, is_real in zip(drawn.ids, drawn.logprobs, drawn.scores, real, strict=True)

@@ -18,7 +18,7 @@ class PromptScope(NamedTuple):
     Attributes:
       salt: separates the prompts of different users.
       lora: the name of the adapter that computes the prompt; None: the base model.
-      adapter: this adapter.
+      adapter: the slot of the adapter that had this name when the scope was found, see `is_current`.
     """
 
     salt: str = ""
@@ -59,5 +59,5 @@ def scope_features(adapters: AdapterSlots | None, scopes: Sequence[PromptScope])
 
 
 def scope_constants(adapters: AdapterSlots | None) -> Constants:
-    """Returns the constants of `scope_features`."""
+    """Returns the constants that the features of `scope_features` read: the matrices of all adapters of the batch."""
     return {} if adapters is None else {"adapters": adapters.stacks}

@@ -13,6 +13,7 @@ from dantinox.report.plots import new_figure, to_png
 from dantinox.report.tables import percent, side_by_side, wrap_lines
 
 CELL = 6  # characters of a number in the table
+# One color per entry of `HEAD_TYPES`, from the palette of the router's strategies.
 TYPE_COLORS = [COLORS[name] for name in ("greedy", "explore", "clarify", "resample", "adaptive")]
 
 
@@ -34,8 +35,9 @@ def kv_calibration_lines(calibration: HeadCalibration, width: int = 80, path: Pa
     bits = [f"{_bits_range(name)} bits" for name in counts]
     yield from side_by_side([[*counts], bits, [*map(str, counts.values())], shares], front=2)
     use = "saved in the run directory: " if path is None else f"saved in {path}: --kv_calibration {path} with "
-    ways = ["--kv_signal loss by the loss that eviction causes"] * (calibration.loss is not None)
-    ways += ["--kv_signal entropy by their entropy"]
+    ways = ["--kv_signal entropy by their entropy"]
+    if calibration.loss is not None:
+        ways.insert(0, "--kv_signal loss by the loss that eviction causes")
     use += f"--kv_budget 0.3 divides the cache slots among the heads, with {', with '.join(ways)}"
     yield from wrap_lines(["", *_extra_lines(calibration), "", use], width, "")
 
@@ -44,10 +46,12 @@ def _entropy_columns(calibration: HeadCalibration, width: int) -> list[list[str]
     """Returns table columns with a row per layer: all heads if they fit in `width`, else min, median, mean and max."""
     entropy_LN = calibration.heads("head_entropies")
     columns: dict[str, np.ndarray] = {f"H{n}": entropy_L for n, entropy_L in enumerate(entropy_LN.T)}
-    if 5 + CELL * len(columns) > width:
+    if len("layer") + CELL * len(columns) > width:
         columns = {name: getattr(np, name)(entropy_LN, axis=1) for name in ("min", "median", "mean", "max")}
-    layers = ["layer", *map(str, range(len(entropy_LN)))]
-    return [layers, *([name, *(f"{value:.2f}" for value in column)] for name, column in columns.items())]
+    table = [["layer", *map(str, range(len(entropy_LN)))]]
+    for name, column in columns.items():
+        table.append([name, *(f"{value:.2f}" for value in column)])
+    return table
 
 
 def _extra_lines(calibration: HeadCalibration) -> Iterator[str]:
@@ -78,14 +82,14 @@ def _extra_lines(calibration: HeadCalibration) -> Iterator[str]:
 
 def draw_kv_calibration(calibration: HeadCalibration) -> bytes:
     """Plots the entropy of every head, the number of heads of each type and, if estimated, the loss rise of each head."""
-    sizes = (calibration.loss_slots or [])[:1]
-    figure = new_figure(13 if sizes else 9, 4.2)
-    heat, bars, *more = figure.subplots(1, 2 + len(sizes), width_ratios=(3, 2.5, 3)[: 2 + len(sizes)])
-    _draw_heads(figure, heat, calibration.heads("head_entropies"), "mean entropy of a head's attention", "bits")
-    _draw_types(bars, calibration.head_types)
-    for axes, size in zip(more, sizes, strict=True):
-        title = f"loss rise if one head alone sees {size} tokens"
-        _draw_heads(figure, axes, np.maximum(calibration.heads("loss")[..., 0], 0), title, "nats per token")
+    width_ratios = [3, 2.5, 3] if calibration.loss_slots else [3, 2.5]
+    figure = new_figure(13 if calibration.loss_slots else 9, 4.2)
+    plots = figure.subplots(1, len(width_ratios), width_ratios=width_ratios)
+    _draw_heads(figure, plots[0], calibration.heads("head_entropies"), "mean entropy of a head's attention", "bits")
+    _draw_types(plots[1], calibration.head_types)
+    if calibration.loss_slots:
+        title = f"loss rise if one head alone sees {calibration.loss_slots[0]} tokens"
+        _draw_heads(figure, plots[2], np.maximum(calibration.heads("loss")[..., 0], 0), title, "nats per token")
     return to_png(figure)
 
 

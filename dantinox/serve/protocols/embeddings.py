@@ -22,17 +22,19 @@ from dantinox.serve.protocols.token_text import prompt_ids
 from dantinox.serve.service import Service
 
 
+def _is_ids(value: Any) -> bool:
+    """Returns whether a value is a list of at least one token id. JSON's true and false, which are ints in Python, are none."""
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
 def _to_inputs(value: Any) -> list[str | list[int]]:
     """Converts an input to a list: it may be a text, a list of texts, token ids, or a list of lists of ids."""
-    if isinstance(value, str):
+    if isinstance(value, str) or _is_ids(value):
         return [value]
-    if isinstance(value, list) and value:
-        if all(type(item) is int for item in value):
-            return [value]
-        if all(isinstance(item, str) or (isinstance(item, list) and item and set(map(type, item)) == {int}) for item in value):
-            if len(value) > MAX_EMBEDDINGS:
-                raise ValueError(f"must have at most {MAX_EMBEDDINGS:,} texts")
-            return value
+    if isinstance(value, list) and value and all(isinstance(item, str) or _is_ids(item) for item in value):
+        if len(value) > MAX_EMBEDDINGS:
+            raise ValueError(f"must have at most {MAX_EMBEDDINGS:,} texts")
+        return value
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists, none of them empty")
 
 
@@ -74,6 +76,7 @@ class RerankBody(StrictBody):
       return_documents: also return the text of each document.
     """
 
+    # field -> its accepted values, which have no effect
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"rank_fields": (["text"],)}
 
     model: str | None = None
@@ -93,10 +96,10 @@ def routes(service: Service) -> list[Route]:
         service.check_model(body.model)
         vectors_ND, tokens = await embed(service, body.input, "input", body.dimensions)
         usage: dict[str, JSON] = {"prompt_tokens": tokens, "total_tokens": tokens}
-        known: dict[str, JSON] = {"object": "list", "model": service.engine.name, "usage": usage}
+        fields: dict[str, JSON] = {"object": "list", "model": service.engine.name, "usage": usage}
         entry = b'{"object": "embedding", "index": %d, "embedding": %s}'
         rows = await run_in_thread(encode_vectors, vectors_ND, body.encoding_format == "base64", entry)
-        return response_with_rows(known, "data", rows)
+        return response_with_rows(fields, "data", rows)
 
     async def rerank(request: Request) -> Response:
         """Returns documents in the order of their similarity to a query."""
@@ -111,12 +114,16 @@ def routes(service: Service) -> list[Route]:
             result: dict[str, JSON] = {"index": index, "relevance_score": scores[index]}
             results.append(result | ({"document": {"text": body.documents[index]}} if body.return_documents else {}))
         usage: dict[str, JSON] = {"prompt_tokens": tokens, "total_tokens": tokens}
-        known: dict[str, JSON] = {"id": f"rerank-{secrets.token_hex(12)}", "model": service.engine.name}
-        return JSONResponse(known | {"results": results, "usage": usage})
+        fields: dict[str, JSON] = {"id": f"rerank-{secrets.token_hex(12)}", "model": service.engine.name}
+        return JSONResponse(fields | {"results": results, "usage": usage})
 
-    ranks = [Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")]
     # KoboldCpp has its embeddings, in OpenAI's format, also under its own path.
-    return [*(Route(path, embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/api/extra/embeddings")), *ranks]
+    embedding_paths = ("/v1/embeddings", "/api/extra/embeddings")
+    rerank_paths = ("/v1/rerank", "/v2/rerank", "/rerank")
+    return [
+        *(Route(path, embeddings, methods=["POST"]) for path in embedding_paths),
+        *(Route(path, rerank, methods=["POST"]) for path in rerank_paths),
+    ]
 
 
 async def embed(
@@ -138,26 +145,33 @@ async def embed(
       RateLimited: the API key has too few tokens left.
       UserError, Busy, Unavailable: as `EngineProtocol.embed`.
     """
-    dim, context = service.model.model.config.dim, service.context
+    dim = service.model.model.config.dim
+    context = service.context
     if dimensions is not None and dimensions > dim:
         raise RequestError(400, f"dimensions must be in [1, {dim}], got {dimensions}", param="dimensions")
     ids = await prompt_ids(service.model, inputs, param, embedding_ids)
     if truncate:
-        after = service.tokenizer.ids_after_text
-        ends = [after if isinstance(text, str) else () for text in inputs]
-        ids = [row if len(row) <= context else [*row[: context - len(end)], *end] for row, end in zip(ids, ends, strict=True)]
+        # A text keeps the special tokens that the tokenizer adds after it. An input that is given as ids has none of these.
+        after_text = service.tokenizer.ids_after_text
+        endings = [after_text if isinstance(text, str) else () for text in inputs]
+        ids = [_truncate(row, ending, context) for row, ending in zip(ids, endings, strict=True)]
     longest = max(map(len, ids))
     if longest > context:
         raise http_error("context", context, longest, param=param)
     record = current_record()
     tokens = sum(map(len, ids))
-    with record.tokens(tokens):
+    with record.tokens(tokens):  # reserved in the limit of the API key, then settled
         vectors_ND = await service.engine.embed(ids, service.options.pooling)
         record.processed_tokens += tokens
     if dimensions is not None and dimensions < dim:
         vectors_ND = vectors_ND[:, :dimensions]
         vectors_ND = vectors_ND / np.maximum(np.linalg.norm(vectors_ND, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    return vectors_ND, sum(map(len, ids))
+    return vectors_ND, tokens
+
+
+def _truncate(ids: list[int], ending: Sequence[int], length: int) -> list[int]:
+    """Returns at most `length` ids. If some are dropped, the last ones are replaced by `ending`."""
+    return ids if len(ids) <= length else [*ids[: length - len(ending)], *ending]
 
 
 def encode_vectors(vectors_ND: np.ndarray, as_base64: bool = False, entry: bytes | None = None) -> list[bytes]:
@@ -166,7 +180,7 @@ def encode_vectors(vectors_ND: np.ndarray, as_base64: bool = False, entry: bytes
     Every vector is encoded separately, because the encoder of a large list would block all threads until it ends.
 
     Args:
-      entry: a format of the index and the JSON of the vector; None: the JSON of the vector alone.
+      entry: a %-format for two values, the index and the JSON of the vector. None: the result is the JSON of the vector alone.
     """
     rows = []
     for index, vector_D in enumerate(vectors_ND):
@@ -176,7 +190,7 @@ def encode_vectors(vectors_ND: np.ndarray, as_base64: bool = False, entry: bytes
     return rows
 
 
-def response_with_rows(known: Mapping[str, JSON], name: str, rows: Sequence[bytes]) -> Response:
-    """Returns the JSON of an object with the field `name`, a list of rows that are JSON already."""
-    head = json.dumps(known).encode()[:-1]
+def response_with_rows(fields: Mapping[str, JSON], name: str, rows: Sequence[bytes]) -> Response:
+    """Returns the JSON of an object with the fields `fields` and the field `name`, a list of rows that are JSON already."""
+    head = json.dumps(fields).encode()[:-1]  # without the closing brace
     return Response(b'%s, "%s": [%s]}' % (head, name.encode(), b", ".join(rows)), media_type="application/json")

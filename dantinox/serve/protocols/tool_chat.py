@@ -238,9 +238,9 @@ def _valid_schemas() -> Iterator[None]:
 
 
 def _tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
-    """Returns the listed properties of each tool by its name."""
+    """Returns the merged schema of each tool by its name."""
     with _valid_schemas():
-        return {tool.name: tool.listed for tool in tools}
+        return {tool.name: tool.merged_schema for tool in tools}
 
 
 def _constraint(
