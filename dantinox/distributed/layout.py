@@ -330,15 +330,28 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
     if sizes["tensor"] > 1 and model.lora is not None and model.lora.held == "nf4":
         blocks = "its blocks of 64 inputs cannot be split between devices"
         raise UserError(f"distributed.tensor must be 1 with lora.base_weights: nf4, got {sizes['tensor']}: {blocks}")
-    if sizes["tensor"] > 1 and (model.projections == "ternary" or model.sub_norms):
-        key = "model.projections: ternary" if model.projections == "ternary" else "model.sub_norms"
-        one = "scales and norms are those of whole matrices and rows"
-        raise UserError(f"distributed.tensor must be 1 with {key}, got {sizes['tensor']}: {one}")
+    check_whole_matrices(model, sizes["tensor"])
     if sizes["expert"] > 1 and model.experts is None:
         raise UserError(f"distributed.expert must be 1 for a model without experts, got {sizes['expert']}")
     if sizes["sequence"] > 1:
         _check_sequence(sizes["sequence"], config, model)
     return sizes
+
+
+def check_whole_matrices(model: ModelConfig, devices: int, owner: str = "") -> None:
+    """Checks that the matrices of a model can be split over the `tensor` axis.
+
+    Args:
+      owner: `of the teacher`, for the error message; the default is the trained model.
+
+    Raises:
+      UserError: the model has ternary projections or sub-norms, and the axis has several devices.
+    """
+    if devices == 1 or (model.projections != "ternary" and not model.sub_norms):
+        return
+    key = "model.projections: ternary" if model.projections == "ternary" else "model.sub_norms"
+    one = "scales and norms are those of whole matrices and rows"
+    raise UserError(f"distributed.tensor must be 1 with {key}{owner}, got {devices}: {one}", key="distributed.tensor")
 
 
 def _check_sequence(devices: int, config: Config, model: ModelConfig) -> None:

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dantinox.config import LoraConfig, ModelConfig
 from dantinox.model.frozen_weights import FrozenMatrix, dequantize, frozen_tensordot, initial_matrix
-from dantinox.model.layers import LINEAR_OUTPUT, PLAIN_ACTIVATIONS, Linear, add_bias, cast_tensordot, dropout
+from dantinox.model.layers import LINEAR_OUTPUT, PLAIN_ACTIVATIONS, Linear, TernaryLinear, add_bias, cast_tensordot, dropout
 from dantinox.model.moe import ExpertLinear
 
 ADAPTER_SUFFIXES = ("lora_a", "lora_b")  # suffixes of the names of adapter matrices
@@ -178,9 +178,10 @@ def _pad_to_outputs(added: jax.Array, part: tuple[int | None, int | None], size:
 
 
 def add_adapters(layer: nnx.Module, number: int, model: ModelConfig, *, rngs: nnx.Rngs) -> None:
-    """Replaces every `Linear` of a layer by an `AdaptedLinear`, and casts the kernels of experts as `cast_frozen_table` does.
+    """Replaces every `Linear` of a layer by an `AdaptedLinear`, except ternary ones.
 
-    `number` is the index of the layer, from 0.
+    Kernels of ternary projections and of experts are cast as `cast_frozen_table` does. `number` is the index of the layer,
+    from 0.
     """
     lora = model.lora
     assert lora is not None
@@ -188,12 +189,12 @@ def add_adapters(layer: nnx.Module, number: int, model: ModelConfig, *, rngs: nn
     owners = [(path, node) for path, node in nnx.iter_graph(layer) if isinstance(node, nnx.Module)]
     for path, owner in owners:
         for name, part in list(vars(owner).items()):
-            if isinstance(part, Linear):
+            if isinstance(part, TernaryLinear | ExpertLinear):
+                cast_frozen_table(part.kernel, lora)
+            elif isinstance(part, Linear):
                 module = "/".join(map(str, (*path, name)))
                 adapted: dict[str, Projection] = {target: p for target, p in targets if p.module == module}
                 setattr(owner, name, AdaptedLinear(part, adapted, lora, rngs=rngs))
-            elif isinstance(part, ExpertLinear):
-                cast_frozen_table(part.kernel, lora)
 
 
 def cast_frozen_table(table: Any, lora: LoraConfig | None) -> None:

@@ -64,7 +64,7 @@ def weight_scales(w: jax.Array, parts: Sequence[int] = (), lead: int = 0) -> jax
     # The weights of a packed checkpoint have one magnitude, or are 0. Divided by the largest magnitude, their sum is exact.
     largest = jnp.max(magnitudes, axis=axes, keepdims=True)
     means = largest * jnp.mean(magnitudes / jnp.where(largest > 0, largest, 1), axis=axes, keepdims=True)
-    if len(parts) > 1:
+    if parts:
         slices = jnp.split(means, np.cumsum(parts)[:-1], axis=-2)
         whole = [jnp.broadcast_to(jnp.mean(part, axis=-2, keepdims=True), part.shape) for part in slices]
         means = jnp.concatenate(whole, axis=-2)

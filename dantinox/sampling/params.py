@@ -215,6 +215,13 @@ class SamplingParams:
                 raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
         if clarify_ids is None and first.strategy == "entropy" and any(c.router.clarify_text is not None for c in configs):
             raise _error("router.clarify_text", "needs a tokenizer: pass its token ids as clarify_ids")
+        if clarify_ids is not None and len(clarify_ids) != len(sections):
+            raise _error(
+                "router.clarify_text", f"needs one list of token ids per row, got {len(clarify_ids)} for {len(sections)}"
+            )
+        for ids in clarify_ids or ():
+            if any(not 0 <= token < (vocab_size or 1 << 31) for token in ids):
+                raise _error("router.clarify_text", f"must have token ids in [0, {vocab_size}), got {list(ids)}")
         stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
         enabled_by_row = [enabled_steps(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
         stochastic = extra_steps is not None or any(not is_greedy(section) for section in sections)

@@ -145,13 +145,13 @@ def test_packed_weights_keep_their_codes_and_scales(linear_class):
     scale = np.float32(0.0371)
     stored = scale if linear_class == "autobitlinear" else 1 / scale
     for number_type in (np.float32, ml_dtypes.bfloat16):
-        tensors = {"x.weight": pack(codes), "x.weight_scale": np.array([stored], number_type)}
+        tensors = {"x_proj.weight": pack(codes), "x_proj.weight_scale": np.array([stored], number_type)}
         options = {"quant_method": "bitnet"} | ({"linear_class": linear_class} if linear_class else {})
         config, files = dequantize_checkpoint({"quantization_config": options}, lazy(tensors))
         assert config == {"quantization_config": BITNET}
-        assert files.tensors == {"x.weight": ((12, 50), "float32")}
-        found = weight_scales(files["x.weight"])
-        np.testing.assert_array_equal(quantize_weights(files["x.weight"], found), codes)
+        assert files.tensors == {"x_proj.weight": ((12, 50), "float32")}
+        found = weight_scales(files["x_proj.weight"])
+        np.testing.assert_array_equal(quantize_weights(files["x_proj.weight"], found), codes)
         expected = np.float64(np.array(stored, number_type))
         np.testing.assert_allclose(np.float64(found), expected if linear_class == "autobitlinear" else 1 / expected, rtol=3e-7)
 
@@ -206,17 +206,18 @@ def test_ternary_llama_has_no_sub_norms():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"x.weight": np.full((3, 50), 0xFF, np.uint8)}, "ternary_bits"),
-        ({"x.weight_scale": np.array([1e-7], np.float32)}, "ternary_scale"),
-        ({"x.weight_scale": np.array([np.nan], np.float32)}, "ternary_scale"),
-        ({"x.weight_scale": np.ones(2, np.float32)}, "ternary_scale_shape"),
-        ({"x.weight": np.ones((3, 50), np.float32)}, "ternary_dtype"),
+        ({"x_proj.weight": np.full((3, 50), 0xFF, np.uint8)}, "ternary_bits"),
+        ({"x_proj.weight_scale": np.array([1e-7], np.float32)}, "ternary_scale"),
+        ({"x_proj.weight_scale": np.array([np.nan], np.float32)}, "ternary_scale"),
+        ({"x_proj.weight_scale": np.ones(2, np.float32)}, "ternary_scale_shape"),
+        ({"x_proj.weight": np.ones((3, 50), np.float32)}, "ternary_dtype"),
+        ({"head.weight": np.full((3, 50), 0x55, np.uint8), "head.weight_scale": np.ones(1, np.float32)}, "ternary_head"),
     ],
 )
 def test_damaged_matrices_are_errors(changes, says):
-    tensors = {"x.weight": np.full((3, 50), 0x55, np.uint8), "x.weight_scale": np.ones(1, np.float32)} | changes
+    tensors = {"x_proj.weight": np.full((3, 50), 0x55, np.uint8), "x_proj.weight_scale": np.ones(1, np.float32)} | changes
     with pytest.raises(UserError, match=ERRORS[says]):
-        dequantize_checkpoint({"quantization_config": PACKED}, lazy(tensors))[1]["x.weight"]
+        dequantize_checkpoint({"quantization_config": PACKED}, lazy(tensors))[1]["x_proj.weight"]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,22 @@ def test_scales_may_be_separate_tensors(tmp_path):
         np.testing.assert_array_equal(after[name], before[name], err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("name", "scale", "message"),
+    [
+        ("blk.1.attn_q.scale", [1.0, 1.0], "bitnet_scale_shape"),
+        ("blk.7.attn_q.scale", [1.0], "bitnet_scale_shape"),
+        ("blk.1.attn_q.scale", [0.0], "bitnet_scale_value"),
+        ("blk.1.attn_q.scale", [np.nan], "bitnet_scale_value"),
+    ],
+)
+def test_damaged_scales_are_errors(name, scale, message, tmp_path):
+    export(tmp_path / "x.gguf")
+    rewrite(open_gguf(tmp_path / "x.gguf"), tmp_path / "y.gguf", arrays={name: np.array(scale, np.float32)})
+    with pytest.raises(UserError, match=ERRORS[message]):
+        dict(imported(tmp_path / "y.gguf")[2].items())
+
+
 @pytest.mark.parametrize(("change", "message"), [(0.5, "bitnet_values"), (1e-7, "bitnet_scale")])
 def test_matrices_that_are_not_ternary_are_errors(change, message, tmp_path):
     export(tmp_path / "x.gguf")

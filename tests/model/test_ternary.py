@@ -77,6 +77,12 @@ def test_every_part_has_its_own_scale():
     np.testing.assert_allclose(found[0, 0, :, 0], np.repeat(expected, (3, 1, 1)), rtol=1e-6)
 
 
+def test_queries_alone_are_one_matrix():
+    """A layer that reads the keys and values of another layer has only queries."""
+    w = normal(6, 2, 3, 4)
+    np.testing.assert_allclose(weight_scales(w, (3,))[0, 0, :, 0], [np.abs(np.float64(w)).mean()] * 3, rtol=1e-6)
+
+
 def test_scale_of_weights_of_one_magnitude_is_exact():
     """This is how packed weights are imported: their mean must be their scale, to the last bits of float32."""
     integers = RANDOM.choice([-1, 0, 1], (300, 500))

@@ -134,6 +134,10 @@ def test_errors():
         ClarifyText.build([[1], [2] * (MAX_CLARIFY_TOKENS + 1)])
     with pytest.raises(UserError, match=ERRORS["router_clarify_text_needs_a_tokenizer"]):
         SamplingParams.build(ROUTER | {"seed": 1, "clarify_text": "x"})
+    settings = ROUTER | {"seed": 1, "clarify_text": "x"}
+    for ids, sentence in (([(16,)], "clarify_ids"), ([(-1,)], "clarify_ids"), ([(1,), (2,)], "clarify_rows")):
+        with pytest.raises(UserError, match=ERRORS[sentence]):
+            SamplingParams.build(settings, clarify_ids=ids, vocab_size=V)
     assert [*router_conflicts(RouterSection(clarify_token=3, clarify_text="x"))] == [
         ("router.clarify_text", "must be null if router.clarify_token is set: set one of them")
     ]

@@ -1,14 +1,20 @@
 """Runs with ternary projections: training, resume, generation, export, and what they do not support."""
 
+from dataclasses import replace
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 import dantinox
 from dantinox.config import UserError
-from dantinox.distributed.layout import mesh_sizes
+from dantinox.config.model import LoraConfig
+from dantinox.distributed.layout import check_whole_matrices, mesh_sizes
 from dantinox.generation import prepare
 from dantinox.interop.checkpoints import export_checkpoint
+from dantinox.model.lora import AdaptedLinear
 from dantinox.report import read_csv
 from dantinox.run.peft_folder import load_adapter
 from tests.error_texts import ERRORS
@@ -76,6 +82,24 @@ def test_matrices_are_not_split_in_training(changes, says):
     config = small_config(**changes, distributed__tensor=2, distributed__data=1)
     with pytest.raises(UserError, match=ERRORS[says]):
         mesh_sizes(config, config.architecture(VOCABULARY), 2)
+
+
+def test_matrices_of_a_teacher_are_not_split():
+    with pytest.raises(UserError, match=ERRORS["ternary_teacher"]):
+        check_whole_matrices(small_config(**TERNARY).architecture(VOCABULARY), 2, " of the teacher")
+
+
+def test_a_bfloat16_teacher_stays_ternary():
+    """Its logits are those of the ternary model whose float weights are rounded to bfloat16."""
+    model = small_config(**TERNARY, model__dtype="float32", model__dropout_rate=0.0).architecture(VOCABULARY)
+    frozen = dantinox.Transformer(replace(model, lora=LoraConfig(1, 1.0, (), held="bfloat16")), rngs=nnx.Rngs(0))
+    assert not [node for _, node in nnx.iter_graph(frozen.blocks) if isinstance(node, AdaptedLinear)]
+    plain = dantinox.Transformer(model, rngs=nnx.Rngs(0))
+    for (_, ours), (_, theirs) in zip(nnx.iter_graph(plain), nnx.iter_graph(frozen), strict=True):
+        if isinstance(ours, nnx.Param):
+            ours.set_value(theirs[...].astype(jnp.float32))
+    tokens, places = jnp.array([[3, 1, 4, 1, 5]]), jnp.arange(5)[None]
+    np.testing.assert_allclose(frozen(tokens, places)[0], plain(tokens, places)[0], rtol=0, atol=1e-5)
 
 
 def test_adapters_are_rejected(tmp_path):

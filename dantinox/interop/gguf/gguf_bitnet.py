@@ -6,6 +6,7 @@ float weights, from which `dantinox.model.ternary` computes ternary ones: their 
 absolute value. So if a share s of the weights is not 0, an import makes them ±g / s.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -30,10 +31,18 @@ def is_projection(name: str) -> bool:
 def split_scales(file: GGUFFile) -> tuple[GGUFFile, Callable[[str, int | None], np.ndarray]]:
     """Returns the file without the scales, and a function that reads a tensor as float weights.
 
-    The function raises a `UserError` for a matrix that is not ternary.
+    The function raises a `UserError` for a matrix that is not ternary, or a scale that is not a positive number.
+
+    Raises:
+      UserError: a scale has several elements, or belongs to no matrix.
     """
-    names = [name for name in file.tensors if name.endswith(tuple(f".{p}.scale" for p in PROJECTIONS))]
-    weights = {name: stored for name, stored in file.tensors.items() if name not in names}
+    suffixes = tuple(f".{part}.scale" for part in PROJECTIONS)
+    scales = {name: stored for name, stored in file.tensors.items() if name.endswith(suffixes)}
+    for name, stored in scales.items():
+        if math.prod(stored.shape) != 1 or name.removesuffix("scale") + "weight" not in file.tensors:
+            found = f"{file.path} has {escape_name(name)} of shape {list(stored.shape)}"
+            raise UserError(f"{found}, expected one number, the scale of a matrix")
+    weights = {name: stored for name, stored in file.tensors.items() if name not in scales}
     return file._replace(tensors=weights), partial(_read, file)
 
 
@@ -43,7 +52,10 @@ def _read(file: GGUFFile, name: str, expert: int | None = None) -> np.ndarray:
     array = read_tensor(file, name).astype(np.float32)
     scale = name.removesuffix(".weight") + ".scale"
     if scale in file.tensors:
-        array = array * read_tensor(file, scale).astype(np.float32).reshape(-1)[:1]
+        factor = float(read_tensor(file, scale).reshape(-1)[0])
+        if not 0 < abs(factor) < np.inf:
+            raise UserError(f"{file.path} has the scale {factor:g} in {escape_name(scale)}, expected a number other than 0")
+        array = array * np.float32(factor)
     level, count = np.abs(array).max(initial=0), np.count_nonzero(array)
     if not ((array == 0) | (np.abs(array) == level)).all():
         raise UserError(

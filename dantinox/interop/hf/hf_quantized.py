@@ -417,6 +417,9 @@ def _bitnet(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequan
     for module in _modules(tensors, ".weight_scale"):
         name, scale = f"{module}.weight", f"{module}.weight_scale"
         rows = _stored_tensor(tensors, name, scale, ("uint8",)).shape
+        if not module.endswith("_proj"):  # the model computes no ternary weights there
+            which = "which only projections can have"
+            raise UserError(f"the checkpoint has {escape_name(name)} as packed ternary weights, {which}")
         if len(rows) != 2:
             raise UserError(f"the checkpoint has {escape_name(name)} of shape {list(rows)}, expected two axes")
         if _stored_tensor(tensors, scale, name, FLOATS).shape != ():
