@@ -144,7 +144,8 @@ EXAMPLE_VALUES: dict[str, object] = {
     "router.high_varentropy": 5.0, "router.entropy_scale": 1.0, "router.varentropy_scale": 1.0, "router.temperature_min": 0.3,
     "router.temperature_max": 1.5, "router.clarify_token": "?", "router.resample_temperature_min": 0.7,
     "router.clarify_text": "Which one do you mean?", "router.resample_temperature_min_factor": 0.7, "kv.budget": 0.3,
-    "kv.budget_tokens": 128, "kv.layer_ratios": [0.5, 1.0, 2.0], "kv.calibration": "kv_entropy.json", "logging.wandb_project": "my_project",
+    "kv.budget_tokens": 128, "kv.layer_ratios": [0.5, 1.0, 2.0],
+    "kv.calibration": "kv_entropy.json", "logging.wandb_project": "my_project",
 }  # fmt: skip
 
 
