@@ -19,7 +19,7 @@ from dantinox.training.policy_loss import group_advantages
 from dantinox.training.policy_objective import answer_logprobs
 from dantinox.training.rewards import build_rewards
 from dantinox.training.rollout import Rollout, answer_rows, token_weights
-from dantinox.training.rollouts import Answer, Rollouts, rollout_seed
+from dantinox.training.rollout_sampler import Answer, RolloutSampler, rollout_seed
 from dantinox.training.step import TrainState, TrainStep, select_rows
 
 LENGTH_MULTIPLE = 8  # the length of the rows is a multiple of this number
@@ -113,7 +113,7 @@ class RolloutBatches:
         self._pad = tokenizer.pad_id or 0
         self._length = step.length
         self._rollouts, self._greedy = (
-            Rollouts(config, step.model, tokenizer, store.longest, samples=samples, prompts=prompts)
+            RolloutSampler(config, step.model, tokenizer, store.longest, samples=samples, prompts=prompts)
             for samples, prompts in ((config.grpo.samples, store.batch_size), (1, store.validation_rows))
         )
         self.skipped_batches = 0
@@ -223,7 +223,12 @@ class RolloutBatches:
                 return found, rounds
 
     def _answer(
-        self, rollouts: Rollouts, weights: Mapping[str, Any], prompts: Sequence[Prompt], seeds: Sequence[int], **options: Any
+        self,
+        rollouts: RolloutSampler,
+        weights: Mapping[str, Any],
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        **options: Any,
     ) -> list[Group]:
         sampled = rollouts.sample(weights, [prompt.ids for prompt in prompts], seeds, stop=self._stop, **options)
         return [self._score(prompt, answers) for prompt, answers in zip(prompts, sampled, strict=True)]

@@ -10,7 +10,7 @@ from dantinox.config import UserError
 from dantinox.model.parameters import Parameters
 from dantinox.text import Batch, Prompt, PromptStore, Tokenizer
 from dantinox.training.rollout import answer_rows
-from dantinox.training.rollouts import Rollouts, rollout_seed
+from dantinox.training.rollout_sampler import RolloutSampler, rollout_seed
 from dantinox.training.step import TrainState, TrainStep, select_rows
 
 
@@ -40,7 +40,7 @@ class SampledBatches:
         self._frozen = frozen
         self._stop = stop
         self._pad = tokenizer.pad_id or 0
-        self._rollouts = Rollouts(step.config, step.model, tokenizer, store.longest, samples=1, prompts=store.batch_size)
+        self._rollouts = RolloutSampler(step.config, step.model, tokenizer, store.longest, samples=1, prompts=store.batch_size)
         self.skipped_batches = 0
 
     def batch(self, step: int, state: TrainState) -> Batch:

@@ -48,7 +48,7 @@ def train_with_rewards(path, resume, arguments):
 
     from dantinox.training.launch import launch
     from dantinox.training.rollout_batches import RolloutBatches
-    from dantinox.training.rollouts import Rollouts
+    from dantinox.training.rollout_sampler import RolloutSampler
     from dantinox.training.training_log import TrainingLog
 
     def kill_in(owner, name, number):
@@ -64,7 +64,7 @@ def train_with_rewards(path, resume, arguments):
 
         setattr(owner, name, call)
 
-    phases = {"sampling": (Rollouts, "_answers"), "scoring": (RolloutBatches, "_score"), "updating": (TrainingLog, "add")}
+    phases = {"sampling": (RolloutSampler, "_answers"), "scoring": (RolloutBatches, "_score"), "updating": (TrainingLog, "add")}
     for phase, place in phases.items():
         if phase in arguments:
             kill_in(*place, int(arguments[-1]))

@@ -23,7 +23,7 @@ from dantinox.training.dry_run import dry_run
 from dantinox.training.find_lr import find_lr
 from dantinox.training.launch import launch
 from dantinox.training.rollout_batches import Group, RolloutBatches, rollout_length, rollout_rows
-from dantinox.training.rollouts import Answer, Rollouts, rollout_seed
+from dantinox.training.rollout_sampler import Answer, RolloutSampler, rollout_seed
 from tests.error_texts import ERRORS
 
 from .grpo_runs import grpo_config, make_base, outcome
@@ -87,7 +87,7 @@ def test_answers_do_not_depend_on_their_batch(base, loaded):
     model, weights = loaded.model.config, _weights(loaded.model)
     prompts = [tuple(b"u%da" % number) for number in range(6)]
     seeds = [rollout_seed(0, number) for number in range(6)]
-    first, second = (Rollouts(config, model, loaded.tokenizer, 4, samples=8, prompts=count) for count in (4, 3))
+    first, second = (RolloutSampler(config, model, loaded.tokenizer, 4, samples=8, prompts=count) for count in (4, 3))
     expected, order = first.sample(weights, prompts, seeds), [3, 0, 5, 1, 4, 2]
     got = second.sample(weights, [prompts[i] for i in order], [seeds[i] for i in order])
     for number, answers in zip(order, got, strict=True):
@@ -103,7 +103,7 @@ def test_answers_do_not_depend_on_their_batch(base, loaded):
 )
 def test_prompts_are_decoded_in_parts_of_equal_size(base, loaded, prompts, samples, expected):
     """At most 256 rows, unless one prompt has more answers, and as few rows of padding as possible."""
-    rollouts = Rollouts(grpo_config(base), loaded.model.config, loaded.tokenizer, 4, samples=samples, prompts=prompts)
+    rollouts = RolloutSampler(grpo_config(base), loaded.model.config, loaded.tokenizer, 4, samples=samples, prompts=prompts)
     assert rollouts.prompts_per_call == expected
 
 
@@ -173,7 +173,7 @@ def test_starting_weights_are_kept_if_training_makes_them_worse(whole, base):
 @pytest.mark.parametrize("step", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_stopped_run_continues_with_equal_results(whole, base, monkeypatch, step):
     """SIGTERM arrives while the answers of a step are sampled; the step has not begun."""
-    config, calls, sample = grpo_config(base), [], Rollouts.sample
+    config, calls, sample = grpo_config(base), [], RolloutSampler.sample
 
     def interrupted(self, *arguments, stop, **options):
         calls.append(self.samples)
@@ -182,7 +182,7 @@ def test_stopped_run_continues_with_equal_results(whole, base, monkeypatch, step
             assert stop()
         return sample(self, *arguments, stop=stop, **options)
 
-    monkeypatch.setattr(Rollouts, "sample", interrupted)
+    monkeypatch.setattr(RolloutSampler, "sample", interrupted)
     with pytest.raises(SystemExit, match="143"):
         launch(config, run_dir=base / f"cut_{step}")
     cut = RunDirectory(base / f"cut_{step}")

@@ -17,7 +17,7 @@ from flax import nnx
 
 from dantinox.config import Config, ModelConfig
 from dantinox.generation.decode.cache_plan import CachePlan, Caches
-from dantinox.generation.decode.features import Constants, Feature, Features, Text, attach, find, with_feature
+from dantinox.generation.decode.features import Constants, Feature, Features, RowTokens, attach, find, with_feature
 from dantinox.generation.decode.generate_toks import (
     DecodeState,
     Emitted,
@@ -256,7 +256,7 @@ class DraftStepper(Stepper):
 
     def features(self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray) -> Features:
         # The prefill reads the prompt without its last token.
-        return Text(tokens_BS), init_drafts(np.asarray(width_B - 1, np.int32), np.asarray(length_B - 1, np.int32))
+        return RowTokens(tokens_BS), init_drafts(np.asarray(width_B - 1, np.int32), np.asarray(length_B - 1, np.int32))
 
     def models(self, constants: Constants) -> tuple[SplitModel, ...]:
         return () if self.cache is None else (constants["draft_model"],)
@@ -346,7 +346,7 @@ class _DraftLoop(NamedTuple):
         found_B = jnp.ones(state.token_B.shape, bool)  # a draft model always generates a draft
         cached_B = drafts.cached_B
         if stepper.ngram_size is not None:
-            tokens_BS = find(state.features, Text).tokens_BS
+            tokens_BS = find(state.features, RowTokens).tokens_BS
             drafts_Bk, found_B = ngram_drafts(tokens_BS, state.position_B, stepper.ngram_size, stepper.draft_tokens)
         length_B = draft_lengths(drafts, found_B, state.remaining_B, state.done_B)
         verifies = pays_off(stepper.cost, drafts, length_B, state.done_B)
@@ -425,7 +425,7 @@ class _DraftLoop(NamedTuple):
         """
         count, width = self.stepper.draft_tokens, self.stepper.width
         drafts = find(state.features, DraftState)
-        tokens_BS = find(state.features, Text).tokens_BS
+        tokens_BS = find(state.features, RowTokens).tokens_BS
         end_B = jnp.where(chosen_B, state.position_B, 0)
 
         def read(carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:

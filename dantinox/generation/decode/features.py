@@ -77,15 +77,15 @@ def with_feature(features: Features, new: Feature) -> Features:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["tokens_BS"], meta_fields=[])
 @dataclass(frozen=True)
-class Text(Feature):
+class RowTokens(Feature):
     """All tokens of each row so far, `[B, S]`, for decoding that reads them: without a cache, or with drafts from the text."""
 
     tokens_BS: Any
 
-    def after(self, token_B: jax.Array, position_B: jax.Array, active_B: jax.Array) -> "Text":
+    def after(self, token_B: jax.Array, position_B: jax.Array, active_B: jax.Array) -> "RowTokens":
         B, S = self.tokens_BS.shape
         index_B = jax.numpy.where(active_B, position_B, S)
-        return Text(self.tokens_BS.at[jax.numpy.arange(B), index_B].set(token_B, mode="drop"))
+        return RowTokens(self.tokens_BS.at[jax.numpy.arange(B), index_B].set(token_B, mode="drop"))
 
-    def started(self, tokens_1S: jax.Array, length: jax.Array, generated: jax.Array) -> "Text":
-        return Text(tokens_1S)
+    def started(self, tokens_1S: jax.Array, length: jax.Array, generated: jax.Array) -> "RowTokens":
+        return RowTokens(tokens_1S)

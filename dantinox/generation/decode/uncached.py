@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 
 from dantinox.generation.decode.cache_plan import CachePlan, Caches
-from dantinox.generation.decode.features import Constants, Features, Text, find
+from dantinox.generation.decode.features import Constants, Features, RowTokens, find
 from dantinox.generation.decode.generate_toks import (
     DecodeState,
     StepLogits,
@@ -26,7 +26,7 @@ class UncachedStepper(Stepper):
     """Decodes one token of each row per step from all tokens before it."""
 
     def features(self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray) -> Features:
-        return (Text(tokens_BS),)
+        return (RowTokens(tokens_BS),)
 
     def prefill(
         self,
@@ -49,7 +49,7 @@ class UncachedStepper(Stepper):
     def forward(
         self, model: Transformer, caches: Caches, state: DecodeState, params: SamplingParams
     ) -> tuple[StepLogits, Caches]:
-        tokens_BS = find(state.features, Text).tokens_BS
+        tokens_BS = find(state.features, RowTokens).tokens_BS
         B, S = tokens_BS.shape
         index_S = jnp.arange(S)
         positions_BS = jnp.where(index_S <= state.position_B[:, None], index_S, -1)

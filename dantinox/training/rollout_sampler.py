@@ -1,6 +1,6 @@
-"""Rollouts: answers to prompts, sampled by the generation engine with the weights of a model in training.
+"""`RolloutSampler`: answers to prompts, sampled by the generation engine with the weights of a model in training.
 
-The programs are compiled once; each call of `Rollouts.sample` gets the weights as they are on the device. All calls have the
+The programs are compiled once; each call of `RolloutSampler.sample` gets the weights as they are on the device. All calls have the
 same number of rows and the same lengths, so the tokens of an answer depend only on the weights, its prompt and its seed, and
 not on the other prompts.
 """
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
     finish_reason: str
 
 
-class Rollouts:
+class RolloutSampler:
     """Samples answers from a model in training."""
 
     def __init__(self, config: Config, model: ModelConfig, tokenizer: Tokenizer, longest: int, *, samples: int, prompts: int):
