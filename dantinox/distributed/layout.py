@@ -107,6 +107,10 @@ class Layout:
             splits[name] = Split(((),) * layers + split.compute, ((),) * layers + split.storage)
         return splits
 
+    def check_whole_matrices(self, owner: str = "") -> None:
+        """Checks that the `tensor` axis may split the matrices of the model, see `check_whole_matrices`."""
+        check_whole_matrices(self.model, self.sizes["tensor"], owner)
+
     @cached_property
     def splits_in_layer(self) -> dict[str, Split]:
         """The `Split` of each parameter of one layer, by its name in the layer.

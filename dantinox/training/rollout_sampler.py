@@ -1,8 +1,8 @@
 """`RolloutSampler`: answers to prompts, sampled by the generation engine with the weights of a model in training.
 
-The programs are compiled once; each call of `RolloutSampler.sample` gets the weights as they are on the device. All calls have the
-same number of rows and the same lengths, so the tokens of an answer depend only on the weights, its prompt and its seed, and
-not on the other prompts.
+The programs are compiled once; each call of `RolloutSampler.sample` gets the weights as they are on the device. All calls have
+the same number of rows and the same lengths, so the tokens of an answer depend only on the weights, its prompt and its seed,
+and not on the other prompts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -9,7 +9,6 @@ import jax
 
 from dantinox.config import Config, LoraConfig, ModelConfig
 from dantinox.distributed import Layout
-from dantinox.distributed.layout import check_whole_matrices
 from dantinox.files import UserError
 from dantinox.model import Transformer
 from dantinox.model.parameters import Parameters, abstract_model
@@ -86,7 +85,7 @@ def open_teacher(
             f"model.max_context {layout.model.max_context} is longer than the context of the teacher {source.path}, "
             f"{model.max_context}: lower it"
         )
-    check_whole_matrices(model, layout.sizes["tensor"], " of the teacher")
     placed = replace(layout, model=model)
+    placed.check_whole_matrices(" of the teacher")
     _ = placed.splits_in_layer  # raises if a weight cannot be split
     return Teacher(source, placed)
