@@ -149,10 +149,9 @@ class Store:
         """Returns `count` slots from `start` on, as a store; with `row`, those of this row only."""
 
         def read_leaf(axis: int, leaf: jax.Array) -> jax.Array:
-            starts = [0 if row is None else row, *(start if n == axis else 0 for n in range(1, leaf.ndim))]
             sizes = [leaf.shape[0] if row is None else 1, *leaf.shape[1:]]
             sizes[axis] = count
-            return jax.lax.dynamic_slice(leaf, starts, sizes)
+            return jax.lax.dynamic_slice(leaf, _corner(leaf, axis, row, start), sizes)
 
         return self.map_slots(read_leaf)
 
@@ -180,15 +179,10 @@ class Store:
     def copy_slots(self, row: Any, slot: Any, source: Self, source_row: Any, source_slot: Any, count: int) -> Self:
         """Returns the store with `count` slots of a row, from `slot` on, replaced by those of a row of another store."""
 
-        def copy_leaf(axis: int, leaf: jax.Array, other: jax.Array) -> jax.Array:
-            def start(row: Any, slot: Any) -> list[Any]:
-                return [row, *(slot if n == axis else 0 for n in range(1, leaf.ndim))]
+        def write_leaf(axis: int, leaf: jax.Array, part: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(leaf, part, _corner(leaf, axis, row, slot))
 
-            sizes = [1, *(count if n == axis else length for n, length in enumerate(leaf.shape) if n)]
-            part = jax.lax.dynamic_slice(other, start(source_row, source_slot), sizes)
-            return jax.lax.dynamic_update_slice(leaf, part, start(row, slot))
-
-        return self.map_slots(copy_leaf, source)
+        return self.map_slots(write_leaf, source.read_block(source_row, source_slot, count))
 
     def map_slots(self, function: Callable[..., jax.Array], *others: Self) -> Self:
         """Applies `function(slot axis, leaf, …)` to every leaf."""
@@ -222,6 +216,15 @@ class LatentStore(Store):
         latent = _matmul(q_BKMC[..., :rank], self.v_BKSH, self.v_scale_BKS, jnp.float32, slots=-2, transposed=True)
         rotated = _matmul(q_BKMC[..., rank:], self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1)
         return (latent + rotated) * q_BKMC.shape[-1] ** -0.5
+
+
+def _corner(leaf: jax.Array, axis: int, row: Any, slot: Any) -> list[Any]:
+    """Returns the index of the first element of a slot, which `axis` counts, in a row; None: in the first row."""
+    corner: list[Any] = [0] * leaf.ndim
+    corner[axis] = slot
+    if row is not None:
+        corner[0] = row
+    return corner
 
 
 class StorePrefix(NamedTuple):

@@ -77,6 +77,24 @@ def chunked_attention(
     return out_NGTH[:, :, :T].reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4)
 
 
+def add_keys(
+    sums: tuple[Array, Array, Array], scores: Array, weigh_values: Callable[[Array], Array]
+) -> tuple[Array, Array, Array]:
+    """Adds keys to the softmax of queries (algorithm 3 of Milakov & Gimelshein 2018).
+
+    Args:
+      sums: for each query `[…]` the largest score so far, and the sum of the exponentials relative to it; and the sum
+        `[…, V]` of the values with these weights.
+      scores: those of the added keys, `[…, S]`.
+      weigh_values: returns the sum `[…, V]` of the values of the added keys with weights `[…, S]`.
+    """
+    largest, mass, total = sums
+    new = jnp.maximum(largest, jnp.max(scores, axis=-1))
+    weights = jnp.exp(scores - new[..., None])
+    factor = jnp.exp(largest - new)
+    return new, mass * factor + jnp.sum(weights, axis=-1), total * factor[..., None] + weigh_values(weights)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(blocks: Blocks, *inputs: Array | None) -> Array:
     """Computes attention; `inputs` are `q_NGTH`, `k_NTH`, `v_NTH`, `segments_NT`, and `sinks_NG` or None."""
@@ -94,12 +112,11 @@ def _forward(blocks: Blocks, *inputs: Array | None) -> tuple[Array, tuple[Array 
             v_NSH = _keys(v_NTH, key, keys)
             largest_NGR, mass_NGR, total_NGRH = (_rows(x, query, blocks) for x in softmax)
             scores_NGRS = _scores(q_NGRH, _keys(k_NTH, key, keys), segments_NT, query, key, blocks)[0]
-            new_NGR = jnp.maximum(largest_NGR, jnp.max(scores_NGRS, axis=-1))
-            weights_NGRS = jnp.exp(scores_NGRS - new_NGR[..., None])
-            kept_NGR = jnp.exp(largest_NGR - new_NGR)
-            mass_NGR = mass_NGR * kept_NGR + jnp.sum(weights_NGRS, axis=-1)
-            values_NGRH = einsum_float32("NGRS,NSH->NGRH", weights_NGRS.astype(v_NSH.dtype), v_NSH)
-            updated = new_NGR, mass_NGR, total_NGRH * kept_NGR[..., None] + values_NGRH
+            updated = add_keys(
+                (largest_NGR, mass_NGR, total_NGRH),
+                scores_NGRS,
+                lambda weights_NGRS: einsum_float32("NGRS,NSH->NGRH", weights_NGRS.astype(v_NSH.dtype), v_NSH),
+            )
             return tuple(_set_rows(x, rows, query) for x, rows in zip(softmax, updated, strict=True))
 
         # The largest score, the sum of the exponentials and the weighted sum of the values. A sink counts as a key without a

@@ -7,13 +7,16 @@ Shapes: B rows, T queries per row, K key heads, G query heads per key head, M = 
 size.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dantinox.model.attention import causal_mask
 from dantinox.model.cache_store import SegmentedStore
-from dantinox.model.chunked_attention import LEAST
-from dantinox.model.layers import Softmax, softcap
+from dantinox.model.chunked_attention import LEAST, add_keys, cap_and_mask
+from dantinox.model.layers import Softmax
 
 MAX_BLOCK = 256  # slots
 
@@ -30,35 +33,29 @@ def attend_in_blocks(q_BTKGH: Array, store: SegmentedStore, positions_BT: Array,
     """
     B, T, K, G, H = q_BTKGH.shape
     q_BKMH = q_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    position_B1M1 = jnp.tile(positions_BT, (1, G))[:, None, :, None]
-    largest_BKM1 = jnp.full((B, K, G * T, 1), LEAST, jnp.float32)
-    mass_BKM1 = jnp.zeros_like(largest_BKM1)
+    positions_BM = jnp.tile(positions_BT, (1, G))
+    largest_BKM = jnp.full((B, K, G * T), LEAST, jnp.float32)
+    mass_BKM = jnp.zeros_like(largest_BKM)
     if softmax.sinks_KG is not None:  # a sink counts as a key without a value
-        largest_BKM1 = jnp.broadcast_to(jnp.repeat(softmax.sinks_KG, T, axis=1)[..., None], largest_BKM1.shape)
-        mass_BKM1 += 1
-    sums = largest_BKM1, mass_BKM1, jnp.zeros((B, K, G * T, store.sizes[1]), jnp.float32)
+        largest_BKM = jnp.broadcast_to(jnp.repeat(softmax.sinks_KG, T, axis=1), largest_BKM.shape)
+        mass_BKM += 1
+    sums = largest_BKM, mass_BKM, jnp.zeros((B, K, G * T, store.sizes[1]), jnp.float32)
     for first, segment in store.segments_by_start:
         size = min(MAX_BLOCK, segment.slots)
 
-        def add_block(number: Array, sums: tuple[Array, ...], first=first, segment=segment, size=size) -> tuple[Array, ...]:
-            largest_BKM1, mass_BKM1, total_BKMV = sums
-            start = jnp.minimum(number * size, segment.slots - size)  # the last block may overlap the one before it
+        def add_block(
+            number: Array, sums: tuple[Array, Array, Array], first=first, segment=segment, size=size
+        ) -> tuple[Array, Array, Array]:
+            # The last block of a segment may overlap the one before it.
+            start = jnp.minimum(number * size, segment.slots - size)
             block = segment.read_block(store.row, start, size)
-            scores_BKMS = block.scores(q_BKMH)
-            scores_BKMS = scores_BKMS if softmax.cap is None else softcap(scores_BKMS, softmax.cap)
             slot_S = first + start + jnp.arange(size)
-            valid_B1MS = (slot_S <= position_B1M1) & (slot_S >= first + number * size)
-            if window is not None:
-                valid_B1MS &= position_B1M1 - slot_S < window
-            scores_BKMS = jnp.where(valid_B1MS, scores_BKMS, jnp.finfo(jnp.float32).min)
-            new_BKM1 = jnp.maximum(largest_BKM1, jnp.max(scores_BKMS, axis=-1, keepdims=True))
-            weights_BKMS = jnp.exp(scores_BKMS - new_BKM1)
-            factor_BKM1 = jnp.exp(largest_BKM1 - new_BKM1)
-            mass_BKM1 = mass_BKM1 * factor_BKM1 + jnp.sum(weights_BKMS, axis=-1, keepdims=True)
-            return new_BKM1, mass_BKM1, total_BKMV * factor_BKM1 + block.weighted_values(weights_BKMS, jnp.float32)
+            valid_B1MS = causal_mask(positions_BM, slot_S[None, None], window) & (slot_S >= first + number * size)
+            scores_BKMS, _ = cap_and_mask(block.scores(q_BKMH), valid_B1MS, softmax.cap)
+            return add_keys(sums, scores_BKMS, partial(block.weighted_values, dtype=jnp.float32))
 
         blocks = jnp.clip(-(-(store.used - first) // size), 0, -(-segment.slots // size))
         sums = jax.lax.fori_loop(0, blocks, add_block, sums)
-    _, mass_BKM1, total_BKMV = sums
-    out_BKMV = total_BKMV / jnp.where(mass_BKM1 > 0, mass_BKM1, 1)
+    _, mass_BKM, total_BKMV = sums
+    out_BKMV = total_BKMV / jnp.where(mass_BKM > 0, mass_BKM, 1)[..., None]
     return out_BKMV.astype(q_BTKGH.dtype).reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dantinox.model.chunked_attention import LEAST, MAX_SCORES, QUERY_BLOCK, cap_and_mask, einsum_float32
+from dantinox.model.chunked_attention import LEAST, MAX_SCORES, QUERY_BLOCK, add_keys, cap_and_mask, einsum_float32
 from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import zigzag_positions
@@ -75,16 +75,12 @@ def _forward(
     parallelism: Parallelism, window: int | None, cap: float | None, q: Array, k: Array, v: Array, segments: Array, sinks: Any
 ) -> tuple[Array, tuple[Any, ...]]:
     def block(mask_RS: Array, q_RGH: Array, keys: Any, softmax: Any, _: Any) -> tuple[Any, Any]:
-        (k_SH, v_SH), (largest_RG, mass_RG, total_RGH) = keys, softmax
-        scores_RGS = _scores(q_RGH, k_SH, mask_RS, cap)[0]
-        new_RG = jnp.maximum(largest_RG, jnp.max(scores_RGS, axis=-1))
-        weights_RGS, kept_RG = jnp.exp(scores_RGS - new_RG[..., None]), jnp.exp(largest_RG - new_RG)
-        values_RGH = einsum_float32("RGS,SH->RGH", weights_RGS.astype(v_SH.dtype), v_SH)
-        return (
-            new_RG,
-            mass_RG * kept_RG + jnp.sum(weights_RGS, axis=-1),
-            total_RGH * kept_RG[..., None] + values_RGH,
-        ), ()
+        k_SH, v_SH = keys
+
+        def weigh_values(weights_RGS: Array) -> Array:
+            return einsum_float32("RGS,SH->RGH", weights_RGS.astype(v_SH.dtype), v_SH)
+
+        return add_keys(softmax, _scores(q_RGH, k_SH, mask_RS, cap)[0], weigh_values), ()
 
     # The largest score, the sum of the exponentials and the weighted sum of the values. A sink counts as a key without a value.
     least = jnp.float32(LEAST) if sinks is None else sinks[None, :, None]
