@@ -1,10 +1,11 @@
 """Trains a ternary and a float model on the same text, and compares their validation losses.
 
-    python benchmarks/ternary_training.py CORPUS [--steps N] [--seeds N] [--context N]
+    python benchmarks/ternary_training.py CORPUS [--steps N] [--ternary_steps N] [--batch_size N] [--seeds N]
 
 `CORPUS` is a file, a folder or a builtin corpus such as `builtin:python`. The models are those of `benchmarks/ternary/*.yaml`.
-They have the same size, batches and steps, and for each seed the same order of the text. Prints a line for each run, and a
-table with the mean and the standard deviation over the seeds, in nats per token.
+They have the same size and batches, and for each seed the same order of the text. With `--ternary_steps` the ternary model
+trains on more tokens. Prints a line for each run, and a table with the mean and the standard deviation over the seeds, in nats
+per token.
 """
 
 import json
@@ -38,26 +39,35 @@ def train(kind: str, seed: int, folder: Path, changes: dict[str, Any]) -> dict[s
     return found | {"ms_per_step": round(mean(milliseconds), 1)}
 
 
+def schedule(steps: int) -> dict[str, int]:
+    """Returns the settings of a run with this number of steps and four evaluations."""
+    return {
+        "training.steps": steps,
+        "training.warmup_steps": steps // 50,
+        "training.eval_every": max(1, steps // 4),
+    }
+
+
 def main() -> None:
     parser = Parser(__doc__, smoke={"corpus": "builtin:python", "steps": 4, "seeds": 2, "small": True})
     parser.add_argument("corpus", nargs="?", metavar="CORPUS", help="the text (default: none)")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: those of the configs)")
+    parser.add_argument("--ternary_steps", type=int, help="optimizer steps of the ternary model (default: as --steps)")
+    parser.add_argument("--batch_size", type=int, help="sequences per step (default: that of the configs)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each model (default: 3)")
     parser.add_argument("--lr", type=float, help="peak learning rate of the ternary model's matrices (default: as in float)")
     parser.add_argument("--small", action="store_true", help="use a tiny model, to check the benchmark")
     o = parser.parse_args()
     parser.require(CORPUS=o.corpus)
     changes: dict[str, Any] = {"data.path": o.corpus} | (SMALL if o.small else {})
-    if o.steps:
-        changes |= {
-            "training.steps": o.steps,
-            "training.warmup_steps": o.steps // 50,
-            "training.eval_every": max(1, o.steps // 4),
-        }
+    if o.batch_size:
+        changes["training.batch_size"] = o.batch_size
+    steps = {"float": o.steps, "ternary": o.ternary_steps or o.steps}
     rows = []
     for seed in range(o.seeds):
         for kind in KINDS:
             own = {"training.muon_lr": o.lr} if o.lr and kind == "ternary" else {}
+            own |= schedule(steps[kind]) if steps[kind] else {}
             rows.append(train(kind, seed, temporary_folder(), changes | own))
             print(json.dumps(rows[-1]), flush=True)
     finals = {kind: [row["val_losses"][-1] for row in rows if row["kind"] == kind] for kind in KINDS}
