@@ -49,7 +49,7 @@ from dantinox.serve.pool.model_specs import read_models  # noqa: E402
 
 # The beginning of a command, or a pattern in a Python block → why it is only parsed.
 PARSED_ONLY = {
-    r"dantinox import (smollm2|HuggingFaceTB/)": "needs a network",
+    r"dantinox import (smollm2|HuggingFaceTB/|1bitLLM/)": "needs a network",
     r"dantinox serve": "starts a server",
     r"from openai import": "needs a server",
     r"from anthropic import": "needs a server",
