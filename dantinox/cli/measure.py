@@ -148,7 +148,9 @@ def add_explain_flags(command: Parser) -> None:
     )
     command.add_argument("--json", action="store_true", help="print one JSON object")
     add_config_flags(
-        command, ("generation", "router"), ("prompt", "chat", "show", "plot", "json", "temperature", "top_k", "top_p")
+        command,
+        ("generation", "router"),
+        ("prompt", "chat", "show", "plot", "attention", "report", "json", "temperature", "top_k", "top_p"),
     )
 
 
