@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dantinox.report.tables import percent
 
 LETTER = 6.7  # width of a letter of the labels, in pixels
-MAP_WIDTH = 760  # of all cells, if they are not limited by the sizes below
+MAP_WIDTH = 890  # of a map in pixels, unless the limits of its cells require another
 MIN_CELL, MAX_CELL = 13, 44
 NUMBER_CELL = 30  # the smallest cell that has its number inside
 SLANTED_CELL = 20  # the smallest cell with a slanted label; smaller ones have vertical labels
@@ -40,16 +40,16 @@ class HeatMap(NamedTuple):
 
 def heat_map_svg(heat_map: HeatMap) -> str:
     """Returns the drawing, with rows from top to bottom and a tooltip for each cell."""
-    cell = max(MIN_CELL, min(MAX_CELL, MAP_WIDTH // max(len(heat_map.columns), 1)))
-    slanted = cell >= SLANTED_CELL
     left = 12 + math.ceil(LETTER * max(_widths(heat_map.rows), default=0))
-    longest = LETTER * max(_widths(heat_map.columns), default=0) * (math.sqrt(0.5) if slanted else 1)
-    top = 16 + math.ceil(longest)
-    width = left + cell * len(heat_map.columns) + (math.ceil(longest) if slanted else 4)
-    width, height = (
-        max(width, left + LEGEND_STEP * len(LEGEND)),
-        top + cell * len(heat_map.rows) + LEGEND_HEIGHT,
-    )
+    longest = math.ceil(LETTER * max(_widths(heat_map.columns), default=0))
+    count = max(len(heat_map.columns), 1)
+    overhang = math.ceil(longest * math.sqrt(0.5))  # of a slanted label, to the right and upward
+    slanted = (MAP_WIDTH - left - overhang) // count >= SLANTED_CELL
+    right, above = (overhang, overhang) if slanted else (4, longest)
+    cell = max(MIN_CELL, min(MAX_CELL, (MAP_WIDTH - left - right) // count))
+    top = 16 + above
+    width = max(left + cell * count + right, left + LEGEND_STEP * len(LEGEND))
+    height = top + cell * len(heat_map.rows) + LEGEND_HEIGHT
     parts = [
         f'<svg class="map" role="img" aria-label="{html.escape(heat_map.caption)}" '
         f'width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
