@@ -49,7 +49,7 @@ from dantinox.serve.pool.model_specs import read_models  # noqa: E402
 
 # The beginning of a command, or a pattern in a Python block → why it is only parsed.
 PARSED_ONLY = {
-    r"dantinox import (smollm2|HuggingFaceTB/)": "needs a network",
+    r"dantinox import (smollm2|HuggingFaceTB/|1bitLLM/)": "needs a network",
     r"dantinox serve": "starts a server",
     r"from openai import": "needs a server",
     r"from anthropic import": "needs a server",
@@ -199,7 +199,12 @@ def call(argv: list[str], stdin: bytes = b"") -> bytes:
 
 
 def reduced(argv: list[str]) -> list[str]:
-    """The arguments of a command, with the flags that make a training tiny; a run that it makes is removed first."""
+    """The arguments of a command, with the flags that make a training tiny; a run that it makes is removed first.
+
+    The first head replaces that of `explain --attention`, because the tiny run has one layer.
+    """
+    if argv[0] == "explain" and "--attention" in argv:
+        argv = [*argv, "--attention", "0:0"]
     if argv[0] == "init":
         Path(argv[1]).unlink(missing_ok=True)
     if argv[0] in ("train", "import", "merge-lora") and "--resume" not in argv and "--run_dir" in argv:

@@ -171,6 +171,14 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def check_report(options: argparse.Namespace) -> None:
+    """Raises a UserError if --report is given and is not a .html file that can be written."""
+    if options.report is not None and options.report.suffix != ".html":
+        raise UserError(f"--report must name a .html file, got {options.report}")
+    if options.report is not None:
+        check_writable(options.report, "--report")
+
+
 def check_plot(options: argparse.Namespace) -> None:
     """Raises a UserError if --plot is given and is not a .png file that can be written."""
     if options.plot is not None and options.plot.suffix != ".png":

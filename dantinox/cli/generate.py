@@ -17,6 +17,7 @@ from dantinox.cli.common import (
     add_chat_template,
     add_lora,
     add_run,
+    check_report,
     chosen_template,
     given_loras,
     given_prompt,
@@ -284,11 +285,9 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
         raise UserError("--stream prints text as it is generated: it cannot be combined with --json or --prompt_file")
     if options.show_entropy and (as_json or options.stream):
         raise UserError("--show_entropy cannot be combined with --json, --prompt_file or --stream")
-    if options.report is not None and options.report.suffix != ".html":
-        raise UserError(f"--report must name a .html file, got {options.report}")
-    for flag, path in (("--trace", options.trace), ("--report", options.report)):
-        if path is not None:
-            check_writable(path, flag)
+    check_report(options)
+    if options.trace is not None:
+        check_writable(options.trace, "--trace")
     if options.out is not None and options.prompt_file is None:
         raise UserError("--out writes the answers to the prompts of a file: give --prompt_file too")
     if options.resume and options.out is None:

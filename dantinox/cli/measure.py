@@ -12,6 +12,7 @@ from dantinox.cli.common import (
     PROMPT_HELP,
     add_run,
     check_plot,
+    check_report,
     given_prompt,
     given_settings,
     print_lines,
@@ -140,14 +141,30 @@ def add_explain_flags(command: Parser) -> None:
     command.add_argument("--show", type=whole_number, default=20, metavar="K", help="number of tokens to show (default: 20)")
     command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot how each sampling step changes the distribution")
     command.add_argument("--attention_stats", action="store_true", help="show the attention of the heads of each layer")
+    weights = "show the attention weights of a layer and a query head, both from 0; --report draws them between all tokens"
+    command.add_argument("--attention", type=layer_and_head, metavar="LAYER:HEAD", help=weights)
+    command.add_argument(
+        "--report", type=Path, metavar="FILE.html", help="write a page with the tables and the map of --attention"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object")
     add_config_flags(
-        command, ("generation", "router"), ("prompt", "chat", "show", "plot", "json", "temperature", "top_k", "top_p")
+        command,
+        ("generation", "router"),
+        ("prompt", "chat", "show", "plot", "attention", "report", "json", "temperature", "top_k", "top_p"),
     )
+
+
+def layer_and_head(text: str) -> tuple[int, int]:
+    """Parses the value of --attention."""
+    if not re.fullmatch("[0-9]{1,6}:[0-9]{1,6}", text):
+        raise argparse.ArgumentTypeError(f"must be LAYER:HEAD, two integers from 0 such as 2:5, got {text!r}")
+    layer, head = text.split(":")
+    return int(layer), int(head)
 
 
 def explain(options: argparse.Namespace) -> int:
     check_plot(options)
+    check_report(options)
     settings = given_settings(options)
     from dantinox.config import overlay
     from dantinox.run import load_run_config, open_run
@@ -158,11 +175,15 @@ def explain(options: argparse.Namespace) -> int:
     use_compilation_cache()
     from dantinox.generation import load
     from dantinox.lab.measure.explain import explain
-    from dantinox.lab.measure.explain_view import draw_explanation, explanation_lines
+    from dantinox.lab.measure.explain_view import draw_explanation, explanation_blocks, explanation_lines
+    from dantinox.report.document import to_html
 
     model = load(options.run_dir)
     text = model.chat_prompt(prompt)[1] if options.chat else prompt
-    found = explain(model, text, settings, options.show, attention=options.attention_stats)
+    found = explain(model, text, settings, options.show, attention=options.attention_stats, head=options.attention)
+    if options.report is not None:
+        blocks = list(explanation_blocks(found))
+        atomic_write(options.report, to_html(blocks, "The next token", options.report.parent))
     return _show(options, found, lambda width: explanation_lines(found, width), lambda: draw_explanation(found))
 
 

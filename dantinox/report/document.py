@@ -1,4 +1,4 @@
-"""A report of headings, paragraphs, lists, tables, verbatim text and figures, and its outputs.
+"""A report of headings, paragraphs, lists, tables, verbatim text, figures and heat maps, and its outputs.
 
 The outputs are lines on the console, Markdown, one HTML file, and a CSV file with the rows of the tables.
 """
@@ -10,10 +10,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dantinox.files import wrap_os_errors
+from dantinox.report.heat_map import HeatMap, heat_map_svg
 from dantinox.report.page import read_asset, source_hash
 from dantinox.report.tables import MARKDOWN, Column, bullets, columns_of, csv_table, markdown_table, text_table, wrap_lines
 
@@ -66,12 +68,15 @@ class Figure(NamedTuple):
     caption: str
 
 
-Shown = Heading | Paragraph | Items | Verbatim | Table | Figure
+Shown = Heading | Paragraph | Items | Verbatim | Table | Figure | HeatMap
 Block = Shown | Details
 
 
 def to_lines(blocks: Iterable[Block], width: int) -> Iterator[str]:
-    """Yields a report as lines of at most `width` characters, but not below `MIN_WIDTH`. Figures are left out."""
+    """Yields a report as lines of at most `width` characters, but not below `MIN_WIDTH`.
+
+    Figures and heat maps are left out.
+    """
     width = max(width, MIN_WIDTH)
     is_separated = True
     for block in blocks:
@@ -128,6 +133,9 @@ def _markdown(block: Shown) -> str:
             return markdown_table(columns, rows)
         case Figure(path, caption):
             return f"![{caption}]({path})"
+        case HeatMap(rows, columns, shares, caption):
+            named = [Column(name, name or " ", itemgetter(c)) for c, name in enumerate(["", *columns])]
+            return f"{markdown_table(named, [[row, *cells] for row, cells in zip(rows, shares, strict=True)])}\n\n{caption}"
 
 
 def to_html(blocks: Sequence[Block], title: str, folder: Path) -> str:
@@ -172,6 +180,9 @@ def _html(block: Shown, folder: Path) -> str:
                 data = base64.b64encode((folder / path).read_bytes()).decode()
             text = html.escape(caption)
             return f'<figure><img alt="{text}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'
+        case HeatMap():
+            caption = html.escape(block.caption)
+            return f'<figure><div class="scroll">{heat_map_svg(block)}</div><figcaption>{caption}</figcaption></figure>'
 
 
 def study_files(

@@ -135,6 +135,13 @@ def bullets(sentences: Iterable[str]) -> str:
     return "\n".join(f"* {sentence}" for sentence in sentences)
 
 
+def clip_cells(text: str, cells: int) -> str:
+    """Returns a text that is at most `cells` terminal cells wide; "…" ends a text that was longer."""
+    from rich.cells import cell_len, set_cell_size
+
+    return text if cell_len(text) <= cells else set_cell_size(text, cells - 1).rstrip() + "…"
+
+
 def percent(share: float, digits: int = 1) -> str:
     """Formats a share as `12.6%`, or as `<0.1%` if it is above 0 and would be rounded to 0."""
     least = 10.0**-digits

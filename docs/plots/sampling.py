@@ -9,7 +9,7 @@ The distribution is stored beside this file: no model is needed. Any other run c
 import argparse
 import io
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -219,20 +219,22 @@ def draw_slope() -> Any:
 
 
 def draw_draws(d: Distribution, count: int = 10_000) -> Any:
-    """How often each token comes in many draws, over the probabilities they are drawn with."""
+    """The shares of the tokens in many draws at three temperatures, over their probabilities."""
     import jax
 
     from dantinox.sampling.draw import draw, row_key
 
-    figure, axes = panel()
-    order = d.ranked(SHOWN)
-    places = bars(axes, d, 0.35)
-    logits_V = np.asarray(d.logits, np.float32)
-    drawn = jax.jit(jax.vmap(lambda sample: draw(logits_V, row_key(1, sample, 0))))(np.arange(count, dtype=np.int32))
-    share_V = np.bincount(np.asarray(drawn), minlength=len(logits_V)) / count
-    axes.plot(places, share_V[order], "o", color=AFTER, markersize=2.2, label="share of the draws")
-    axes.legend(loc="upper right")
-    axes.set_title(f"{count:,} draws")
+    figure, panels = plt.subplots(1, 3, figsize=(7.5, 1.8), dpi=200, layout="constrained")
+    order, samples = d.ranked(SHOWN), np.arange(count, dtype=np.int32)
+    draw_all = jax.jit(lambda x_V: jax.vmap(lambda sample: draw(x_V, row_key(1, sample, 0)))(samples))
+    for axes, temperature in zip(panels, (0.3, 1.0, 2.0), strict=True):
+        warm = replace(d, logits=[x / temperature for x in d.logits])
+        places = bars(axes, warm, max(0.1, 1.15 * float(warm.after().max())))
+        drawn = draw_all(np.asarray(warm.logits, np.float32))
+        share_V = np.bincount(np.asarray(drawn), minlength=len(d.logits)) / count
+        axes.plot(places, share_V[order], "o", color=AFTER, markersize=2.2, label="share of the draws")
+        axes.legend(loc="upper right")
+        axes.set_title(f"temperature {temperature:g}: {count:,} draws")
     return figure
 
 

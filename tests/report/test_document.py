@@ -1,6 +1,7 @@
 """Reports as Markdown and as one HTML file: every block, and text that would break the format."""
 
 import base64
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -20,6 +21,7 @@ from dantinox.report.document import (
     to_lines,
     to_markdown,
 )
+from dantinox.report.heat_map import HeatMap
 from dantinox.report.tables import CSV, MARKDOWN, TEXT, Column
 
 
@@ -43,6 +45,20 @@ def test_markdown():
         "# Title\n\na < b\n\n| first | second |\n| --- | --- |\n| x | 1.23 |\n| <i> | – |\n\n"
         "````text\none\n``` two\n````\n\n![a plot](plots/p.png)\n"
     )
+
+
+def test_heat_map(tmp_path):
+    """Opacity is the square root of a share. Shares that are absent or tiny have no cell, and absent ones no background."""
+    block = HeatMap(["<r>", "s"], ["a", "b"], [[0.25, None], [0.0001, 1.0]], "a map")
+    assert to_markdown([block]) == "|   | a | b |\n| --- | --- | --- |\n| <r> | 0.250 | – |\n| s | 0.000 | 1.000 |\n\na map\n"
+    page = to_html([block], "t", tmp_path)
+    drawing = page[page.index("<svg") : page.index("</svg>")]
+    assert re.findall(r'class="share"[^>]*fill-opacity="([.0-9]+)"><title>(.*?)</title>', drawing) == [
+        ("0.500", "&lt;r&gt; → a: 25.00%"), ("1.000", "s → b: 100.00%"),
+    ]  # fmt: skip
+    widths = re.findall(r'class="empty" x="\d+" y="\d+" width="(\d+)" height="43"', drawing)
+    assert widths == ["43", "87"] and "<r>" not in page and "style=" not in page and "<script" not in page
+    assert "<figcaption>a map</figcaption>" in page and list(to_lines([block], 80)) == []
 
 
 def test_html_loads_nothing_and_escapes_text(tmp_path):

@@ -254,6 +254,13 @@ def test_a_common_shift_does_not_change_probabilities(name, x_V, shift, seed):
     np.testing.assert_allclose(probabilities(y_BV[1]), probabilities(y_BV[0]), rtol=2e-4, atol=1e-9)
 
 
+@law(x_V=grid, temperatures=st.tuples(st.integers(1, 64), st.integers(1, 64)).map(sorted))
+def test_a_lower_temperature_never_lowers_the_largest_probability(x_V, temperatures):
+    chains = [[{"name": "temperature", "t": number / 16}] for number in temperatures]
+    low, high = (probabilities(process_logits(x_V[None], chain)[0]).max() for chain in chains)
+    assert low >= high * (1 - 1e-5)
+
+
 @law(x_V=grid, text=st.lists(st.integers(0, 5), max_size=24), seed=st.integers(0, 999))
 def test_permuted_token_ids_permute_the_result(x_V, text, seed):
     """Ids are only names: a permuted history and row give the same logits, permuted."""

@@ -80,12 +80,12 @@ def attention_stats(
     return AttentionStats(*jax.tree.map(lambda *chunks: np.concatenate(chunks), *parts))
 
 
-def check_settings(config: Config) -> None:
-    """Raises UserError for settings with which the statistics cannot be computed."""
+def check_settings(config: Config, name: str = "attention_stats") -> None:
+    """Raises UserError for settings with which the attention of a head cannot be read; `name` is the option that reads it."""
     if config.kv.compresses:
-        raise UserError("attention_stats reads all keys: leave kv.budget and kv.budget_tokens out")
+        raise UserError(f"{name} reads all keys: leave kv.budget and kv.budget_tokens out")
     if config.generation.tensor_parallel > 1:
-        raise UserError(f"attention_stats needs generation.tensor_parallel: 1, got {config.generation.tensor_parallel}")
+        raise UserError(f"{name} needs generation.tensor_parallel: 1, got {config.generation.tensor_parallel}")
 
 
 @partial(jax.jit, static_argnames=("plan",))

@@ -20,6 +20,7 @@ from dantinox.generation.decode.generate_toks import attention_metrics, make_pro
 from dantinox.generation.decode.quantized_weights import dequantize
 from dantinox.generation.static_batch import clamp_to_context, padded_length
 from dantinox.generation.token_settings import with_default_seed
+from dantinox.lab.measure.explain_attention import HeadWeights, check_head, head_weights
 from dantinox.lab.measure.texts import padded_positions
 from dantinox.model import Transformer
 from dantinox.report.trace_file import replace_nonfinite
@@ -76,6 +77,7 @@ class Explanation:
       drawn: the token of each of the `n` samples.
       attention: statistics of the attention of the last token of the prompt, `[layers][heads]` each, by the names of
         `AttentionStats`; None if they were not requested.
+      head: the attention weights of one head between all tokens of the prompt; None if they were not requested.
     """
 
     prompt: str
@@ -89,10 +91,17 @@ class Explanation:
     tokens: list[Token]
     drawn: list[int]
     attention: dict[str, list[list[float]]] | None = None
+    head: HeadWeights | None = None
 
 
 def explain(
-    run: LoadedModel, prompt: str | Sequence[int], settings: Mapping[str, Any], count: int = 20, *, attention: bool = False
+    run: LoadedModel,
+    prompt: str | Sequence[int],
+    settings: Mapping[str, Any],
+    count: int = 20,
+    *,
+    attention: bool = False,
+    head: tuple[int, int] | None = None,
 ) -> Explanation:
     """Traces the next-token distribution through the sampling chain that `run.generate(prompt, **settings)` would use.
 
@@ -101,10 +110,11 @@ def explain(
       settings: keys of the `generation` section; they override the settings of the run.
       count: how many of the most likely tokens to show.
       attention: also measure the attention of every head.
+      head: also return the attention weights of this layer and query head, both from 0.
 
     Raises:
-      UserError: a setting is invalid, or the prompt is empty or fills the context; with `attention`, the settings compress the
-        cache or divide the model among devices.
+      UserError: a setting is invalid, or the prompt is empty or fills the context; with `attention` or `head`, the settings
+        compress the cache or divide the model among devices; the `head` does not exist, or the prompt is too long for its map.
     """
     config = with_default_seed(run.settings(settings), secrets.randbits(32))
     if attention:
@@ -113,6 +123,8 @@ def explain(
     ids = run.prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)
     model = run.prepared(section)
     clamp_to_context(np.array([len(ids)]), np.array([1]), model.config.max_context)
+    if head is not None:
+        check_head(model.config, head, len(ids), config)
     params = run.params([config] * section.n, range(section.n))
     params = replace(params, plan=tuple(name for name in params.plan if params.enabled[name].any()))
     T = padded_length(len(ids))
@@ -142,7 +154,12 @@ def explain(
         tokens=tokens,
         drawn=drawn,
         attention=_by_layer(attention_stats(run, [*ids, drawn[0]], 1, config)) if attention else None,
+        head=None if head is None else head_weights(run, ids, _displayed(run.tokenizer, ids), head, config),
     )
+
+
+def _displayed(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    return [display_token(tokenizer, token) for token in ids]
 
 
 def _by_layer(stats: AttentionStats) -> dict[str, list[list[float]]]:

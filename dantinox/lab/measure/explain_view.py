@@ -1,4 +1,4 @@
-"""Table and plot of `dantinox explain`."""
+"""Table, plot and report of `dantinox explain`."""
 
 import itertools
 import json
@@ -6,16 +6,18 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.cells import cell_len, set_cell_size
-
 from dantinox.config import GenerationSection
 from dantinox.lab.measure.explain import Explanation, Step, Token
+from dantinox.lab.measure.explain_attention_view import head_lines, head_map
 from dantinox.report.console import printable
+from dantinox.report.document import Block, Heading, Paragraph, Verbatim
 from dantinox.report.plots import new_figure, to_png
-from dantinox.report.tables import percent, side_by_side, wrap_lines
+from dantinox.report.tables import clip_cells, percent, side_by_side, wrap_lines
 
 COLUMN = 11  # the longest word in the name of a step
 TOKEN_CELLS = 20
+KEYS = 10  # keys in the table of --attention
+REPORT_WIDTH = 88  # characters of a line in the report
 # Okabe and Ito's colors, which color-blind readers can distinguish; before is light, after is dark.
 BEFORE, REMOVED, AFTER, ACCENT = "#c9ced6", "#eceef1", "#0072b2", "#d55e00"
 
@@ -39,13 +41,28 @@ def explanation_lines(explanation: Explanation, width: int = 100) -> Iterator[st
     rows = [(s.name, str(s.survivors), percent(s.mass, 2), f"{s.entropy:.2f} bits") for s in explanation.steps]
     columns = zip(("step", "left", "mass", "entropy"), *rows, strict=True)
     for line, settings in zip(side_by_side(list(columns)), ["", *map(_settings, explanation.steps)], strict=True):
-        yield _clip(f"{line}  {settings}".rstrip(), max(width, 40))
+        yield clip_cells(f"{line}  {settings}".rstrip(), max(width, 40))
     yield ""
     if explanation.attention is not None:
         yield "attention of the last token of the prompt: mean over the heads (least to largest)"
         yield from side_by_side(_attention_columns(explanation.attention), width)
         yield ""
+    if explanation.head is not None:
+        yield from head_lines(explanation.head, KEYS, width)
+        yield ""
     yield from wrap_lines(_drawn_lines(explanation), max(width, 40))
+
+
+def explanation_blocks(explanation: Explanation) -> Iterator[Block]:
+    """Yields the report: the prompt, the map of the head if there is one, and the tables of the console."""
+    yield Heading("The next token", 1)
+    yield Paragraph("The text before it:")
+    yield Verbatim(printable(explanation.prompt))
+    if explanation.head is not None:
+        yield Heading("Attention between the tokens")
+        yield head_map(explanation.head)
+    yield Heading("Each sampling step")
+    yield Verbatim("\n".join(explanation_lines(explanation, REPORT_WIDTH)))
 
 
 def _star_meaning(explanation: Explanation) -> str:
@@ -67,7 +84,7 @@ def _attention_columns(attention: Mapping[str, Sequence[Sequence[float]]]) -> li
 def _names(explanation: Explanation) -> list[list[str]]:
     """Returns the first columns: mark, rank, id and token, the last two with headings. The last line is for other tokens."""
     rows = [
-        ("*" if token.id in explanation.drawn else " ", f"{rank:>2}", str(token.id), _clip(token.shown, TOKEN_CELLS))
+        ("*" if token.id in explanation.drawn else " ", f"{rank:>2}", str(token.id), clip_cells(token.shown, TOKEN_CELLS))
         for rank, token in enumerate(explanation.tokens, 1)
     ]
     digits = max([2, *(len(row[2]) for row in rows)])
@@ -131,12 +148,8 @@ def _nondefault_settings(step: Step) -> dict[str, Any]:
 
 def _value(value: Any) -> str:
     if isinstance(value, list | dict):
-        return _clip(printable(json.dumps(value, ensure_ascii=False)), 40)
+        return clip_cells(printable(json.dumps(value, ensure_ascii=False)), 40)
     return f"{value:g}" if isinstance(value, int | float) else str(value)
-
-
-def _clip(text: str, cells: int) -> str:
-    return text if cell_len(text) <= cells else set_cell_size(text, cells - 1).rstrip() + "…"
 
 
 def draw_explanation(explanation: Explanation) -> bytes:
@@ -145,7 +158,7 @@ def draw_explanation(explanation: Explanation) -> bytes:
     pairs = list(itertools.pairwise(shown)) or [(0, 0)]
     figure = new_figure(8, 0.9 + 1.7 * len(pairs))
     panels = figure.subplots(len(pairs), 1, sharex=True, squeeze=False)[:, 0]
-    labels = [_clip(token.shown, 12) for token in explanation.tokens]
+    labels = [clip_cells(token.shown, 12) for token in explanation.tokens]
     for axes, pair in zip(panels, pairs, strict=True):
         draw_step(axes, labels, *([token.probabilities[s] for token in explanation.tokens] for s in pair))
         step = explanation.steps[pair[1]]
