@@ -9,17 +9,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dantinox.config.architecture import feed_forward_width, resolve_architecture
+from dantinox.config.attention_settings import AttentionSection
 from dantinox.config.base import Section
-from dantinox.config.model import (
-    AttentionSection,
-    ModelConfig,
-    ModelSection,
-    MoESection,
-    architecture,
-    feed_forward_width,
-    model_conflicts,
-)
+from dantinox.config.model_config import ModelConfig
+from dantinox.config.model_conflicts import model_conflicts
+from dantinox.config.model_settings import ModelSection
 from dantinox.config.model_size import block_parameters
+from dantinox.config.moe_settings import MoESection
 
 WIDTH_PER_LAYER = 64
 WIDE = 256  # the width from which heads have size 64 instead of 32
@@ -112,7 +109,7 @@ def resolve_depth(given: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> M
     if any(model_conflicts(model, moe, attention)):
         return {**given, "model": sized}
     optimizer, batch_size = written["training"].get("optimizer", OPTIMIZER), written["training"].get("batch_size")
-    resolved = architecture(model, moe, attention, 1, "cpu")
+    resolved = resolve_architecture(model, moe, attention, 1, "cpu")
     derived = training_of_depth(resolved, optimizer, training.tokens_per_parameter, batch_size)
     if "epochs" in training.model_fields_set and training.tokens_per_parameter is None:
         del derived["steps"]

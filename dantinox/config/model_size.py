@@ -1,6 +1,7 @@
 """The number of weights in a model's layers, from its architecture alone."""
 
-from dantinox.config.model import GATED_ACTIVATIONS, ModelConfig
+from dantinox.config.model_config import ModelConfig
+from dantinox.config.model_settings import GATED_ACTIVATIONS
 
 
 def block_parameters(model: ModelConfig) -> int:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
+from dantinox.config.architecture import resolve_architecture
+from dantinox.config.attention_settings import AttentionSection
 from dantinox.config.base import (
     Conflict,
     Count,
@@ -28,15 +30,10 @@ from dantinox.config.generation_settings import GenerationSection, generation_co
 from dantinox.config.grpo_settings import GRPOSection, grpo_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
 from dantinox.config.lora_settings import LoraSection, lora_config, lora_conflicts
-from dantinox.config.model import (
-    AttentionSection,
-    ModelConfig,
-    ModelSection,
-    MoESection,
-    architecture,
-    model_conflicts,
-    uneven_keys,
-)
+from dantinox.config.model_config import ModelConfig, Platform, uneven_keys
+from dantinox.config.model_conflicts import model_conflicts
+from dantinox.config.model_settings import ModelSection
+from dantinox.config.moe_settings import MoESection
 from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
 from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, one_of
 from dantinox.config.router_settings import RouterSection, router_conflicts
@@ -268,7 +265,7 @@ class Config(Section):
         """The path of the run whose tokenizer and chat template a new run has: `training.init_from`, else the teacher."""
         return self.training.init_from or (self.distill.teacher if self.training.objective == "distill" else None)
 
-    def architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
+    def architecture(self, vocab_size: int, platform: Platform = "auto") -> ModelConfig:
         """Returns the resolved architecture for a vocabulary of `vocab_size` tokens.
 
         Args:
@@ -278,9 +275,9 @@ class Config(Section):
         Raises:
           UserError: `model.padded_vocab_size` is less than `vocab_size`.
         """
-        return architecture(self.model, self.moe, self.attention, vocab_size, platform)
+        return resolve_architecture(self.model, self.moe, self.attention, vocab_size, platform)
 
-    def trained_architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
+    def trained_architecture(self, vocab_size: int, platform: Platform = "auto") -> ModelConfig:
         """Returns `architecture` with the adapters that the section `lora` defines, if any."""
         return replace(self.architecture(vocab_size, platform), lora=lora_config(self.lora, self.model, self.moe))
 

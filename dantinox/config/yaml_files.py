@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from dantinox.config.model import WEIGHT_FIELDS
+from dantinox.config.model_config import WEIGHT_FIELDS
 from dantinox.config.names import ALIASES, FORMER_DEFAULTS, FORMER_NAMES, OTHER_NAMES, REQUEST_SECTIONS, SAME_NAMES, flat_name
 from dantinox.config.packaged import CONFIGS
 from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, find_inactive, flatten_config, reset_settings
