@@ -13,7 +13,9 @@ T = TypeVar("T")
 
 def as_tuple(value: object) -> object:
     """Converts a list to a tuple, and a string to a tuple of one string. Returns other values unchanged."""
-    return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str) else value
 
 
 FileName = Annotated[str, Field(pattern=r"^[\w\-][\w.\-]*$")]
