@@ -103,13 +103,13 @@ def resolve_architecture(
     sub_norms = m.sub_norms
     if sub_norms is None:
         sub_norms = m.projections == "ternary" and not moe.use_moe
-    kinds = [a.layer_types[i % len(a.layer_types)] for i in range(m.num_blocks)]
+    layer_types = [a.layer_types[i % len(a.layer_types)] for i in range(m.num_blocks)]
     resolved: dict[str, Any] = {
         "vocab_size": m.padded_vocab_size or vocab_size,
         "kv_heads": kv_heads,
         "head_size": head_size,
         "hidden_dim": hidden_dim,
-        "windows": tuple(window if a.sliding_window and kind == "sliding" else None for kind in kinds),
+        "windows": tuple(window if a.sliding_window and kind == "sliding" else None for kind in layer_types),
         "position": _position_kind(a),
         "rope_scaling": resolve_rope_scaling(a, m.max_context),
         "rope_local_theta": a.rope_local_theta if a.sliding_window else None,

@@ -94,7 +94,7 @@ class LatentConfig:
     rotated_size: int
     value_size: int
     query_rank: int | None = None
-    norm_epsilon: float = 1e-5
+    norm_epsilon: float = DEFAULT.norm_epsilon
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,11 @@ class ModelConfig:
 
     def kv_source(self, layer: int) -> int | None:
         """Returns the index of the layer whose keys and values `layer` reuses, or None if `layer` computes its own."""
-        first = self.num_blocks - self.kv_shared_layers
-        if layer < first:
+        shared_from = self.num_blocks - self.kv_shared_layers
+        if layer < shared_from:
             return None
-        return max(i for i in range(first) if (self.windows[i] is None) == (self.windows[layer] is None))
+        has_window = self.windows[layer] is not None
+        return max(i for i in range(shared_from) if (self.windows[i] is not None) == has_window)
 
     def kv_projections(self, layer: int) -> int:
         """Returns the number of key and value projections per key head.
@@ -227,6 +228,7 @@ class ModelConfig:
         """Number of layers after which the pattern of layer kinds repeats; it divides the number of layers."""
         L = self.num_blocks
         kinds = [(window, layer in self.unrotated, self.routes(layer)) for layer, window in enumerate(self.windows)]
+        # A pattern has the period p if moving it by p layers changes nothing.
         return next(p for p in range(1, L + 1) if L % p == 0 and kinds[p:] == kinds[: L - p])
 
 
@@ -234,6 +236,7 @@ class ModelConfig:
 _RUNTIME_FIELDS = {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}
 # Fields that may change when training starts from the weights of another run.
 _CONTEXT_FIELDS = {"max_context", "windows", "rope_theta", "rope_scaling", "rope_local_theta"}
+# Fields that determine the function that the model computes, and those of them that its weights determine.
 ARCHITECTURE = tuple(field.name for field in fields(ModelConfig) if field.name not in _RUNTIME_FIELDS)
 WEIGHT_FIELDS = tuple(name for name in ARCHITECTURE if name not in _CONTEXT_FIELDS)
 _PATHS = {name: f"attention.{name}" for name in AttentionSection.model_fields} | {

@@ -16,7 +16,6 @@ INACTIVE_WITH_LATENTS = (
 
 def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among the settings of the architecture."""
-    positions = [f"attention.{n}" for n in ("absolute_pos", "trainable_pos", "use_rotary_pos") if getattr(a, n)]
     yield from _head_conflicts(m, a)
     yield from _layer_conflicts(m, a)
     yield from _projection_conflicts(m, moe, a)
@@ -33,6 +32,7 @@ def model_conflicts(m: ModelSection, moe: MoESection, a: AttentionSection) -> It
             "moe.norm_topk_prob",
             "must be false with moe.top_k_mlp: 1, because every weight would be 1 and the router could not learn",
         )
+    positions = [f"attention.{n}" for n in ("absolute_pos", "trainable_pos", "use_rotary_pos") if getattr(a, n)]
     if len(positions) > 1:
         yield positions[0], f"and {' and '.join(positions[1:])} exclude each other: set all but one to false"
     yield from _rope_scaling_conflicts(m, a)

@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         raise _RejectedYAML(problem=problem, problem_mark=node.start_mark)
 
 
-_Loader.add_constructor(None, _Loader.construct_undefined)
+_Loader.add_constructor(None, _Loader.construct_undefined)  # of every other tag
 
 
 class _Dumper(yaml.SafeDumper):
@@ -84,6 +84,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+# YAML 1.1 requires a point in a number with an exponent. The last argument lists the first characters of such numbers.
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")

@@ -51,6 +51,7 @@ def hash_file(path: Path, size: int | None = None) -> Entry:
     count = 0
     with open(path, "rb", buffering=0) as file:
         buffer = memoryview(bytearray(min(READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
+        # The loop ends at the end of the file, or when no byte of `size` is left.
         while read := file.readinto(buffer if size is None else buffer[: size - count]):
             digest.update(buffer[:read])
             count += read
