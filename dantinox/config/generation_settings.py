@@ -379,7 +379,9 @@ def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     except ValueError as error:
         yield "generation.sampler_order", str(error)
         return
-    missing_steps = active - {*EDIT_STEPS, *order} - ({"temperature"} if greedy else set())
+    missing_steps = active - {*EDIT_STEPS, *order}
+    if greedy:  # greedy decoding needs no temperature
+        missing_steps -= {"temperature"}
     # The settings that switch these steps on. A step may have several.
     unsupported = sorted({f"generation.{key}" for name in missing_steps for key in _switches(g, name)})
     if unsupported:
@@ -397,8 +399,8 @@ def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
         yield "generation.loop_temperature_factor", "needs the step temperature, which generation.sampler_order leaves out"
     if {*MIROSTAT_STEPS} & active and "adaptive_p" in active:
         yield "generation.adaptive_target", f"must be negative with generation.mirostat, got {g.adaptive_target:g}"
-    low, high = g.dynatemp_low, g.dynatemp_high
-    if low > high:
-        yield "generation.dynatemp_low", f"must be at most generation.dynatemp_high, got {low:g} and {high:g}"
+    if g.dynatemp_low > g.dynatemp_high:
+        got = f"got {g.dynatemp_low:g} and {g.dynatemp_high:g}"
+        yield "generation.dynatemp_low", f"must be at most generation.dynatemp_high, {got}"
     if {"temperature", "dynamic_temperature"} <= active and not greedy:
         yield "generation.temperature", f"must be 1 with generation.dynatemp_low and dynatemp_high, got {g.temperature:g}"

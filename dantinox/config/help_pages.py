@@ -231,7 +231,9 @@ def _titles(parser: LayeredParser) -> dict[str, str]:
     for name, title in section_titles().items():
         if any(record.section == name for record, _ in parser.settings.values()):
             groups = [key for key, group in GROUPS.items() if group.section == name]
-            titles[name] = title.rstrip(".") + (f" (groups: {', '.join(groups)})" if groups else "")
+            titles[name] = title.rstrip(".")
+            if groups:
+                titles[name] += f" (groups: {', '.join(groups)})"
     return titles
 
 

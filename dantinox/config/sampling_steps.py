@@ -308,11 +308,8 @@ class Setting(NamedTuple):
     default: Any
 
 
-SETTINGS = {
-    name: Setting(kind, StepSettings.model_fields[name].default)
-    for name, kind in get_type_hints(StepSettings, include_extras=True).items()
-    if name in StepSettings.model_fields
-}
+_STEP_TYPES = get_type_hints(StepSettings, include_extras=True)
+SETTINGS = {name: Setting(_STEP_TYPES[name], info.default) for name, info in StepSettings.model_fields.items()}
 
 # Values of `reads`, `parameters` and `indirect` that several rows share.
 HISTORY_INPUTS = ("history_S", "length")

@@ -70,11 +70,11 @@ def setting_records() -> tuple[SettingRecord, ...]:
     aliases: dict[str, list[str]] = {}
     for old, new in ALIASES.items():
         aliases.setdefault(new, []).append(old)
-    return tuple(
-        _record(section, name, content, tuple(aliases.get(f"{section}.{name}", ())))
-        for section, definition in _sections(schema).items()
-        for name, content in definition["properties"].items()
-    )
+    records = []
+    for section, definition in _sections(schema).items():
+        for name, content in definition["properties"].items():
+            records.append(_record(section, name, content, tuple(aliases.get(f"{section}.{name}", ()))))
+    return tuple(records)
 
 
 @cache

@@ -190,7 +190,8 @@ def build_training(
     Raises:
       UserError: as for `build_config`, or a setting contradicts the weights of the run `training.init_from`.
     """
-    overrides, where = overrides or {}, where or {}
+    overrides = overrides or {}
+    where = where or {}
 
     def given(section: str, name: str) -> object:
         content = tree.get(section)

@@ -105,7 +105,8 @@ def _read_folder(folder: Path, model: ModelConfig, max_rank: int | None) -> tupl
         if max_rank is not None and rank > max_rank:
             raise UserError(f"{folder} has an adapter of rank {rank}, but the largest rank allowed is {max_rank}")
         alpha = _value_for_module(settings["alpha_pattern"], module, settings["lora_alpha"])
-        return rank, alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
+        divisor = math.sqrt(rank) if settings["use_rslora"] else rank
+        return rank, alpha / divisor
 
     return read_adapter(folder / WEIGHTS, model, scaling, settings["use_dora"])
 
