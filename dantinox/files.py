@@ -27,7 +27,8 @@ class UserError(Exception):
 
     def __init__(self, sentence: str, *, key: str | None = None, value: object = None):
         super().__init__(sentence)
-        self.key, self.value = key, value
+        self.key = key
+        self.value = value
 
 
 @contextlib.contextmanager
@@ -59,7 +60,11 @@ def install_command(extra: str) -> str:
 
 def quote(value: Any) -> str:
     """Formats a value for an error message: on one line, truncated, and with `null`, `true` and `false` as in YAML and JSON."""
-    return _truncate("null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value))
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return _truncate(repr(value))
 
 
 def escape_name(name: str) -> str:
@@ -96,7 +101,8 @@ def read_text(path: str | Path, limit: int, what: str = "") -> str:
         with open(path, "rb") as file:
             content = file.read(limit + 1)
         if len(content) > limit:
-            raise UserError(f"{name} is larger than {f'{limit >> 20} MiB' if limit >= 1 << 20 else f'{limit} bytes'}")
+            size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit} bytes"
+            raise UserError(f"{name} is larger than {size}")
         return content.decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from None
@@ -190,11 +196,13 @@ def check_writable_folder(path: str | Path, flag: str = "") -> None:
       UserError: the path is not a directory, or the folder cannot be created.
     """
     path = Path(path)
-    existing = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists() or place.is_symlink())
-    if not existing.is_dir():
-        raise UserError(f"{flag} cannot write into {path}: {existing} is not a directory".lstrip())
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"{flag} cannot write into {path}: the directory {existing} is read-only".lstrip())
+    cannot = f"{flag} cannot write into {path}".lstrip()
+    places = (path.absolute(), *path.absolute().parents)
+    nearest = next(place for place in places if place.exists() or place.is_symlink())  # all folders below it are missing
+    if not nearest.is_dir():
+        raise UserError(f"{cannot}: {nearest} is not a directory")
+    if not os.access(nearest, os.W_OK):
+        raise UserError(f"{cannot}: the directory {nearest} is read-only")
 
 
 def _sync_directory(path: Path) -> None:

@@ -7,12 +7,28 @@ import platform
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from dantinox.files import atomic_write
 
-# The mount point, and the names of limit, usage and statistics of a cgroup, and of cached files in the statistics.
-CGROUP_V2 = "sys/fs/cgroup", ("memory.max", "memory.current", "memory.stat", "inactive_file")
-CGROUP_V1 = "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")
+
+class CgroupFiles(NamedTuple):
+    """Where the kernel reports the memory of a cgroup.
+
+    Attributes:
+      mount: the folder of all cgroups.
+      limit, usage: files in the folder of a cgroup, each with a number of bytes.
+      cached: the entry of the file `memory.stat` with the bytes of cached files.
+    """
+
+    mount: str
+    limit: str
+    usage: str
+    cached: str
+
+
+CGROUP_V2 = CgroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+CGROUP_V1 = CgroupFiles("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def cache_folder() -> Path:
@@ -22,11 +38,13 @@ def cache_folder() -> Path:
 
 @lru_cache(maxsize=1)
 def _cpu_fields() -> dict[str, str]:
-    """Returns the fields of `/proc/cpuinfo` for one core; empty where this file does not exist."""
+    """Returns the fields of `/proc/cpuinfo` for the last core; empty where this file does not exist."""
+    fields = {}
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return {}
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields[name.strip()] = value.strip()
+    return fields
 
 
 def cpu_flags() -> frozenset[str]:
@@ -39,8 +57,9 @@ def cpu_name() -> str:
     """Returns the model of the CPU and its bfloat16 instruction sets."""
     if not _cpu_fields():
         return platform.processor() or platform.machine()
-    units = {"avx512_bf16", "amx_bf16", "bf16"} & cpu_flags()
-    return ", ".join((_cpu_fields().get("model name", platform.machine()), *sorted(units)))
+    model = _cpu_fields().get("model name", platform.machine())
+    bfloat16_sets = {"avx512_bf16", "amx_bf16", "bf16"} & cpu_flags()
+    return ", ".join((model, *sorted(bfloat16_sets)))
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
@@ -71,12 +90,15 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
         number, controllers, path = line.split(":", 2)
         if number != "0" and "memory" not in controllers.split(","):
             continue
-        base, names = CGROUP_V2 if number == "0" else CGROUP_V1
+        files = CGROUP_V2 if number == "0" else CGROUP_V1
         group = Path(path.lstrip("/"))
-        for folder in (group, *group.parents):  # in a container, only the last may exist
+        for relative in (group, *group.parents):  # in a container, only the last may exist
+            folder = root / files.mount / relative
             with contextlib.suppress(OSError, ValueError, KeyError):
-                limit, used, stat = ((root / base / folder / name).read_text(encoding="ascii") for name in names[:3])
-                cached = dict(field.split() for field in stat.splitlines())[names[3]]
+                limit = (folder / files.limit).read_text(encoding="ascii")  # without a limit it is not a number
+                used = (folder / files.usage).read_text(encoding="ascii")
+                statistics = (folder / "memory.stat").read_text(encoding="ascii")
+                cached = dict(line.split() for line in statistics.splitlines())[files.cached]
                 yield max(0, int(limit) - int(used) + int(cached))
 
 
@@ -84,9 +106,9 @@ def _address_space(root: Path) -> Iterator[int]:
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource  # not on Windows
 
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # the soft limit, in bytes
         if limit != resource.RLIM_INFINITY:
-            pages = int((root / "proc/self/statm").read_text(encoding="ascii").split()[0])
+            pages = int((root / "proc/self/statm").read_text(encoding="ascii").split()[0])  # of the whole address space
             yield max(0, limit - pages * resource.getpagesize())
 
 

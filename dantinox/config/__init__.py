@@ -12,7 +12,8 @@ from dantinox.files import UserError
 if TYPE_CHECKING:
     from dantinox.config.generation_settings import GenerationSection
     from dantinox.config.kv_settings import KVSection
-    from dantinox.config.model import ExpertsConfig, LatentConfig, LoraConfig, ModelConfig, RopeScaling
+    from dantinox.config.lora_settings import LoraConfig
+    from dantinox.config.model_config import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
     from dantinox.config.request_overlay import overlay, settings_of, with_generation
     from dantinox.config.sections import Config, DataSection, TokenizerSection
     from dantinox.config.yaml_files import build_config, differences, dump_config, json_schema, load_config
@@ -21,7 +22,8 @@ _MODULES = {
     "yaml_files": ("build_config", "differences", "dump_config", "json_schema", "load_config"),
     "generation_settings": ("GenerationSection",),
     "kv_settings": ("KVSection",),
-    "model": ("ExpertsConfig", "LatentConfig", "LoraConfig", "ModelConfig", "RopeScaling"),
+    "lora_settings": ("LoraConfig",),
+    "model_config": ("ExpertsConfig", "LatentConfig", "ModelConfig", "RopeScaling"),
     "request_overlay": ("overlay", "settings_of", "with_generation"),
     "sections": ("Config", "DataSection", "TokenizerSection"),
 }

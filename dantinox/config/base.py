@@ -1,6 +1,7 @@
 """The base class of the sections of settings, and the types of their fields."""
 
-from typing import Annotated, ClassVar, TypeVar
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -12,7 +13,9 @@ T = TypeVar("T")
 
 def as_tuple(value: object) -> object:
     """Converts a list to a tuple, and a string to a tuple of one string. Returns other values unchanged."""
-    return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str) else value
 
 
 FileName = Annotated[str, Field(pattern=r"^[\w\-][\w.\-]*$")]
@@ -46,3 +49,9 @@ def field(default: T, text: str, *, group: str = "") -> T:
     """
     info: T = Field(default, description=text, json_schema_extra={GROUP: group} if group else None)
     return info
+
+
+def setting_defaults(*sections: type[Section]) -> Any:
+    """Returns an object whose attributes are the defaults of the settings of these sections."""
+    fields = {name: info for section in sections for name, info in section.model_fields.items()}
+    return SimpleNamespace(**{name: info.default for name, info in fields.items()})

@@ -9,17 +9,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dantinox.config.architecture import feed_forward_width, resolve_architecture
+from dantinox.config.attention_settings import AttentionSection
 from dantinox.config.base import Section
-from dantinox.config.model import (
-    AttentionSection,
-    ModelConfig,
-    ModelSection,
-    MoESection,
-    architecture,
-    feed_forward_width,
-    model_conflicts,
-)
+from dantinox.config.model_config import ModelConfig
+from dantinox.config.model_conflicts import model_conflicts
+from dantinox.config.model_settings import ModelSection
 from dantinox.config.model_size import block_parameters
+from dantinox.config.moe_settings import MoESection
 
 WIDTH_PER_LAYER = 64
 WIDE = 256  # the width from which heads have size 64 instead of 32
@@ -53,7 +50,10 @@ def model_of_depth(model: ModelSection, moe: MoESection, attention: AttentionSec
     depth = model.depth or 1
     dim = model.dim if "dim" in model.model_fields_set else WIDTH_PER_LAYER * depth
     size = model.head_size or (32 if dim < WIDE else 64)
-    heads = next(n for n in range(max(1, dim // size), 0, -1) if n == 1 or model.head_size or dim % (2 * n) == 0)
+    heads = max(1, dim // size)
+    if model.head_size is None:  # the heads divide the width, into even sizes
+        while heads > 1 and dim % (2 * heads):
+            heads -= 1
     found: dict[str, Any] = {"num_blocks": depth, "dim": dim, "n_heads": heads}
     if moe.expansion is None:
         found["hidden_dim"] = feed_forward_width(dim, model.activation)
@@ -80,8 +80,8 @@ def training_of_depth(
     tokens = (tokens_per_parameter or TOKENS_PER_PARAMETER) * block_parameters(model)
     batch_size = batch_size or max(1, 2 ** round(math.log2(8 * tokens) / 2) // model.max_context)
     steps = math.ceil(tokens / (batch_size * model.max_context))
-    most = max(1, MICROBATCH_TOKENS // model.max_context)  # rows of an accumulation step
-    grad_accum = next(n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n <= most)
+    max_rows = max(1, MICROBATCH_TOKENS // model.max_context)  # of an accumulation step
+    grad_accum = next(n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n <= max_rows)
     found: dict[str, Any] = {"optimizer": OPTIMIZER, "batch_size": batch_size, "grad_accum": grad_accum, "steps": steps}
     if optimizer in RATES_AT_768:
         found["lr"] = float(f"{RATES_AT_768[optimizer] * math.sqrt(768 / model.dim):.3g}")
@@ -101,22 +101,23 @@ def resolve_depth(given: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> M
     written = {name: _values(given.get(name)) for name in ("model", "moe", "attention", "training")}
     if written["model"].get("depth") is None or "num_blocks" in written["model"]:
         return given
-    if written["training"].get("steps", 0) is None:
+    if written["training"].get("steps", 0) is None:  # null stands for a number that is not given
         del written["training"]["steps"]
     try:
         model, moe, attention, training = (kinds[name](**values) for name, values in written.items())
-        sized = {**model_of_depth(model, moe, attention), **written["model"], "depth": None}
+        sized = {**model_of_depth(model, moe, attention), **written["model"], "depth": None}  # settings of the section `model`
         model = ModelSection(**sized)
     except (ValidationError, TypeError):
         return given
-    if any(model_conflicts(model, moe, attention)):
+    if any(model_conflicts(model, moe, attention)):  # the validation of `Config` reports them
         return {**given, "model": sized}
-    optimizer, batch_size = written["training"].get("optimizer", OPTIMIZER), written["training"].get("batch_size")
-    resolved = architecture(model, moe, attention, 1, "cpu")
+    optimizer = written["training"].get("optimizer", OPTIMIZER)
+    batch_size = written["training"].get("batch_size")
+    resolved = resolve_architecture(model, moe, attention, 1, "cpu")
     derived = training_of_depth(resolved, optimizer, training.tokens_per_parameter, batch_size)
     if "epochs" in training.model_fields_set and training.tokens_per_parameter is None:
         del derived["steps"]
-    if training.steps is None:
+    if training.steps is None:  # otherwise the setting stays, and the validation reports that it has no effect
         written["training"].pop("tokens_per_parameter", None)
     return {**given, "model": sized, "training": {**derived, **written["training"]}}
 

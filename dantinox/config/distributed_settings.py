@@ -9,12 +9,8 @@ from dantinox.config.base import Conflict, Count, CountOrZero, Section, field
 from dantinox.config.prerequisites import Condition, Needs
 
 is_address = Condition("is an address", lambda coordinator: coordinator not in (None, "auto"))
-
-
-Axis = Annotated[int, Field(ge=-1, le=2**20)]
-
-
-MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")
+Axis = Annotated[int, Field(ge=-1, le=2**20)]  # 0 is an error of `distributed_conflicts`
+MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")  # the settings of this type
 
 
 class DistributedSection(Section):

@@ -55,28 +55,43 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _value(key: str, value: str | list[str]) -> Any:
-    kinds = _members(FIELDS[key].annotation)
+    """Returns the value of a setting from the text of its flag, or from the texts if its flag takes several words."""
     if isinstance(value, list):
-        if len(value) == 1 and value[0].lstrip()[:1] in ("{", "["):
-            with contextlib.suppress(ValueError, RecursionError):  # JSON, as in a request body
-                parsed = json.loads(value[0])
-                is_string_list = isinstance(parsed, list) and parsed and all(isinstance(item, str) for item in parsed)
-                if is_string_list or not any(get_args(kind)[:1] == (str,) for kind in kinds if get_origin(kind) is tuple):
-                    return parsed  # otherwise the text is kept: `[1]` is a string in a list of strings
-        texts = [_unescape(text) for text in value] if key.startswith("generation.") else value
-        if all(get_origin(kind) is tuple and set(_members(get_args(kind)[0])) <= {int, float, bool} for kind in kinds):
-            return [parse_value(text) for text in texts]
-        if len(texts) > 1 or str not in kinds:
-            return texts
-        value = texts[0]
+        return _value_of_texts(key, value)
+    kinds = _members(FIELDS[key].annotation)
     optional = type(None) in get_args(FIELDS[key].annotation)
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    if str in kinds or (not {float, bool} & {*kinds} and any(isinstance(choice, str) for choice in choices)):
+    has_text_choices = any(
+        isinstance(choice, str) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)
+    )
+    other_scalars = {float, bool} & {*kinds}  # with these, the text may be a number or a boolean
+    if str in kinds or (has_text_choices and not other_scalars):
         return None if optional and value == "null" else value
     return parse_value(value)
 
 
+def _value_of_texts(key: str, texts: list[str]) -> Any:
+    """Returns a list or a mapping from JSON, else a list of the texts, or one text if the setting also accepts a string."""
+    kinds = _members(FIELDS[key].annotation)
+    tuples = [kind for kind in kinds if get_origin(kind) is tuple]
+    if len(texts) == 1 and texts[0].lstrip()[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, RecursionError):  # JSON, as in a request body
+            parsed = json.loads(texts[0])
+            is_string_list = isinstance(parsed, list) and parsed and all(isinstance(item, str) for item in parsed)
+            takes_strings = any(get_args(kind)[:1] == (str,) for kind in tuples)
+            if is_string_list or not takes_strings:
+                return parsed  # otherwise the text is kept: `[1]` is a string in a list of strings
+    if key.startswith("generation."):
+        texts = [_unescape(text) for text in texts]
+    holds_numbers = all(set(_members(get_args(kind)[0])) <= {int, float, bool} for kind in tuples)
+    if len(tuples) == len(kinds) and holds_numbers:
+        return [parse_value(text) for text in texts]
+    if len(texts) > 1 or str not in kinds:
+        return texts
+    return _value(key, texts[0])
+
+
 def _unescape(text: str) -> str:
     """Replaces backslash-n with a line break, and likewise \\t, \\r and \\\\."""
+    # Two backslashes stand for one, so the other escapes are replaced only between such pairs.
     pieces = [piece.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r") for piece in text.split("\\\\")]
     return "\\".join(pieces)

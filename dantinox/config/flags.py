@@ -15,6 +15,7 @@ from dantinox.config.names import ALIASES, OTHER_FLAGS, SHORT_NAMES, flat_name
 from dantinox.config.setting_records import setting_records
 from dantinox.files import UserError
 
+# Arity of a setting → the options of its flag for argparse.
 ARITY: dict[str, dict[str, Any]] = {"one": {}, "many": {"nargs": "+"}, "switch": {"nargs": "?", "const": "true"}}
 
 
@@ -22,9 +23,9 @@ class Parser(LayeredParser):
     """A parser that reports errors as `UserError`."""
 
     def error(self, message: str) -> NoReturn:
-        choices = next((action.choices for action in self.own if isinstance(action.choices, dict)), {})
-        if choices and message.startswith("the following arguments are required"):
-            message += f", one of {', '.join(choices)}"
+        commands = next((action.choices for action in self.own if isinstance(action.choices, dict)), {})
+        if commands and message.startswith("the following arguments are required"):
+            message += f", one of {', '.join(commands)}"
         raise UserError(message)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
@@ -51,29 +52,33 @@ def add_config_flags(parser: Parser, sections: tuple[str, ...] | None = None, mo
         settings.
     """
     records = {record.key: record for record in setting_records()}
-    keys = {key: key for key in records} | ALIASES
-    keys = {name: key for name, key in keys.items() if sections is None or key.partition(".")[0] in sections}
-    owners: dict[str, list[str]] = {}
-    for name in keys:
-        owners.setdefault(flat_name(name), []).append(name)
-    taken = set(parser.flags)
+    # Dotted path of a setting or of an alias → dotted path of the setting.
+    keys = {
+        path: key
+        for path, key in ({key: key for key in records} | ALIASES).items()
+        if sections is None or key.partition(".")[0] in sections
+    }
+    paths_of_flat: dict[str, list[str]] = {}
+    for path in keys:
+        paths_of_flat.setdefault(flat_name(path), []).append(path)
+    own_flags = set(parser.flags)
     group = parser.add_argument_group("settings (each also as --section.key)")
-    for name, key in keys.items():
-        flat = flat_name(name)
+    for path, key in keys.items():
+        flat = flat_name(path)
         record = records[key]
-        names = [f"--{name}"]
-        if len(owners[flat]) == 1 and f"--{flat}" not in taken:
-            names.insert(0, f"--{flat}")
-        names += [f"--{short}" for short, target in SHORT_NAMES.items() if target == name]
-        alias = name != key
-        help_text = f"alias of --{flat_name(key)}" if alias else f"{record.help}: {record.type}".replace("%", "%%")
-        parser.flags += names
+        flags = [f"--{path}"]
+        if len(paths_of_flat[flat]) == 1 and f"--{flat}" not in own_flags:
+            flags.insert(0, f"--{flat}")
+        flags += [f"--{short}" for short, target in SHORT_NAMES.items() if target == path]
+        is_alias = path != key
+        help_text = f"alias of --{flat_name(key)}" if is_alias else f"{record.help}: {record.type}".replace("%", "%%")
+        parser.flags += flags
         action = group.add_argument(
-            *names, dest=f"config:{name}", default=None, help=help_text, metavar="V", **ARITY[record.arity]
+            *flags, dest=f"config:{path}", default=None, help=help_text, metavar="V", **ARITY[record.arity]
         )
-        parser.settings[name] = record, action
-    for flat, paths in owners.items():
-        if len(paths) > 1 and f"--{flat}" not in taken:
+        parser.settings[path] = record, action
+    for flat, paths in paths_of_flat.items():
+        if len(paths) > 1 and f"--{flat}" not in own_flags:  # `overrides` reports that the flag is ambiguous
             group.add_argument(f"--{flat}", dest=f"ambiguous:{flat}", nargs="?", const="", default=None, help=argparse.SUPPRESS)
     parser.most_used = tuple(most_used)
 
@@ -86,7 +91,8 @@ def _nearest_flag(flag: str, known: list[str]) -> str:
     if name in OTHER_FLAGS:
         return OTHER_FLAGS[name]
     key = nearest_key(name)
-    short = f"--{flat_name(key)}"
-    long = f"--{key}"
-    candidates = [*((long, short) if "." in flag else (short, long)), *difflib.get_close_matches(flag, known, 1, cutoff=0.75)]
-    return did_you_mean(next((name for name in candidates if name in known), ""))
+    candidates = [f"--{flat_name(key)}", f"--{key}"]
+    if "." in flag:
+        candidates.reverse()
+    candidates += difflib.get_close_matches(flag, known, 1, cutoff=0.75)
+    return did_you_mean(next((candidate for candidate in candidates if candidate in known), ""))

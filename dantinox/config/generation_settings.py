@@ -28,14 +28,14 @@ def _as_order(value: Any) -> Any:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
         return value
-    words = [word for part in parts for word in (part.split(",") if isinstance(part, str) else [part])]
-    words = [word.strip() if isinstance(word, str) else word for word in words]
-    return tuple(int(word) if isinstance(word, str) and is_digits(word) else word for word in words)
+    order: list[Any] = []
+    for part in parts:
+        words = [word.strip() for word in part.split(",")] if isinstance(part, str) else [part]
+        order += [int(word) if isinstance(word, str) and is_digits(word) else word for word in words]
+    return tuple(order)
 
 
 Preset = Literal["default", "hf", "vllm", "llamacpp", "kobold", "koboldcpp"]
-
-
 # Speculative decoding and bans need a cache that keeps all tokens, because discarded tokens must not evict others.
 NEEDS_FULL_CACHE = (
     Needs(("generation.use_cache", True)),
@@ -249,21 +249,26 @@ KOBOLDCPP_STEPS = {
 
 def active_steps(g: GenerationSection) -> frozenset[str]:
     """Returns the steps that a section's values switch on, as a set. Greedy rows do not run the temperature step."""
-    return frozenset(name for name, step in STEPS.items() if any(on(getattr(g, key)) for key, on in step.on.items()))
+    return frozenset(name for name in STEPS if _switches(g, name))
+
+
+def _switches(g: GenerationSection, step: str) -> list[str]:
+    """Returns the settings whose values in a section switch a step on; empty if the step is off."""
+    return [key for key, switches_on in STEPS[step].on.items() if switches_on(getattr(g, key))]
 
 
 def _beam_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     """Yields an error for each setting that contradicts beam search, which considers all tokens and draws none."""
     for key, only in WITHOUT_BEAMS.items():
-        if (value := getattr(g, key)) != only:
+        value = getattr(g, key)
+        if value != only:
             must = "empty" if only == () else f"{format_value(only)}, got {format_value(value)},"
             yield f"generation.{key}", f"must be {must} with generation.num_beams"
     supported = {*EDIT_STEPS, *PENALTY_STEPS}
     for name in STEPS:
         if name in active_steps(g) - supported:
-            key = next(key for key, is_on in STEPS[name].on.items() if is_on(getattr(g, key)))
             yield (
-                f"generation.{key}",
+                f"generation.{_switches(g, name)[0]}",
                 "cannot be used with generation.num_beams, because beam search draws no tokens: leave it out",
             )
     if g.guidance_scale != 1:
@@ -298,26 +303,26 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
       ValueError: the order is invalid or cannot be combined with the preset. The message follows the name of the setting,
         as in `generation.sampler_order must …`.
     """
-    order = () if sampler_order is None else tuple(sampler_order)
-    if sampler_order is None or all(isinstance(code, int) for code in order):
-        if preset not in KOBOLD_ORDERS:
-            if sampler_order is not None:
-                raise ValueError(f"may hold codes only with generation.preset kobold or koboldcpp, got {preset}: use names")
-            return PRESETS[preset]
-        try:
-            names = kobold_order(KOBOLD_ORDERS[preset] if sampler_order is None else order)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ValueError(f"is invalid: {error}") from None
-        if preset == "kobold":
-            return names
-        return (
-            "dry",
-            *(step for name in names for step in KOBOLDCPP_STEPS.get(name, (name,))),
-            "xtc",
-            *MIROSTAT_STEPS,
-            "adaptive_p",
-        )
-    return _named_order(preset, order)
+    if sampler_order is None:
+        return _steps_of_codes(preset, KOBOLD_ORDERS[preset]) if preset in KOBOLD_ORDERS else PRESETS[preset]
+    codes = tuple(code for code in sampler_order if isinstance(code, int))
+    if len(codes) < len(sampler_order):
+        return _named_order(preset, tuple(sampler_order))
+    if preset not in KOBOLD_ORDERS:
+        raise ValueError(f"may hold codes only with generation.preset kobold or koboldcpp, got {preset}: use names")
+    return _steps_of_codes(preset, codes)
+
+
+def _steps_of_codes(preset: str, codes: tuple[int, ...]) -> tuple[str, ...]:
+    """Returns the steps of an order of step codes, with the preset `kobold` or `koboldcpp`."""
+    try:
+        names = kobold_order(codes)
+    except ValueError as error:
+        raise ValueError(f"is invalid: {error}") from None
+    if preset == "kobold":
+        return names
+    coded_steps = [step for name in names for step in KOBOLDCPP_STEPS.get(name, (name,))]
+    return ("dry", *coded_steps, "xtc", *MIROSTAT_STEPS, "adaptive_p")
 
 
 def section_order(g: GenerationSection) -> tuple[str, ...]:
@@ -325,8 +330,9 @@ def section_order(g: GenerationSection) -> tuple[str, ...]:
 
     Raises the errors of `step_order`.
     """
-    order = (*PENALTY_STEPS, *ROUTED_STEPS) if g.strategy == "entropy" else step_order(g.preset, g.sampler_order)
-    return (*order, WATERMARK)
+    if g.strategy == "entropy":
+        return (*PENALTY_STEPS, *ROUTED_STEPS, WATERMARK)
+    return (*step_order(g.preset, g.sampler_order), WATERMARK)
 
 
 def order_names() -> tuple[str, ...]:
@@ -336,6 +342,7 @@ def order_names() -> tuple[str, ...]:
 
 
 def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
+    """Returns the steps of an order of step names; the errors are those of `step_order`."""
     known = order_names()
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
@@ -344,15 +351,15 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
         raise ValueError(f"must name each step once, got {', '.join(map(str, names))}")
     if preset != "default":
         raise ValueError(f"with step names excludes generation.preset {preset}: leave one of the two settings out")
-    for name, followers in (("mirostat", {"adaptive_p"}), ("adaptive_p", set())):
-        if name in names and {*names[names.index(name) + 1 :]} - followers:
+    for name, may_follow in (("mirostat", {"adaptive_p"}), ("adaptive_p", set())):
+        if name in names and {*names[names.index(name) + 1 :]} - may_follow:
             raise ValueError(f"must have {name} last, because it needs the token that is drawn directly after it")
     return tuple(step for name in names for step in SHARED_NAMES.get(str(name), (str(name),)))
 
 
 def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among the settings of the section."""
-    on = active_steps(g)
+    active = active_steps(g)
     greedy = g.greedy or g.temperature < GREEDY_BELOW
     if g.num_beams > 1:
         yield from _beam_conflicts(g)
@@ -364,30 +371,36 @@ def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
         if "" in getattr(g, key):
             yield f"generation.{key}", "must not hold an empty string"
     for key in ("banned_strings", "banned_regexes"):
-        if (longest := max(map(len, getattr(g, key)), default=0)) > MAX_BAN_LENGTH:
+        longest = max(map(len, getattr(g, key)), default=0)
+        if longest > MAX_BAN_LENGTH:
             yield f"generation.{key}", f"must hold strings of at most {MAX_BAN_LENGTH} characters, got {longest}"
     try:
         order = section_order(g)
     except ValueError as error:
         yield "generation.sampler_order", str(error)
         return
-    missing_steps = on - {*EDIT_STEPS, *order} - ({"temperature"} if greedy else set())
-    unsupported = sorted(
-        {f"generation.{key}" for name in missing_steps for key, on_for in STEPS[name].on.items() if on_for(getattr(g, key))}
-    )
+    missing_steps = active - {*EDIT_STEPS, *order}
+    if greedy:  # greedy decoding needs no temperature
+        missing_steps -= {"temperature"}
+    # The settings that switch these steps on. A step may have several.
+    unsupported = sorted({f"generation.{key}" for name in missing_steps for key in _switches(g, name)})
     if unsupported:
-        order_setting = f"generation.preset {g.preset}" if g.sampler_order is None else "generation.sampler_order"
-        order_setting = "generation.strategy entropy" if g.strategy == "entropy" else order_setting
+        if g.strategy == "entropy":
+            order_setting = "generation.strategy entropy"
+        elif g.sampler_order is None:
+            order_setting = f"generation.preset {g.preset}"
+        else:
+            order_setting = "generation.sampler_order"
         pronoun = "it" if len(unsupported) == 1 else "them"
         further = "".join(f"and {key} " for key in unsupported[1:])
         remedy = f"leave {pronoun} out or switch {pronoun} off"
         yield unsupported[0], f"{further}cannot be used with {order_setting}, which has no such step: {remedy}"
     if g.loop_temperature_factor != 1 and "temperature" not in order:
         yield "generation.loop_temperature_factor", "needs the step temperature, which generation.sampler_order leaves out"
-    if {*MIROSTAT_STEPS} & on and "adaptive_p" in on:
+    if {*MIROSTAT_STEPS} & active and "adaptive_p" in active:
         yield "generation.adaptive_target", f"must be negative with generation.mirostat, got {g.adaptive_target:g}"
-    low, high = g.dynatemp_low, g.dynatemp_high
-    if low > high:
-        yield "generation.dynatemp_low", f"must be at most generation.dynatemp_high, got {low:g} and {high:g}"
-    if {"temperature", "dynamic_temperature"} <= on and not greedy:
+    if g.dynatemp_low > g.dynatemp_high:
+        got = f"got {g.dynatemp_low:g} and {g.dynatemp_high:g}"
+        yield "generation.dynatemp_low", f"must be at most generation.dynatemp_high, {got}"
+    if {"temperature", "dynamic_temperature"} <= active and not greedy:
         yield "generation.temperature", f"must be 1 with generation.dynatemp_low and dynatemp_high, got {g.temperature:g}"

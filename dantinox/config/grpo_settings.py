@@ -40,6 +40,7 @@ class PolicyLoss(NamedTuple):
 
 
 LOSSES: dict[str, PolicyLoss] = {
+    # advantage, normalization, clip_low, clip_high, ratio, dynamic_sampling
     "reinforce": PolicyLoss("mean", "token", 0.0, 0.0, "token", False),  # Williams 1992, with the group's mean as baseline
     "grpo": PolicyLoss("std", "sequence", 0.2, 0.2, "token", False),  # Shao et al. 2024, DeepSeekMath, equation 21
     "dr_grpo": PolicyLoss("mean", "constant", 0.2, 0.2, "token", False),  # Liu et al. 2025, Dr. GRPO
@@ -54,13 +55,17 @@ def _as_entry(value: object) -> object:
 
 
 def _as_entries(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str | dict) else value
+    """Converts a list to a tuple, and a single entry to a tuple of one entry."""
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str | dict) else value
 
 
 ENTRY_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "object", "additionalProperties": True}]}
 Entry = Annotated[dict[str, Any], BeforeValidator(_as_entry), WithJsonSchema(ENTRY_SCHEMA)]
 Rewards = Annotated[tuple[Entry, ...], BeforeValidator(_as_entries)]
 uses_code = Condition("contains python_tests", lambda rewards: any(entry.get("name") == "python_tests" for entry in rewards))
+# `dynamic_sampling` is true, or it is null and the loss is the one whose row has it. Both prerequisites must be met.
 NEEDS_SAMPLING_ROUNDS = (
     Needs(("grpo.dynamic_sampling", True), ("grpo.loss", "dapo")),
     Needs(("grpo.dynamic_sampling", differs(False))),
@@ -137,7 +142,8 @@ def grpo_conflicts(grpo: GRPOSection, objective: str, generation: GenerationSect
             f"must be at least {GREEDY_BELOW:g} with training.objective: grpo: all answers to a prompt would be equal",
         )
     for name, (only, reason) in WITHOUT_REWARDS.items():
-        if (value := getattr(generation, name)) != only:
+        value = getattr(generation, name)
+        if value != only:
             must = f"must be {format_value(only)} with training.objective: grpo, got {format_value(value)}"
             yield f"generation.{name}", f"{must}: {reason}"
     if not grpo.rewards:

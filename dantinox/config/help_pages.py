@@ -105,11 +105,12 @@ def first_page(parser: LayeredParser) -> str:
     commands = _subcommands(parser)
     positional = [action for action in parser.own if not action.option_strings and not _is_commands(action)]
     lines += [line for action in positional for line in _own_entry(action)]
-    lines += [""] * bool(positional)
+    if positional:
+        lines.append("")
     if commands:
         lines += ["commands:", *(line for name, text in commands.items() for line in _entry(f"  {name}", text)), ""]
     titles = _titles(parser)
-    layered = bool(parser.settings or parser.sections)
+    layered = bool(titles)
     lines += ["most used flags:" if layered else "flags:"]
     lines += [line for entry in _most_used(parser) for line in entry]
     if layered:
@@ -118,7 +119,8 @@ def first_page(parser: LayeredParser) -> str:
         text = f"{parser.prog} --help SECTION shows a section or a group, --help-all shows every flag."
         lines += ["", *textwrap.wrap(text, _width())]
     elif commands:
-        lines += ["", f"{parser.prog} {next(iter(commands))} --help describes a command, here {next(iter(commands))}."]
+        first = next(iter(commands))
+        lines += ["", f"{parser.prog} {first} --help describes a command, here {first}."]
     return _join_lines(lines)
 
 
@@ -130,9 +132,9 @@ def section_page(parser: LayeredParser, name: str) -> str:
     Raises:
       UserError: the command has no section of this name; the error lists its sections.
     """
-    choices = next((action.choices for action in parser.own if isinstance(action, argparse._SubParsersAction)), {})
-    if isinstance(choices.get(name), LayeredParser):
-        return first_page(choices[name])
+    commands = next((action.choices for action in parser.own if isinstance(action, argparse._SubParsersAction)), {})
+    if isinstance(commands.get(name), LayeredParser):
+        return first_page(commands[name])
     titles = _titles(parser)
     group = GROUPS.get(name)
     if name in titles or (group is not None and group.section in titles):
@@ -158,47 +160,60 @@ def setting_entry(record: SettingRecord, flag: str = "") -> list[str]:
 
 
 def _section_lines(parser: LayeredParser, name: str) -> list[str]:
+    """Returns the page of a section of flags, a section of settings, or a group of settings."""
     group = GROUPS.get(name)
     titles = _titles(parser)
     if name not in titles and group is not None:
-        suffix = f"; a group of {group.section}; each also as --{group.section}.NAME:"
-        return [f"{name}: {group.title}{suffix}", *_setting_lines(parser, group.section, name)]
-    lines = [f"{name}: {titles[name]}"]
+        heading = f"{name}: {group.title}; a group of {group.section}; each also as --{group.section}.NAME:"
+        return [heading, *_setting_lines(parser, group.section, name)]
+    heading = f"{name}: {titles[name]}"
     if name in parser.sections or name == COMMAND:
         actions = parser.sections[name].actions if name in parser.sections else _unsectioned(parser)
-        return lines + [line for action in actions for line in _own_entry(action)]
-    lines[0] += f"; each also as --{name}.NAME:"
-    groups = list(dict.fromkeys(record.group for record, _ in parser.settings.values() if record.section == name))
-    for key in groups:
-        lines += ["", f" {key}: {GROUPS[key].title}"] if key else []
+        return [heading, *(line for action in actions for line in _own_entry(action))]
+    lines = [f"{heading}; each also as --{name}.NAME:"]
+    of_section = {path: record for path, (record, _) in parser.settings.items() if record.section == name}
+    for key in dict.fromkeys(record.group for record in of_section.values()):
+        if key:
+            lines += ["", f" {key}: {GROUPS[key].title}"]
         lines += _setting_lines(parser, name, key)
-    aliases = {path: record for path, (record, _) in parser.settings.items() if path != record.key and record.section == name}
-    lines += ["", " other names:"] if aliases else []
+    aliases = {path: record for path, record in of_section.items() if path != record.key}
+    if aliases:
+        lines += ["", " other names:"]
     for path, record in aliases.items():
         lines += _entry(f"  --{flat_name(path)}", f"alias of --{flat_name(record.key)}")
     return lines
 
 
 def _setting_lines(parser: LayeredParser, section: str, group: str) -> Iterator[str]:
+    """Yields the lines of the settings of a group, or of a section without groups; aliases are left out."""
     for path, (record, action) in parser.settings.items():
         if path == record.key and (record.section, record.group) == (section, group):
             yield from setting_entry(record, _names(action))
 
 
 def _most_used(parser: LayeredParser) -> Iterator[list[str]]:
+    """Yields the lines of each flag on the first page."""
     flags = [action for action in _command_actions(parser) if action.option_strings]
     command_flags = {action.option_strings[-1].lstrip("-"): action for action in flags}
     settings = {flag.lstrip("-"): record for record, action in parser.settings.values() for flag in action.option_strings}
     has_sections = bool(parser.settings or parser.sections)
-    for name in parser.most_used or [name for name, action in command_flags.items() if action.help != argparse.SUPPRESS]:
-        if name in command_flags:
-            yield _own_entry(command_flags[name]) if name != "help" or has_sections else _entry("  --help", "show this help")
+    visible = [name for name, action in command_flags.items() if action.help != argparse.SUPPRESS]
+    for name in parser.most_used or visible:
+        if name == "help" and not has_sections:
+            yield _entry("  --help", "show this help")
+        elif name in command_flags:
+            yield _own_entry(command_flags[name])
         else:
             record = settings[name]
-            text = record.default_text
-            of_run = "run's, else " if _has_run(parser) and record.section in REQUEST_SECTIONS else ""
-            default = "" if f"({text}:" in record.help and not of_run else f" (default: {of_run}{text})"
-            yield _entry(f"  --{name} {_metavar(record)}", record.help + default)
+            yield _entry(f"  --{name} {_metavar(record)}", record.help + _default_note(parser, record))
+
+
+def _default_note(parser: LayeredParser, record: SettingRecord) -> str:
+    """Returns ` (default: …)`, or "" if the help text explains the default, as in `number of heads (null: all)`."""
+    text = record.default_text
+    if _has_run(parser) and record.section in REQUEST_SECTIONS:
+        return f" (default: run's, else {text})"
+    return "" if f"({text}:" in record.help else f" (default: {text})"
 
 
 def _has_run(parser: LayeredParser) -> bool:
@@ -211,15 +226,19 @@ def _titles(parser: LayeredParser) -> dict[str, str]:
     if not parser.settings and not parser.sections:
         return {}
     titles = {name: section.title for name, section in parser.sections.items()}
-    titles |= {COMMAND: "Other flags of this command" if titles else "Flags of this command"} if _unsectioned(parser) else {}
+    if _unsectioned(parser):
+        titles[COMMAND] = "Other flags of this command" if titles else "Flags of this command"
     for name, title in section_titles().items():
         if any(record.section == name for record, _ in parser.settings.values()):
             groups = [key for key, group in GROUPS.items() if group.section == name]
-            titles[name] = title.rstrip(".") + (f" (groups: {', '.join(groups)})" if groups else "")
+            titles[name] = title.rstrip(".")
+            if groups:
+                titles[name] += f" (groups: {', '.join(groups)})"
     return titles
 
 
 def _count(parser: LayeredParser, name: str) -> int:
+    """Returns the number of flags of a section, without aliases."""
     if name in parser.sections:
         return len(parser.sections[name].actions)
     if name == COMMAND:
@@ -233,10 +252,12 @@ def _command_actions(parser: LayeredParser) -> list[argparse.Action]:
 
 
 def _unsectioned(parser: LayeredParser) -> list[argparse.Action]:
+    """Returns the flags that are neither settings nor in a section."""
     return [action for action in parser.own if action.option_strings and action.help != argparse.SUPPRESS]
 
 
 def _subcommands(parser: LayeredParser) -> dict[str, str]:
+    """Returns name → help of each subcommand."""
     for action in parser.own:
         if isinstance(action, argparse._SubParsersAction):
             return {choice.dest: choice.help or "" for choice in action._choices_actions}
@@ -244,6 +265,7 @@ def _subcommands(parser: LayeredParser) -> dict[str, str]:
 
 
 def _usage(parser: LayeredParser) -> str:
+    """Returns the line `usage: …` with positional arguments and required flags."""
     parts = ["usage:", parser.prog]
     for action in parser.own:
         if _is_commands(action):
@@ -267,22 +289,30 @@ def _names(action: argparse.Action) -> str:
     flag = next((name for name in long if "." not in name), long[0])
     if action.nargs == 0:
         return flag
-    metavar = action.metavar if isinstance(action.metavar, str) else None
-    value = metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper())
-    value += " …" if action.nargs in ("+", "*") else ""
+    if isinstance(action.metavar, str) and action.metavar:
+        value = action.metavar
+    elif action.choices:
+        value = "{" + ",".join(map(str, action.choices)) + "}"
+    else:
+        value = action.dest.upper()
+    if action.nargs in ("+", "*"):
+        value += " …"
     return f"{flag} [{value}]" if action.nargs == "?" else f"{flag} {value}"
 
 
 def _metavar(record: SettingRecord) -> str:
+    """Returns the value of a setting's flag, as the help shows it."""
     return {"one": "V", "many": "V …", "switch": "[V]"}[record.arity]
 
 
 def _own_entry(action: argparse.Action) -> list[str]:
+    """Returns the lines of a flag, a positional argument or the list of subcommands."""
     name = _names(action) if action.option_strings else str(action.metavar or action.dest)
     return _entry(f"  {name}", action.help or "")
 
 
 def _entry(name: str, text: str) -> list[str]:
+    """Returns a name with its description in the second column, below the name if the name is too long."""
     lines = list(_wrapped(text, FLAG_COLUMN))
     if len(name) <= FLAG_COLUMN - 2 and lines:
         return [name.ljust(FLAG_COLUMN) + lines[0].lstrip(), *lines[1:]]

@@ -18,10 +18,11 @@ LayerRatio = Annotated[float, Field(ge=1e-6, le=1e6)]
 Signal = Literal["uniform", "entropy", "coverage", "distance", "loss"]
 
 NEEDS_BUDGET = Needs(("kv.budget", is_set), ("kv.budget_tokens", is_set))
-NEEDS_SNAPKV = NEEDS_BUDGET, Needs(("kv.policy", "snapkv+ema"))
-NEEDS_AVERAGE = NEEDS_BUDGET, Needs(*(("kv.policy", policy) for policy in AVERAGE_POLICIES))
-# The values of `kv.signal` that are measured per query head.
-NEEDS_HEAD_SIGNAL = tuple(("kv.signal", signal) for signal in ("entropy", "coverage", "distance"))
+# Pairs of prerequisites, which must both be met.
+NEEDS_SNAPKV = (NEEDS_BUDGET, Needs(("kv.policy", "snapkv+ema")))
+NEEDS_AVERAGE = (NEEDS_BUDGET, Needs(*(("kv.policy", policy) for policy in AVERAGE_POLICIES)))
+# Alternatives of one prerequisite: the signals that are measured per query head.
+HEAD_SIGNALS = tuple(("kv.signal", signal) for signal in ("entropy", "coverage", "distance"))
 
 
 class KVSection(Section):
@@ -60,14 +61,14 @@ class KVSection(Section):
     decay: Annotated[Fraction | Literal["entropy"], *NEEDS_AVERAGE] = field(
         0.98, "decay per token of the averaged importance (entropy: from the measured entropy of the head)"
     )
-    scale_min: Annotated[float, Field(gt=0, le=1), NEEDS_BUDGET, Needs(*NEEDS_HEAD_SIGNAL)] = field(
+    scale_min: Annotated[float, Field(gt=0, le=1), NEEDS_BUDGET, Needs(*HEAD_SIGNALS)] = field(
         0.3, "entropy, coverage, distance: lower limit of a head's share, as a multiple of the mean"
     )
-    scale_max: Annotated[float, Field(ge=1, allow_inf_nan=False), NEEDS_BUDGET, Needs(*NEEDS_HEAD_SIGNAL)] = field(
+    scale_max: Annotated[float, Field(ge=1, allow_inf_nan=False), NEEDS_BUDGET, Needs(*HEAD_SIGNALS)] = field(
         2.5, "entropy, coverage, distance: upper limit of a head's share, as a multiple of the mean"
     )
-    grouping: Annotated[Literal["max", "mean", "min"], NEEDS_BUDGET, Needs(*NEEDS_HEAD_SIGNAL, ("kv.decay", "entropy"))] = (
-        field("max", "how the entropy, coverage or distance of a key head is computed from those of its query heads")
+    grouping: Annotated[Literal["max", "mean", "min"], NEEDS_BUDGET, Needs(*HEAD_SIGNALS, ("kv.decay", "entropy"))] = field(
+        "max", "how the entropy, coverage or distance of a key head is computed from those of its query heads"
     )
     calibration: Annotated[str | None, NEEDS_BUDGET, Needs(("kv.signal", differs("uniform")), ("kv.decay", "entropy"))] = field(
         None, "file of the measured signals (null: kv_entropy.json of the run)"

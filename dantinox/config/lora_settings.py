@@ -1,22 +1,20 @@
-"""The `lora` section: rank, scale, form and target projections of low-rank adapters."""
+"""The `lora` section: rank, scale, form and target projections of low-rank adapters, and `LoraConfig`, its resolved form."""
 
+import math
 from collections.abc import Iterator
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from dantinox.config.base import Conflict, Count, Positive, Section, as_tuple, field
-from dantinox.config.model import (
-    GATED_ACTIVATIONS,
-    AttentionSection,
-    BaseWeights,
-    LoraConfig,
-    ModelSection,
-    MoESection,
-    Projection,
-)
+from dantinox.config.attention_settings import AttentionSection
+from dantinox.config.base import Conflict, Count, Positive, Section, as_tuple, field, setting_defaults
+from dantinox.config.model_settings import GATED_ACTIVATIONS, ModelSection
+from dantinox.config.moe_settings import MoESection
 from dantinox.config.prerequisites import Needs, is_set
 
+BaseWeights = Literal["float32", "bfloat16", "int8", "nf4"]  # dtypes of the frozen weights under adapters
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # the names that PEFT uses
 ATTENTION_TARGETS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 NEEDS_LORA = Needs(("lora.rank", is_set))
 
@@ -43,6 +41,27 @@ class LoraSection(Section):
         "dtype of the frozen weights while adapters train; int8: projections only, one scale per output row; nf4: projections "
         "in 4 bits (QLoRA)",
     )
+
+
+DEFAULT = setting_defaults(LoraSection)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """The resolved adapter settings. `dora` adds a trained magnitude per output; `held` is the dtype of the frozen weights."""
+
+    rank: int
+    alpha: float
+    targets: tuple[Projection, ...]
+    dropout: float = DEFAULT.dropout
+    held: BaseWeights = DEFAULT.base_weights
+    rank_stabilized: bool = DEFAULT.rank_stabilized
+    dora: bool = DEFAULT.dora
+
+    @property
+    def scale(self) -> float:
+        """The factor on the outputs of adapters: alpha / √rank if `rank_stabilized`, else alpha / rank."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 def projections(m: ModelSection, moe: MoESection) -> tuple[Projection, ...]:

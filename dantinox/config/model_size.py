@@ -1,6 +1,7 @@
 """The number of weights in a model's layers, from its architecture alone."""
 
-from dantinox.config.model import GATED_ACTIVATIONS, ModelConfig
+from dantinox.config.model_config import ModelConfig
+from dantinox.config.model_settings import GATED_ACTIVATIONS
 
 
 def block_parameters(model: ModelConfig) -> int:
@@ -16,12 +17,21 @@ def block_parameters(model: ModelConfig) -> int:
 
 def _layer_parameters(model: ModelConfig, kv_projections: int) -> int:
     """Returns the weights of one layer; `model` is the result of `ModelConfig.of_layer`, whose layers are all equal."""
-    D, Q, F = model.dim, model.head_size, model.hidden_dim
+    D = model.dim
+    Q = model.head_size
+    F = model.hidden_dim
+    # Queries, output and the output gate `no_sink` of each query head, then keys and values.
     attention = D * Q * (2 + model.no_sink) * model.n_heads + D * Q * kv_projections * model.kv_heads
     if model.latent is not None:  # down-projection to latents, up-projection, queries, output
-        R, P, V, rank = model.latent.rank, model.latent.rotated_size, model.latent.value_size, model.latent.query_rank
-        queries = D * model.n_heads * (Q + P) if rank is None else D * rank + rank * model.n_heads * (Q + P)
-        attention = D * (R + P) + R * model.n_heads * (Q + V) + queries + (1 + model.no_sink) * model.n_heads * V * D
+        N = model.n_heads
+        R = model.latent.rank
+        P = model.latent.rotated_size
+        V = model.latent.value_size
+        query_rank = model.latent.query_rank
+        queries = D * N * (Q + P)
+        if query_rank is not None:  # a matrix to the latent vector, and one from it
+            queries = D * query_rank + query_rank * N * (Q + P)
+        attention = D * (R + P) + R * N * (Q + V) + queries + (1 + model.no_sink) * N * V * D
     matrices = 3 if model.activation in GATED_ACTIVATIONS else 2
     feed_forward = matrices * D * F
     if (experts := model.experts) is not None:

@@ -14,7 +14,8 @@ class Condition:
     """A test of a setting's value, with its text for messages, such as `is set`."""
 
     def __init__(self, text: str, predicate: Callable[[Any], bool]):
-        self.text, self.predicate = text, predicate
+        self.text = text
+        self.predicate = predicate
 
     def __call__(self, value: Any) -> bool:
         return self.predicate(value)
@@ -55,14 +56,14 @@ class Needs:
 
     def __str__(self) -> str:
         """Returns text such as `training.optimizer is adamw or muon`, or `a or b is set` if both have the same condition."""
-        keys: dict[str, list[str]] = {}
-        alternatives_of: dict[str, list[str]] = {}
+        texts_of_key: dict[str, list[str]] = {}
         for key, condition in self.others:
-            alternatives_of.setdefault(key, []).append(condition.text)
-        for key, alternatives in alternatives_of.items():
-            joined = alternatives[0] + "".join(f" or {text.removeprefix('is ')}" for text in alternatives[1:])
-            keys.setdefault(joined, []).append(key)
-        return " or ".join(f"{' or '.join(names)} {joined}" for joined, names in keys.items())
+            texts_of_key.setdefault(key, []).append(condition.text)
+        keys_of_text: dict[str, list[str]] = {}
+        for key, (first, *others) in texts_of_key.items():
+            text = first + "".join(f" or {other.removeprefix('is ')}" for other in others)
+            keys_of_text.setdefault(text, []).append(key)
+        return " or ".join(f"{' or '.join(keys)} {text}" for text, keys in keys_of_text.items())
 
 
 def inactive_settings(
@@ -74,19 +75,23 @@ def inactive_settings(
     """
     reasons: dict[str, str] = {}
 
-    def value_of(key: str) -> object:
+    def effective_value(key: str) -> object:
         return defaults[key] if reason(key) else values[key]
 
     def reason(key: str) -> str:
+        """Returns why a setting is inactive, or "" if it is active."""
         if key not in reasons:
-            missing = next((need for need in needs[key] if not need.met(value_of)), None)
+            missing = next((need for need in needs[key] if not need.met(effective_value)), None)
             reasons[key] = "" if missing is None else explain(missing)
         return reasons[key]
 
     def explain(need: Needs) -> str:
+        """Returns the reason of a prerequisite that is not met: if a setting that it names is itself inactive, that reason."""
         others = dict.fromkeys(key for key, _ in need.others)
-        root = next((reason(key) for key in others if reason(key) and values[key] != defaults[key]), "")
-        return root or "while " + " and ".join(f"{key} is {format_value(values[key])}" for key in others)
+        for key in others:
+            if reason(key) and values[key] != defaults[key]:
+                return reason(key)
+        return "while " + " and ".join(f"{key} is {format_value(values[key])}" for key in others)
 
     return {key: reason(key) for key, value in values.items() if value != defaults[key] and reason(key)}
 

@@ -17,7 +17,8 @@ PAIRS = [
     *((key, f"base_{key}") for key in ROUTED_STEPS),
     *((flat_name(old), flat_name(new)) for old, new in ALIASES.items()),
 ]
-SUPERSEDES = {"preset": "sampler_order", **dict(PAIRS), **{b: a for a, b in PAIRS}}
+# Setting of a request → the base setting that it removes.
+SUPERSEDES = {"preset": "sampler_order", **dict(PAIRS), **{second: first for first, second in PAIRS}}
 
 
 def settings_of(config: Config) -> dict[str, object]:
@@ -54,16 +55,15 @@ def overlay(base: Config, given: Mapping[str, object], origin: str = "", under: 
     base_values = {name: value for name, value in settings_of(base).items() if value != FIELDS[REQUEST_KEYS[name]].default}
     if under:
         base_values = _without_superseded(base_values, under) | _with_bases(under, base_values)
-    strict = _with_bases(given, base_values)
     tree: dict[str, dict[str, object]] = {}
     for name, value in _without_superseded(base_values, given).items():
-        section, _, key = REQUEST_KEYS.get(name, f"generation.{name}").partition(".")
+        section, _, key = _key_of(name).partition(".")
         tree.setdefault(section, {})[key] = value
-    changed = {REQUEST_KEYS.get(name, f"generation.{name}"): value for name, value in strict.items()}
+    changed = {_key_of(name): value for name, value in _with_bases(given, base_values).items()}
     source = "the run's settings" if not under else "the flags and the run's settings"
     merged, unused = validate_settings(tree, changed, {}, source, origin)
-    before = find_inactive(base)
-    warn_inactive({key: reason for key, reason in unused.items() if key not in before}, {}, source)
+    already_inactive = find_inactive(base)
+    warn_inactive({key: reason for key, reason in unused.items() if key not in already_inactive}, {}, source)
     merged = reset_settings(merged, unused)
     return base.model_copy(update={name: getattr(merged, name) for name in REQUEST_SECTIONS})
 
@@ -83,7 +83,8 @@ def _without_superseded(base: Mapping[str, object], request: Mapping[str, object
         replaced.add("greedy")
     if request.get("guidance_scale", 1) != 1:
         replaced |= {"speculation", "draft_run", "draft_tokens", "ngram_size"}
-    if isinstance(beams := request.get("num_beams"), int) and beams > 1:
+    beams = request.get("num_beams")
+    if isinstance(beams, int) and beams > 1:
         replaced |= {"greedy", *DRAWING_SETTINGS}
     return {name: value for name, value in base.items() if name not in replaced or name in request}
 
@@ -100,7 +101,13 @@ def _with_bases(request: Mapping[str, object], base: Mapping[str, object]) -> di
     return {f"base_{key}": default for key, default in defaults.items() if request.get(key) == default} | dict(request)
 
 
+def _key_of(name: str) -> str:
+    """Returns the dotted path of a request's setting. The validation of `generation` reports a name that does not exist."""
+    return REQUEST_KEYS.get(name, f"generation.{name}")
+
+
 def _check_name(name: str, origin: str) -> None:
+    """Raises a UserError for a name that is not valid text, or that resembles one of the section `kv`."""
     check_text("a key of generation", name, {}, origin)
     nearest = "" if name in REQUEST_KEYS else nearest_key(name)
     if nearest.startswith("kv."):  # suggest the name without section

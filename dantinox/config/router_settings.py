@@ -212,8 +212,8 @@ class RouterSection(Section):
           UserError: the preset is `calibrated`, and a value is neither measured nor set.
         """
         preset = PRESET_NUMBERS[self.router_preset]
-        if self.router_preset == "calibrated":
-            preset = preset | {name: (measured or {})[name] for name in CALIBRATED_THRESHOLDS if name in (measured or {})}
+        if self.router_preset == "calibrated" and measured is not None:
+            preset = preset | {name: measured[name] for name in CALIBRATED_THRESHOLDS if name in measured}
         set_values = self.model_dump(
             exclude={"router_preset", "use_attention", "clarify_token", "clarify_text"}, exclude_none=True
         )
@@ -270,24 +270,34 @@ def strategy_intervals(strategy: str, numbers: Mapping[str, float]) -> dict[str,
     intervals = dict.fromkeys(("entropy", "varentropy"), (0.0, inf))
     for metric, relation, threshold in RULES[strategy]:
         low, high = intervals[metric]
-        intervals[metric] = (low, numbers[threshold]) if relation == "<" else (numbers[threshold], high)
+        if relation == "<":
+            high = numbers[threshold]
+        else:
+            low = numbers[threshold]
+        intervals[metric] = (low, high)
     return intervals
 
 
 def forcing_thresholds(strategy: str) -> dict[str, float]:
     """Returns values of `THRESHOLDS` with which the router always selects a given strategy.
 
-    Every metric is above −1 and below ∞, so a threshold of −1 or ∞ decides each condition.
+    Every metric is above −1 and below ∞, so a threshold of −1 or ∞ decides each condition. The function tries all
+    combinations.
     """
     for values in product((-1.0, inf), repeat=len(THRESHOLDS)):
         numbers = dict(zip(THRESHOLDS, values, strict=True))
-        always = {
-            name: all((numbers[threshold] > 0) == (relation == "<") for _, relation, threshold in conditions)
-            for name, conditions in RULES.items()
-        }
-        if next((name for name, holds in always.items() if holds), STRATEGIES[-1]) == strategy:
+        if _forced_strategy(numbers) == strategy:
             return numbers
     raise ValueError(f"unknown strategy {strategy}: the strategies are {', '.join(STRATEGIES)}")
+
+
+def _forced_strategy(numbers: Mapping[str, float]) -> str:
+    """Returns the strategy that the router always selects, if every threshold is −1 or ∞."""
+    for name, conditions in RULES.items():
+        # `metric < ∞` and `metric > −1` always hold; `metric < −1` and `metric > ∞` never do.
+        if all((numbers[threshold] == inf) == (relation == "<") for _, relation, threshold in conditions):
+            return name
+    return STRATEGIES[-1]
 
 
 def router_conflicts(r: RouterSection) -> Iterator[Conflict]:

@@ -9,7 +9,7 @@ this module, and add a section to docs/sampling_steps.md.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from dataclasses import field as factory
+from dataclasses import field as dataclass_field
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from pydantic import BeforeValidator, Field, TypeAdapter
@@ -42,7 +42,7 @@ def _as_sequence_biases(value: object) -> Any:
 def _pairs(value: object) -> list[tuple[Any, Any]] | None:
     """Converts a mapping, `name=bias` strings or pairs to (name, bias) pairs, with -inf for null; other types to None."""
     if isinstance(value, list | tuple):
-        parts = [text.rpartition("=")[::2] if isinstance(text, str) else text for text in value]
+        parts = [_split_at_last_equals_sign(item) if isinstance(item, str) else item for item in value]
         if any(not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] == "" for pair in parts):
             return None
         pairs = [(name, _number(bias)) for name, bias in parts]
@@ -53,7 +53,14 @@ def _pairs(value: object) -> list[tuple[Any, Any]] | None:
     return [(name, -math.inf if bias is None else bias) for name, bias in pairs]
 
 
+def _split_at_last_equals_sign(text: str) -> tuple[str, str]:
+    """Returns the parts of `name=bias`; the name is empty if there is no equals sign, and may itself contain one."""
+    name, _, bias = text.rpartition("=")
+    return name, bias
+
+
 def _number(bias: Any) -> Any:
+    """Converts a string to a number if it is one; the validation of the type reports other strings."""
     try:
         return float(bias) if isinstance(bias, str) else bias
     except ValueError:
@@ -67,6 +74,7 @@ def _as_sequences(value: object) -> Any:
 
 
 def _as_sequence(item: Any) -> Any:
+    """Converts a list of token ids to a tuple. A string stays a string."""
     return tuple(item) if isinstance(item, list) else item
 
 
@@ -103,10 +111,10 @@ class Step:
     """
 
     on: dict[str, Condition]
-    arguments: dict[str, str] = factory(default_factory=dict)
+    arguments: dict[str, str] = dataclass_field(default_factory=dict)
     reads: tuple[str, ...] = ()
     indirect: tuple[str, ...] = ()
-    parameters: dict[str, tuple[Any, Any]] = factory(default_factory=dict)
+    parameters: dict[str, tuple[Any, Any]] = dataclass_field(default_factory=dict)
     group: Literal["edit", "penalty", "other", "last"] = "other"
     keeps: Literal["", "likeliest", "typical"] = ""
     by_row: bool = False
@@ -114,6 +122,7 @@ class Step:
 
     @property
     def settings(self) -> tuple[str, ...]:
+        """The settings that change what the step computes, which may include those that switch it on."""
         return (*self.arguments.values(), *self.indirect)
 
 
@@ -299,64 +308,75 @@ class Setting(NamedTuple):
     default: Any
 
 
-SETTINGS = {
-    name: Setting(kind, StepSettings.model_fields[name].default)
-    for name, kind in get_type_hints(StepSettings, include_extras=True).items()
-    if name in StepSettings.model_fields
-}
+_STEP_TYPES = get_type_hints(StepSettings, include_extras=True)
+SETTINGS = {name: Setting(_STEP_TYPES[name], info.default) for name, info in StepSettings.model_fields.items()}
 
-HISTORY_INPUTS, SEQUENCE_INPUTS = ("history_S", "length"), ("prefix_WM", "last_W")
-IDS, BIASES = {"ids": (Tokens, None)}, {"values": (Biases, None)}
+# Values of `reads`, `parameters` and `indirect` that several rows share.
+HISTORY_INPUTS = ("history_S", "length")
+SEQUENCE_INPUTS = ("prefix_WM", "last_W")
+IDS = {"ids": (Tokens, None)}
+BIASES = {"values": (Biases, None)}
 SEQUENCE_ARGUMENTS = {"sequences": (Sequences, None)}
 MIROSTAT_SETTINGS = ("mirostat", "mirostat_tau", "mirostat_eta")
 # The order of the rows is the order in which edits and the steps of the preset `default` run.
 STEPS: dict[str, Step] = {
-    "no_repeat_ngram": Step({"no_repeat_ngram": positive}, {"n": "no_repeat_ngram"}, (*HISTORY_INPUTS, "run_S"), group="edit"),
-    "logit_bias": Step({"logit_bias": nonempty}, {}, ("bias_V",), ("logit_bias",), IDS | BIASES, "edit"),
+    "no_repeat_ngram": Step(
+        {"no_repeat_ngram": positive}, {"n": "no_repeat_ngram"}, reads=(*HISTORY_INPUTS, "run_S"), group="edit"
+    ),
+    "logit_bias": Step(
+        {"logit_bias": nonempty}, reads=("bias_V",), indirect=("logit_bias",), parameters=IDS | BIASES, group="edit"
+    ),
     "sequence_bias": Step(
         {"sequence_bias": nonempty},
-        {},
-        (*HISTORY_INPUTS, *SEQUENCE_INPUTS, "bias_W"),
-        ("sequence_bias",),
-        SEQUENCE_ARGUMENTS | BIASES,
-        "edit",
+        reads=(*HISTORY_INPUTS, *SEQUENCE_INPUTS, "bias_W"),
+        indirect=("sequence_bias",),
+        parameters=SEQUENCE_ARGUMENTS | BIASES,
+        group="edit",
     ),
-    "allowed_tokens": Step({"allowed_tokens": nonempty}, {}, ("ids_S",), ("allowed_tokens",), IDS, "edit"),
-    "banned_tokens": Step({"banned_tokens": nonempty}, {}, ("ids_S",), ("banned_tokens",), IDS, "edit", function="ban"),
+    "allowed_tokens": Step(
+        {"allowed_tokens": nonempty}, reads=("ids_S",), indirect=("allowed_tokens",), parameters=IDS, group="edit"
+    ),
+    "banned_tokens": Step(
+        {"banned_tokens": nonempty}, reads=("ids_S",), indirect=("banned_tokens",), parameters=IDS, group="edit", function="ban"
+    ),
     "bad_words": Step(
-        {"bad_words": nonempty}, {}, (*HISTORY_INPUTS, *SEQUENCE_INPUTS), ("bad_words",), SEQUENCE_ARGUMENTS, "edit"
+        {"bad_words": nonempty},
+        reads=(*HISTORY_INPUTS, *SEQUENCE_INPUTS),
+        indirect=("bad_words",),
+        parameters=SEQUENCE_ARGUMENTS,
+        group="edit",
     ),
     "min_tokens": Step(
         {"min_tokens": positive},
         {"n": "min_tokens"},
-        ("stop_ids_S", "n_generated"),
+        reads=("stop_ids_S", "n_generated"),
         parameters={"stop_ids": (Tokens, None)},
         group="edit",
     ),
     "encoder_repetition_penalty": Step(
-        {"encoder_repetition_penalty": not_one}, {"penalty": "encoder_repetition_penalty"}, ("prompt_V",), group="penalty"
+        {"encoder_repetition_penalty": not_one}, {"penalty": "encoder_repetition_penalty"}, reads=("prompt_V",), group="penalty"
     ),
     "repetition_penalty": Step(
         {"repetition_penalty": not_one},
         {"penalty": "repetition_penalty", "range": "repetition_range", "slope": "repetition_slope"},
-        ("distance_V",),
-        ("repetition_scope",),
+        reads=("distance_V",),
+        indirect=("repetition_scope",),
         group="penalty",
     ),
     "presence_frequency_penalty": Step(
         {"presence_penalty": nonzero, "frequency_penalty": nonzero},
         {"presence": "presence_penalty", "frequency": "frequency_penalty"},
-        ("count_V",),
-        ("presence_scope",),
+        reads=("count_V",),
+        indirect=("presence_scope",),
         group="penalty",
     ),
     "dry": Step(
         {"dry_multiplier": positive},
         {"multiplier": "dry_multiplier", "base": "dry_base", "allowed_length": "dry_allowed_length"},
-        ("repeated_V",),
-        ("dry_range", "dry_breakers"),
-        {"range": (CountOrZero, 0), "breakers": (Tokens, ())},
-        "penalty",
+        reads=("repeated_V",),
+        indirect=("dry_range", "dry_breakers"),
+        parameters={"range": (CountOrZero, 0), "breakers": (Tokens, ())},
+        group="penalty",
     ),
     "dynamic_temperature": Step(
         {"dynatemp_low": not_one, "dynatemp_high": not_one},
@@ -365,22 +385,24 @@ STEPS: dict[str, Step] = {
     "temperature": Step({"temperature": not_one}, {"t": "temperature"}),
     "smoothing": Step({"smoothing_factor": positive}, {"factor": "smoothing_factor", "curve": "smoothing_curve"}),
     "top_k": Step({"top_k": positive}, {"k": "top_k", "ties": "ties"}, keeps="likeliest"),
-    "top_p": Step({"top_p": below_one}, {"p": "top_p", "rule": "top_p_rule", "ties": "ties"}, ("rest",), keeps="likeliest"),
+    "top_p": Step(
+        {"top_p": below_one}, {"p": "top_p", "rule": "top_p_rule", "ties": "ties"}, reads=("rest",), keeps="likeliest"
+    ),
     "min_p": Step({"min_p": positive}, {"p": "min_p"}, keeps="likeliest"),
-    "top_a": Step({"top_a": positive}, {"a": "top_a"}, ("rest",), keeps="likeliest"),
-    "tail_free": Step({"tail_free": below_one}, {"z": "tail_free"}, ("size",), by_row=True),
-    "typical": Step({"typical": below_one}, {"p": "typical", "ties": "ties"}, ("rest",), keeps="typical"),
-    "epsilon_cutoff": Step({"epsilon_cutoff": positive}, {"eps": "epsilon_cutoff"}, ("rest",), keeps="likeliest"),
-    "eta_cutoff": Step({"eta_cutoff": positive}, {"eps": "eta_cutoff"}, ("rest",), keeps="likeliest"),
-    "top_n_sigma": Step({"top_n_sigma": positive}, {"n": "top_n_sigma"}, ("rest",), keeps="likeliest"),
-    "min_k": Step({"min_k": not_negative}, {"tau": "min_k"}, ("rest",), keeps="likeliest", by_row=True),
-    "p_less": Step({"p_less": equals("plain")}, {}, ("rest",), ("p_less",), keeps="likeliest"),
-    "p_less_norm": Step({"p_less": equals("norm")}, {}, ("size", "rest"), ("p_less",), keeps="likeliest"),
-    "top_h": Step({"top_h": below_one}, {"alpha": "top_h", "rule": "top_h_rule"}, ("rest",), keeps="likeliest"),
+    "top_a": Step({"top_a": positive}, {"a": "top_a"}, reads=("rest",), keeps="likeliest"),
+    "tail_free": Step({"tail_free": below_one}, {"z": "tail_free"}, reads=("size",), by_row=True),
+    "typical": Step({"typical": below_one}, {"p": "typical", "ties": "ties"}, reads=("rest",), keeps="typical"),
+    "epsilon_cutoff": Step({"epsilon_cutoff": positive}, {"eps": "epsilon_cutoff"}, reads=("rest",), keeps="likeliest"),
+    "eta_cutoff": Step({"eta_cutoff": positive}, {"eps": "eta_cutoff"}, reads=("rest",), keeps="likeliest"),
+    "top_n_sigma": Step({"top_n_sigma": positive}, {"n": "top_n_sigma"}, reads=("rest",), keeps="likeliest"),
+    "min_k": Step({"min_k": not_negative}, {"tau": "min_k"}, reads=("rest",), keeps="likeliest", by_row=True),
+    "p_less": Step({"p_less": equals("plain")}, reads=("rest",), indirect=("p_less",), keeps="likeliest"),
+    "p_less_norm": Step({"p_less": equals("norm")}, reads=("size", "rest"), indirect=("p_less",), keeps="likeliest"),
+    "top_h": Step({"top_h": below_one}, {"alpha": "top_h", "rule": "top_h_rule"}, reads=("rest",), keeps="likeliest"),
     "xtc": Step(
         {"xtc_probability": positive},
         {"threshold": "xtc_threshold", "probability": "xtc_probability"},
-        ("u", "protected_V"),
+        reads=("u", "protected_V"),
         parameters={"u": (Fraction, None), "protected_ids": (Tokens, ())},
     ),
     "skew": Step({"skew": nonzero}, {"skew": "skew"}, by_row=True),
@@ -392,23 +414,27 @@ STEPS: dict[str, Step] = {
         keeps="likeliest",
     ),
     "mirostat_v2": Step(
-        {"mirostat": equals(2)}, {}, ("mu", "rest"), MIROSTAT_SETTINGS, {"mu": (Finite, None)}, keeps="likeliest"
+        {"mirostat": equals(2)},
+        reads=("mu", "rest"),
+        indirect=MIROSTAT_SETTINGS,
+        parameters={"mu": (Finite, None)},
+        keeps="likeliest",
     ),
     "adaptive_p": Step(
         {"adaptive_target": not_negative},
         {"target": "adaptive_target"},
-        ("average",),
-        ("adaptive_decay",),
-        {"average": (Fraction, None)},
-        "last",
+        reads=("average",),
+        indirect=("adaptive_decay",),
+        parameters={"average": (Fraction, None)},
+        group="last",
     ),
     "synthid": Step(
         {"watermark_keys": nonempty},
         {"ngram": "watermark_ngram"},
-        (*HISTORY_INPUTS, "n_generated", "keys_K"),
-        ("watermark_keys",),
-        {"layer_keys": (WatermarkKeys, None)},
-        "last",
+        reads=(*HISTORY_INPUTS, "n_generated", "keys_K"),
+        indirect=("watermark_keys",),
+        parameters={"layer_keys": (WatermarkKeys, None)},
+        group="last",
         by_row=True,
     ),
 }
@@ -442,12 +468,17 @@ def number_bounds(kind: object) -> Bounds | None:
     """Returns the range of a numeric type, or None for other types."""
     annotation: Any = kind
     schema = TypeAdapter(annotation).json_schema()
-    schema = next((option for option in schema.get("anyOf", ()) if option.get("type") != "null"), schema)
+    for option in schema.get("anyOf", ()):
+        if option.get("type") != "null":
+            schema = option
+            break
     if schema.get("type") not in ("integer", "number") or "enum" in schema:
         return None
     low = schema.get("minimum", MIN_NORMAL_FLOAT if "exclusiveMinimum" in schema else -math.inf)
     high = schema.get("maximum", schema.get("exclusiveMaximum", math.inf))
-    return Bounds(low, math.inf if high >= 2**31 - 1 else high, schema["type"] == "integer")
+    if high >= 2**31 - 1:  # the limit of `Count`, which only says that the number fits into 32 bits
+        high = math.inf
+    return Bounds(low, high, schema["type"] == "integer")
 
 
 NUMBER_BOUNDS: dict[str, Bounds] = {

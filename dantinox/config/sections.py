@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
+from dantinox.config.architecture import resolve_architecture
+from dantinox.config.attention_settings import AttentionSection
 from dantinox.config.base import (
     Conflict,
     Count,
@@ -28,15 +30,10 @@ from dantinox.config.generation_settings import GenerationSection, generation_co
 from dantinox.config.grpo_settings import GRPOSection, grpo_conflicts
 from dantinox.config.kv_settings import KVSection, kv_conflicts
 from dantinox.config.lora_settings import LoraSection, lora_config, lora_conflicts
-from dantinox.config.model import (
-    AttentionSection,
-    ModelConfig,
-    ModelSection,
-    MoESection,
-    architecture,
-    model_conflicts,
-    uneven_keys,
-)
+from dantinox.config.model_config import ModelConfig, Platform, uneven_keys
+from dantinox.config.model_conflicts import model_conflicts
+from dantinox.config.model_settings import ModelSection
+from dantinox.config.moe_settings import MoESection
 from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
 from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, one_of
 from dantinox.config.router_settings import RouterSection, router_conflicts
@@ -94,7 +91,8 @@ NEEDS_HUB = Needs(("data.dataset_source", "huggingface"))
 # `distill.data` is inactive and counts as its default `text`.
 READS_CONVERSATIONS = one_of("sft", *PREFERENCE_OBJECTIVES, "grpo")
 NEEDS_CONVERSATIONS = Needs(("training.objective", READS_CONVERSATIONS), ("distill.data", differs("text")))
-NEEDS_TEXT = (Needs(("training.objective", one_of("next_token", "distill"))), Needs(("distill.data", "text")))  # both
+# Two prerequisites, which must both be met.
+NEEDS_TEXT = (Needs(("training.objective", one_of("next_token", "distill"))), Needs(("distill.data", "text")))
 
 
 class DataSection(Section):
@@ -198,8 +196,8 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _resolve_depth(cls, given: Any) -> Any:
-        kinds: dict[str, Any] = {name: field.annotation for name, field in cls.model_fields.items()}
-        return resolve_depth(given, kinds) if isinstance(given, dict) else given
+        section_types: dict[str, Any] = {name: field.annotation for name, field in cls.model_fields.items()}
+        return resolve_depth(given, section_types) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _sections_agree(self, info: ValidationInfo) -> "Config":
@@ -212,12 +210,11 @@ class Config(Section):
     def conflicts(self) -> Iterator[Conflict]:
         """Yields an error for each contradiction among the settings of all sections."""
         training = self.training
-        data = self.data
-        log = self.logging
         if training.batch_size % training.grad_accum:
             got = f"got {training.grad_accum} and {training.batch_size}"
             yield "training.grad_accum", f"must divide training.batch_size, {got}"
-        steps, warmup_steps = training.steps, training.warmup_steps
+        steps = training.steps
+        warmup_steps = training.warmup_steps
         if steps is not None and warmup_steps is not None and warmup_steps > steps:
             yield "training.warmup_steps", f"must be at most training.steps, got {warmup_steps} and {steps}"
         if self.model.depth is not None:  # `resolve_depth` replaces it only if num_blocks is not given
@@ -230,6 +227,20 @@ class Config(Section):
             yield "training.objective", f"{training.objective} needs training.init_from, the run with the starting weights"
         if self.tokenizer.tokenizer_type == "file" and self.tokenizer.tokenizer_path is None:
             yield "tokenizer.tokenizer_path", "must be set with tokenizer.tokenizer_type: file"
+        yield from self._file_conflicts()
+        yield from self._budget_conflicts()
+        yield from grpo_conflicts(self.grpo, training.objective, self.generation)
+        yield from model_conflicts(self.model, self.moe, self.attention)
+        yield from distill_conflicts(self.distill, training.objective)
+        yield from lora_conflicts(self.lora, training.init_from, self.model, self.moe, self.attention)
+        yield from generation_conflicts(self.generation)
+        yield from router_conflicts(self.router)
+        yield from kv_conflicts(self.kv)
+
+    def _file_conflicts(self) -> Iterator[Conflict]:
+        """Yields an error for each contradiction among the paths of the corpus, and among the names of the logs."""
+        data = self.data
+        log = self.logging
         if data.mixture is not None and isinstance(data.path, tuple) and len(data.mixture) != len(data.path):
             got = f"got {len(data.mixture)} for {len(data.path)}"
             yield "data.mixture", f"must have one number per entry of data.path, {got}"
@@ -240,22 +251,20 @@ class Config(Section):
             others = f"each other and from the other files of a run ({', '.join(RUN_FILES[:3])} and so on)"
             got = f"got {log.log_file} and {log.summary_file}"
             yield "logging.log_file", f"and logging.summary_file must differ from {others}, {got}"
-        if self.kv.compresses and self.attention.kv_lora_rank is not None:
-            key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
+
+    def _budget_conflicts(self) -> Iterator[Conflict]:
+        """Yields an error for each setting of `attention` with which a KV cache cannot be compressed."""
+        if not self.kv.compresses:
+            return
+        key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
+        if self.attention.kv_lora_rank is not None:
             yield (
                 key,
                 "must be null with attention.kv_lora_rank: all heads share one latent per token, so no head can drop it alone",
             )
-        if self.kv.compresses and (uneven := uneven_keys(self.attention)) is not None:
-            key = "kv.budget" if self.kv.budget is not None else "kv.budget_tokens"
+        uneven = uneven_keys(self.attention)
+        if uneven is not None:
             yield key, f"must be null with {uneven}: the budget needs layers whose keys have the same shape"
-        yield from grpo_conflicts(self.grpo, training.objective, self.generation)
-        yield from model_conflicts(self.model, self.moe, self.attention)
-        yield from distill_conflicts(self.distill, training.objective)
-        yield from lora_conflicts(self.lora, training.init_from, self.model, self.moe, self.attention)
-        yield from generation_conflicts(self.generation)
-        yield from router_conflicts(self.router)
-        yield from kv_conflicts(self.kv)
 
     @property
     def data_objective(self) -> str:
@@ -268,7 +277,7 @@ class Config(Section):
         """The path of the run whose tokenizer and chat template a new run has: `training.init_from`, else the teacher."""
         return self.training.init_from or (self.distill.teacher if self.training.objective == "distill" else None)
 
-    def architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
+    def architecture(self, vocab_size: int, platform: Platform = "auto") -> ModelConfig:
         """Returns the resolved architecture for a vocabulary of `vocab_size` tokens.
 
         Args:
@@ -278,13 +287,14 @@ class Config(Section):
         Raises:
           UserError: `model.padded_vocab_size` is less than `vocab_size`.
         """
-        return architecture(self.model, self.moe, self.attention, vocab_size, platform)
+        return resolve_architecture(self.model, self.moe, self.attention, vocab_size, platform)
 
-    def trained_architecture(self, vocab_size: int, platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto") -> ModelConfig:
+    def trained_architecture(self, vocab_size: int, platform: Platform = "auto") -> ModelConfig:
         """Returns `architecture` with the adapters that the section `lora` defines, if any."""
         return replace(self.architecture(vocab_size, platform), lora=lora_config(self.lora, self.model, self.moe))
 
 
+# The table of settings: section → its class, and dotted path → field, (section, name), default, prerequisites.
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
 FIELDS: dict[str, FieldInfo] = {
     f"{section}.{name}": field for section, kind in SECTIONS.items() for name, field in kind.model_fields.items()
@@ -303,6 +313,7 @@ NEEDS = {
 
 def flatten_config(config: Config, changed: bool = False) -> dict[str, object]:
     """Returns dotted path → value of every setting. With `changed`, it returns only settings that differ from their default."""
+    # Every request calls this function, and `vars` of a section is faster than `getattr` for each setting.
     sections = {section: vars(getattr(config, section)) for section in SECTIONS}
     values = {key: sections[section][name] for key, (section, name) in PARTS.items()}
     return {key: value for key, value in values.items() if not changed or value != DEFAULTS[key]}

@@ -70,11 +70,11 @@ def setting_records() -> tuple[SettingRecord, ...]:
     aliases: dict[str, list[str]] = {}
     for old, new in ALIASES.items():
         aliases.setdefault(new, []).append(old)
-    return tuple(
-        _record(section, name, content, tuple(aliases.get(f"{section}.{name}", ())))
-        for section, definition in _sections(schema).items()
-        for name, content in definition["properties"].items()
-    )
+    records = []
+    for section, definition in _sections(schema).items():
+        for name, content in definition["properties"].items():
+            records.append(_record(section, name, content, tuple(aliases.get(f"{section}.{name}", ()))))
+    return tuple(records)
 
 
 @cache
@@ -90,26 +90,31 @@ def _schema() -> dict[str, Any]:
 
 
 def _sections(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns section → its schema; a reference ends with the name of the definition."""
     return {name: schema["$defs"][part["$ref"].rpartition("/")[2]] for name, part in schema["properties"].items()}
 
 
 def _record(section: str, name: str, content: dict[str, Any], aliases: tuple[str, ...]) -> SettingRecord:
+    """Returns the record of a setting; `content` is its JSON schema. The options are the types that are not null."""
     options = [option for option in content.get("anyOf", [content]) if option.get("type") != "null"]
-    number = len(options) == 1 and options[0].get("type") in ("integer", "number") and "enum" not in options[0]
-    only_boolean = [option.get("type") for option in content.get("anyOf", [content])] == ["boolean"]
-    is_list = any(option.get("type") in ("array", "object") for option in options)
+    is_number = len(options) == 1 and options[0].get("type") in ("integer", "number") and "enum" not in options[0]
+    arity: Literal["one", "many", "switch"] = "one"
+    if any(option.get("type") in ("array", "object") for option in options):
+        arity = "many"
+    elif content.get("type") == "boolean":
+        arity = "switch"
     return SettingRecord(
-        section,
-        content.get(GROUP, ""),
-        name,
-        type_in_words(content, articles=False),
-        range_text(options[0]) if number else "",
-        tuple(str(value) for option in options for value in option.get("enum", ())),
-        content.get("default"),
-        tuple(content.get(PREREQUISITES, ())),
-        content["description"],
-        aliases,
-        "many" if is_list else "switch" if only_boolean else "one",
+        section=section,
+        group=content.get(GROUP, ""),
+        name=name,
+        type=type_in_words(content, articles=False),
+        range=range_text(options[0]) if is_number else "",
+        choices=tuple(str(value) for option in options for value in option.get("enum", ())),
+        default=content.get("default"),
+        prerequisites=tuple(content.get(PREREQUISITES, ())),
+        help=content["description"],
+        aliases=aliases,
+        arity=arity,
     )
 
 
@@ -137,9 +142,11 @@ def type_in_words(schema: dict[str, Any], *, articles: bool = True) -> str:
         return article("a") + "file name of letters, digits, - and _ and ."
     if kind == "array":
         pair = schema.get("prefixItems")
-        return " and ".join(map(inner, pair)) if pair else f"{article('a')}list (each {inner(schema['items'])})"
+        if pair:
+            return " and ".join(map(inner, pair))
+        return article("a") + f"list (each {inner(schema['items'])})"
     if kind == "object":
-        values = schema["additionalProperties"]
+        values = schema["additionalProperties"]  # the schema of the values, or true
         return article("a") + (f"mapping (each {inner(values)})" if isinstance(values, dict) else "mapping")
     if kind in ARTICLES:
         return f"{article(ARTICLES[kind])}{kind} {range_text(schema)}".rstrip()
@@ -148,8 +155,10 @@ def type_in_words(schema: dict[str, Any], *, articles: bool = True) -> str:
 
 def range_text(schema: dict[str, Any]) -> str:
     """Returns the range of the schema of a number, such as `in [0, 1]` or `> 0`; empty without limits."""
-    low, high = schema.get("minimum"), schema.get("maximum")
-    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    low = schema.get("minimum")
+    high = schema.get("maximum")
+    above = schema.get("exclusiveMinimum")
+    below = schema.get("exclusiveMaximum")
     if high is not None and high >= 2**31 - 1:
         return f"in [{low}, 2^{(high + 1).bit_length() - 1})"
     if (low is not None or above is not None) and (high is not None or below is not None):

@@ -23,6 +23,7 @@ from dantinox.files import UserError, escape_name, quote
 
 SWEEP_KEYS = ("base", "grid", "random", "trials", "seed", "runs_dir")
 MAX_TRIALS = 10_000
+MAX_ATTEMPTS = 1000  # random choices in a row that all occurred before; there are then no others
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def load_sweep(path: str | Path) -> Sweep:
       UserError: the file is not a sweep, or the settings of a trial are wrong, contradict each other or have no effect.
     """
     path = Path(path)
-    read, lines = read_yaml(path, SWEEP_KEYS)
-    tree: dict[str, Any] = read
+    content, lines = read_yaml(path, SWEEP_KEYS)
+    tree: dict[str, Any] = content  # the types of the values are checked below
     where = {key: f"{path}, line {line}" for key, line in lines.items()}
     for key in tree:
         _require(key in SWEEP_KEYS, f"unknown key {escape_name(key)}: a sweep has {', '.join(SWEEP_KEYS)}", where, key)
@@ -83,6 +84,7 @@ def _require(condition: Any, sentence: str, where: dict[str, str], *keys: str) -
 
 
 def _check_key(key: str, values: Any, kind: str, where: dict[str, str]) -> None:
+    """Checks the values of one setting in a `grid` or `random`."""
     path = f"{kind}.{key}"
     _require(key in FIELDS, f"unknown key {escape_name(key)}{did_you_mean(nearest_key(key))}", where, path)
     _require(key.partition(".")[0] not in (*REQUEST_SECTIONS, "logging"), f"{key} does not affect training", where, path)
@@ -96,12 +98,15 @@ def _check_key(key: str, values: Any, kind: str, where: dict[str, str]) -> None:
 
 
 def _check_range(key: str, interval: dict[str, Any], where: dict[str, str]) -> None:
+    """Checks the values `min`, `max` and `log` of one setting in `random`."""
     path = f"random.{key}"
     _require(set(interval) <= {"min", "max", "log"}, f"{key} may have min, max and log, got {', '.join(interval)}", where, path)
     _require(
         any(word in allowed_values(key) for word in ("integer", "number")), f"{key} is not a number: give a list", where, path
     )
-    low, high, log = interval.get("min"), interval.get("max"), interval.get("log", False)
+    low = interval.get("min")
+    high = interval.get("max")
+    log = interval.get("log", False)
     numbers = [x for x in (low, high) if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)]
     _require(
         len(numbers) == 2 and numbers[0] < numbers[1],
@@ -125,22 +130,27 @@ def _grid(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any
 
 def _random(tree: dict[str, Any], where: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Yields distinct random choices. A larger `trials` extends the sequence without changing its beginning."""
-    trials, seed = tree.get("trials", 0), tree.get("seed", 0)
+    trials = tree.get("trials", 0)
+    seed = tree.get("seed", 0)
     is_count = isinstance(trials, int) and not isinstance(trials, bool) and 1 <= trials <= MAX_TRIALS
     sentence = f"trials must be an integer in [1, {MAX_TRIALS}] with random, got {quote(tree.get('trials'))}"
     _require(is_count, sentence, where, "trials", "random")
     _require(isinstance(seed, int) and not isinstance(seed, bool), f"seed must be an integer, got {quote(seed)}", where, "seed")
     source = random.Random(seed)
     drawn = list[dict[str, Any]]()
+    attempts = 0  # since the last new choice
     while len(drawn) < trials:
-        candidates = (
-            {key: _draw(source.random(), values, "integer" in allowed_values(key)) for key, values in tree["random"].items()}
-            for _ in range(1000)
-        )
-        chosen = next((candidate for candidate in candidates if candidate not in drawn), None)
-        _require(chosen, f"random has only {len(drawn)} different trials, but trials is {trials}", where, "trials")
-        drawn.append(chosen or {})
-        yield drawn[-1]
+        chosen = {
+            key: _draw(source.random(), values, "integer" in allowed_values(key)) for key, values in tree["random"].items()
+        }
+        if chosen not in drawn:
+            drawn.append(chosen)
+            attempts = 0
+            yield chosen
+            continue
+        attempts += 1
+        sentence = f"random has only {len(drawn)} different trials, but trials is {trials}"
+        _require(attempts < MAX_ATTEMPTS, sentence, where, "trials")
 
 
 def _draw(position: float, values: Any, is_integer: bool) -> Any:
@@ -153,12 +163,16 @@ def _draw(position: float, values: Any, is_integer: bool) -> Any:
     low, high = values["min"], values["max"]
     if is_integer and not values.get("log"):
         return math.floor(low + position * (high - low + 1))
-    number = low * (high / low) ** position if values.get("log") else low + position * (high - low)
-    return round(number) if is_integer else min(max(float(f"{number:.4g}"), low), high)
+    number = low + position * (high - low)
+    if values.get("log"):
+        number = low * (high / low) ** position
+    if is_integer:
+        return round(number)
+    return min(max(float(f"{number:.4g}"), low), high)  # rounding can leave the range
 
 
 def _base(base: Any, path: Path, where: dict[str, str]) -> Any:
-    """Returns a function (choices, their source for error messages) -> config of a trial."""
+    """Returns a function (choices, their source for error messages) → config of a trial."""
     if isinstance(base, dict):
         return lambda chosen, origin: build_training(base, chosen, {}, f"base of {path}", origin)
     _require(

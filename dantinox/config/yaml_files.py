@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from dantinox.config.model import WEIGHT_FIELDS
+from dantinox.config.model_config import WEIGHT_FIELDS
 from dantinox.config.names import ALIASES, FORMER_DEFAULTS, FORMER_NAMES, OTHER_NAMES, REQUEST_SECTIONS, SAME_NAMES, flat_name
 from dantinox.config.packaged import CONFIGS
 from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, find_inactive, flatten_config, reset_settings
@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         raise _RejectedYAML(problem=problem, problem_mark=node.start_mark)
 
 
-_Loader.add_constructor(None, _Loader.construct_undefined)
+_Loader.add_constructor(None, _Loader.construct_undefined)  # of every other tag
 
 
 class _Dumper(yaml.SafeDumper):
@@ -84,6 +84,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+# YAML 1.1 requires a point in a number with an exponent. The last argument lists the first characters of such numbers.
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
@@ -109,8 +110,10 @@ def find_config(name: str | Path) -> Path:
     if not path.is_file() and str(path) in packaged:
         return packaged[str(path)]
     if len(path.parts) == 1 and not path.suffix and not os.path.exists(path):
-        hint = did_you_mean(next(iter(difflib.get_close_matches(str(path), packaged, 1)), ""))
-        advice = f"{hint} The packaged configs are " if hint else ": use a file, or one of the packaged configs "
+        similar = difflib.get_close_matches(str(path), packaged, 1)
+        advice = ": use a file, or one of the packaged configs "
+        if similar:
+            advice = f"{did_you_mean(similar[0])} The packaged configs are "
         raise UserError(f"no config file at {escape_name(str(path))}{advice}{', '.join(packaged)}")
     return path
 
@@ -187,27 +190,33 @@ def build_training(
     Raises:
       UserError: as for `build_config`, or a setting contradicts the weights of the run `training.init_from`.
     """
-    overrides, where = overrides or {}, where or {}
+    overrides = overrides or {}
+    where = where or {}
 
     def given(section: str, name: str) -> object:
         content = tree.get(section)
         return overrides.get(f"{section}.{name}", content.get(name) if isinstance(content, dict) else None)
 
-    model_run = given("training", "init_from")
+    start = given("training", "init_from")
     sections = INHERITED_SECTIONS
-    if not model_run and given("training", "objective") == "distill":
-        model_run = given("distill", "teacher")
+    if not start and given("training", "objective") == "distill":
+        start = given("distill", "teacher")
         sections = TAUGHT_SECTIONS
-    file = Path(model_run) / "config.yaml" if isinstance(model_run, str) and model_run and "\0" not in model_run else None
-    if file is None or not file.is_file():  # the code that reads the weights reports the error
+    is_path = isinstance(start, str) and start != "" and "\0" not in start
+    file = Path(str(start)) / "config.yaml"
+    if not is_path or not file.is_file():  # the code that reads the weights reports the error
         return build_config(tree, overrides, where, source, origin)
     base = load_config(file)
     written = {f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys} | set(overrides)
     inherited = {section: getattr(base, section).model_dump(mode="json") for section in sections}
-    filled = {name: {**inherited.get(name, {}), **(keys or {})} for name, keys in tree.items() if isinstance(keys, dict | None)}
-    config, unused = validate_settings({**tree, **inherited, **filled}, overrides, where, source, origin)
-    inherited_keys = sorted(key for key in written if key.partition(".")[0] in sections)
-    _check_start(base, config, inherited_keys, where | dict.fromkeys(overrides, origin), str(model_run))
+    filled: dict[str, object] = {**tree, **inherited}
+    for section, keys in tree.items():
+        if isinstance(keys, dict | None):  # any other content is an error of `validate_settings`
+            filled[section] = inherited.get(section, {}) | (keys or {})
+    config, unused = validate_settings(filled, overrides, where, source, origin)
+    contradictable = sorted(key for key in written if key.partition(".")[0] in sections)
+    _check_start(base, config, contradictable, where | dict.fromkeys(overrides, origin), str(start))
+    # A setting without effect is reported if it was written. If it is inherited, it is silently reset.
     warn_inactive({key: reason for key, reason in unused.items() if key in written}, where, source)
     return reset_settings(config, [key for key in unused if key not in written])
 
@@ -249,7 +258,7 @@ def _check_start(base: Config, config: Config, keys: Iterable[str], where: Mappi
 
 def _weight_fields(config: Config) -> list[Any]:
     """Returns the values of the architecture fields that the weights determine."""
-    model = config.architecture(1)
+    model = config.architecture(1)  # the sections do not contain the size of the vocabulary, which is not compared here
     return [getattr(model, name) for name in WEIGHT_FIELDS]
 
 
@@ -261,24 +270,7 @@ def validate_settings(
     The arguments and errors are the same as for `build_config`.
     """
     where = dict(where)
-    written = dict[str, object]()
-    if len(tree) > 1 and not any(section in SECTIONS for section in tree):
-        unsectioned = next((key for key in (*FIELDS, *ALIASES) if key.partition(".")[2] in tree), None)
-        if unsectioned:
-            section, _, name = unsectioned.partition(".")
-            raise UserError(
-                f"{source or origin} has no sections, like a config of DantinoX 0: write {name} under {section}: and so on "
-                "(`dantinox init FILE` writes an example, `dantinox import` converts a run of DantinoX 0)"
-            )
-    for section, content in tree.items():
-        if section not in SECTIONS:
-            raise UserError(f"no section {escape_name(section)}{_nearest_section(section)}{_place(section, where, source)}")
-        if content is None:
-            continue
-        if not isinstance(content, dict):
-            raise UserError(f"{section} must be a section of keys, got {quote(content)}{_place(section, where, source)}")
-        written |= {f"{section}.{key}": value for key, value in content.items()}
-    written = _resolve_aliases(written, where, source)
+    written = _resolve_aliases(_flatten_tree(tree, where, source, origin), where, source)
     changes = _resolve_aliases(overrides, {}, origin)
     where |= dict.fromkeys(changes, origin)
     nested: dict[str, dict[str, object]] = {}
@@ -296,24 +288,60 @@ def validate_settings(
             hint = did_you_mean(SAME_NAMES.get(key, ""))
             sentence = f"{key} has no effect {reason}{hint}{_place(key, where, source)}"
             raise UserError(sentence, key=key, value=changes[key])
-    warmup = config.training.warmup_steps or 0
-    steps = config.training.steps
-    if "training.steps" in changes and "training.warmup_steps" not in changes and steps is not None and warmup > steps:
-        conflict = f"training.warmup_steps {warmup}{_place('training.warmup_steps', where, source)} is more than training.steps"
-        warnings.warn(f"{conflict} {steps}: the learning rate warms up for a tenth of the steps", stacklevel=3)
-        config = reset_settings(config, ["training.warmup_steps"])
+    if "training.steps" in changes and "training.warmup_steps" not in changes:
+        config = _shorten_warmup(config, _place("training.warmup_steps", where, source))
     for key, problem in reset_settings(config, unused).conflicts():
         place = _conflict_place(key, problem, where, origin if changes else source)
         raise UserError(f"{key} {problem}{place}", key=key, value=flatten_config(config)[key])
     return config, unused
 
 
+def _flatten_tree(tree: Mapping[str, object], where: Mapping[str, str], source: str, origin: str) -> dict[str, object]:
+    """Returns dotted path → value of every setting in a tree of sections; the names are not checked.
+
+    Raises:
+      UserError: a section does not exist or is not a mapping, or the settings are in no section.
+    """
+    if len(tree) > 1 and not any(section in SECTIONS for section in tree):
+        unsectioned = next((key for key in (*FIELDS, *ALIASES) if key.partition(".")[2] in tree), None)
+        if unsectioned:
+            section, _, name = unsectioned.partition(".")
+            raise UserError(
+                f"{source or origin} has no sections, like a config of DantinoX 0: write {name} under {section}: and so on "
+                "(`dantinox init FILE` writes an example, `dantinox import` converts a run of DantinoX 0)"
+            )
+    written: dict[str, object] = {}
+    for section, content in tree.items():
+        if section not in SECTIONS:
+            raise UserError(f"no section {escape_name(section)}{_nearest_section(section)}{_place(section, where, source)}")
+        if content is None:
+            continue
+        if not isinstance(content, dict):
+            raise UserError(f"{section} must be a section of keys, got {quote(content)}{_place(section, where, source)}")
+        written |= {f"{section}.{key}": value for key, value in content.items()}
+    return written
+
+
+def _shorten_warmup(config: Config, place: str) -> Config:
+    """Resets a warm-up that is longer than the training, with a warning, if an override has shortened the training."""
+    warmup = config.training.warmup_steps or 0
+    steps = config.training.steps
+    if steps is None or warmup <= steps:
+        return config
+    conflict = f"training.warmup_steps {warmup}{place} is more than training.steps {steps}"
+    warnings.warn(f"{conflict}: the learning rate warms up for a tenth of the steps", stacklevel=4)
+    return reset_settings(config, ["training.warmup_steps"])
+
+
 def warn_inactive(unused: Mapping[str, str], where: Mapping[str, str], source: str) -> None:
     """Prints one warning per reason about settings without effect."""
     for reason in dict.fromkeys(unused.values()):
         keys = [key for key in unused if unused[key] == reason]
-        listed = ", ".join(keys[:-1]) + " and " * (len(keys) > 1) + keys[-1]
-        verb = "has" if len(keys) == 1 else "have"
+        listed = keys[0]
+        verb = "has"
+        if len(keys) > 1:
+            listed = f"{', '.join(keys[:-1])} and {keys[-1]}"
+            verb = "have"
         warnings.warn(f"{listed} {verb} no effect {reason}{_place(keys[0], where, source)}", stacklevel=3)
 
 
@@ -373,7 +401,8 @@ def nearest_key(name: str) -> str:
     if last in OTHER_NAMES:
         return OTHER_NAMES[last]
     section_names = [key.partition(".")[2] for key in FIELDS if section and key.startswith(section + ".")]
-    with_prefix = [key for key in by_name if len(last) > 2 and key.startswith(last)]
+    with_prefix = [name for name in by_name if len(last) > 2 and name.startswith(last)]
+    # The first of these that finds a name: similar in the same section, with the same beginning, similar in any section.
     matches = difflib.get_close_matches(last, section_names, 1) or with_prefix or difflib.get_close_matches(last, by_name, 1)
     if not matches:
         similar = difflib.get_close_matches(last, OTHER_NAMES, 1)
@@ -388,6 +417,7 @@ def did_you_mean(key: str) -> str:
 
 
 def _nearest_section(name: str) -> str:
+    """Returns the end of the error about an unknown section: a suggestion, or all sections."""
     keys = [key for key in FIELDS if flat_name(key) == name]
     if keys or name in OTHER_NAMES:  # a setting written outside of its section
         return f", did you mean {' or '.join(keys or [OTHER_NAMES[name]])}?"
@@ -396,6 +426,7 @@ def _nearest_section(name: str) -> str:
 
 
 def _place(key: str, where: Mapping[str, str], source: str) -> str:
+    """Returns the place of a setting as the end of a message, such as ` (a.yaml, line 3)`; the default is `source`."""
     place = where.get(key, source)
     return f" ({place})" if place else ""
 
@@ -410,15 +441,17 @@ def _conflict_place(key: str, problem: str, where: Mapping[str, str], source: st
 
 
 def _resolve_aliases(settings: Mapping[str, object], where: dict[str, str], source: str) -> dict[str, Any]:
-    """Returns the settings with their current names. A former name prints one warning.
+    """Returns the settings with their current names, and adds their places to `where`. A former name prints one warning.
 
     Raises:
       UserError: a setting is given under two names.
     """
     values = dict[str, Any](settings)
     for old, new in ALIASES.items():
-        if old not in values or (old in FORMER_DEFAULTS and values[old] == FORMER_DEFAULTS[old]):
-            values.pop(old, None)
+        if old not in values:
+            continue
+        if old in FORMER_DEFAULTS and values[old] == FORMER_DEFAULTS[old]:
+            del values[old]
             continue
         if old in FORMER_NAMES:
             warnings.warn(f"{old} is now called {new}{_place(old, where, source)}", stacklevel=5)
@@ -427,11 +460,13 @@ def _resolve_aliases(settings: Mapping[str, object], where: dict[str, str], sour
             raise UserError(f"{old} is an alias of {new}: give one of them{_place(old, where, source)}", key=old, value=value)
         if value is not None or new not in values:
             values[new] = value
-            where |= {new: where[old]} if old in where else {}
+            if old in where:
+                where[new] = where[old]
     return values
 
 
 def _error_of(error: ValidationError, where: dict[str, str], source: str) -> UserError:
+    """Returns the first of pydantic's errors as one sentence."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"][:2])
     place = _place(key, where, source)
@@ -487,8 +522,11 @@ def _parse(text: str) -> tuple[Any, dict[str, int]]:
 
 
 def _yaml_sentence(error: yaml.MarkedYAMLError, path: Path) -> str:
+    """Returns an error of the YAML parser as one sentence with file and line."""
     problem = " ".join(str(error.problem).split())
-    if problem.startswith("but "):
+    if problem.startswith("but "):  # PyYAML says `expected …` in the context and `but found …` in the problem
         problem = f"{error.context}, {problem}"
+    if not isinstance(error, _RejectedYAML):
+        problem = f"not valid YAML: {problem}"
     line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-    return f"{'' if isinstance(error, _RejectedYAML) else 'not valid YAML: '}{problem} ({path}{line})"
+    return f"{problem} ({path}{line})"

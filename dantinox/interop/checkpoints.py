@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dantinox.config import Config, UserError, build_config
-from dantinox.config.model import ARCHITECTURE
+from dantinox.config.model_config import ARCHITECTURE
 from dantinox.files import quote, read_json, read_text, wrap_os_errors
 from dantinox.interop.gguf.gguf_checkpoint import export_gguf, source_from_gguf
 from dantinox.interop.gguf.gguf_file import PLAIN_DTYPES, open_gguf

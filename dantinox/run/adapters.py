@@ -77,7 +77,7 @@ def save_adapter(run: RunDirectory, parameters: Mapping[str, Any], model: ModelC
     assert lora is not None
     arrays = {}
     for name, array in parameters.items():
-        _, layer, module, _, target, leaf = name.split("/")
+        _, layer, module, _, target, leaf = name.split("/")  # such as blocks/0/attention/qkv/q_proj/lora_a
         shape = {"lora_a": (-1, lora.rank), "lora_b": (lora.rank, -1), MAGNITUDE: (-1,)}[leaf]
         peft_name = f"base_model.model.model.layers.{layer}.{PEFT_MODULES[module]}.{target}.{TENSORS[leaf]}"
         arrays[peft_name] = np.asarray(array, np.float32).reshape(shape).T
@@ -145,11 +145,19 @@ def read_adapter(
         ins, outs = projection_sizes(model, int(layer))[target]
         module = f"layers.{layer}.{PEFT_MODULES[projection.module.partition('/')[0]]}.{target}"
         rank, scale = scaling(module)
-        shapes = {"lora_A": (rank, ins), "lora_B": (outs, rank)} | ({"lora_magnitude_vector": (outs,)} if dora else {})
+        shapes: dict[str, tuple[int, ...]] = {"lora_A": (rank, ins), "lora_B": (outs, rank)}
+        if dora:
+            shapes["lora_magnitude_vector"] = (outs,)
         if not dora and "lora_magnitude_vector" in group:
             raise UserError(f"{path} has lora_magnitude_vector of {module}, but use_dora is false in {ADAPTER_CONFIG}")
-        a, b, *magnitude = (_read_tensor(file, module, name, group.get(name), shape) for name, shape in shapes.items())
-        delta = AdapterDelta(projection, a.T, b.T, scale, *magnitude)
+        arrays = {name: _read_tensor(file, module, name, group.get(name), shape) for name, shape in shapes.items()}
+        delta = AdapterDelta(
+            projection,
+            arrays["lora_A"].T,  # PEFT stores A as [r, in] and B as [out, r]
+            arrays["lora_B"].T,
+            scale,
+            arrays.get("lora_magnitude_vector"),
+        )
         deltas.setdefault(f"blocks/{layer}/{projection.module}/kernel", []).append(delta)
     return deltas, file.metadata
 
@@ -158,7 +166,8 @@ def _read_tensor(file: SafetensorsFile, module: str, name: str, stored: str | No
     """Returns the array `name` of an adapter in float32; `stored` is its name in the file, None if it is missing."""
     if stored is None:
         raise UserError(f"{file.path} lacks {name} of {module}")
-    if (tensor := file.tensors[stored]).shape != shape:
+    tensor = file.tensors[stored]
+    if tensor.shape != shape:
         raise UserError(f"{file.path} has {name} of {module} with shape {tensor.shape}, expected {shape}")
     if tensor.dtype not in ADAPTER_DTYPES:
         allowed = ", ".join(ADAPTER_DTYPES)
@@ -201,7 +210,8 @@ def load_run_weights(
 
 def check_base(path: Path, wanted: str, base: RunDirectory, remedy: str) -> None:
     """Raises a UserError unless the weights of `base` have the digest of the weights that the adapters were trained on."""
-    if (digest := weights_digest(base)) != wanted:
+    digest = weights_digest(base)
+    if digest != wanted:
         raise UserError(
             f"the adapters of {path} were trained on the weights {escape_name(wanted[:12])}…, but its base {base.path} has "
             f"{digest[:12]}…: {remedy}"
@@ -210,4 +220,8 @@ def check_base(path: Path, wanted: str, base: RunDirectory, remedy: str) -> None
 
 def merge_on_load(deltas: AdapterDeltas, place: Callable[[str, np.ndarray], Any]) -> Callable[[str, np.ndarray], Any]:
     """Returns a `place` function for `load_weights` that merges adapters into each array before it calls `place`."""
-    return lambda path, array: place(path, merge_adapters(array, deltas[path]) if path in deltas else array)
+
+    def merge_and_place(path: str, array: np.ndarray) -> Any:
+        return place(path, merge_adapters(array, deltas[path]) if path in deltas else array)
+
+    return merge_and_place

@@ -20,13 +20,14 @@ from dantinox.run.manifest import MANIFEST, recorded_file_damage, write_file
 from dantinox.run.weights import weights_digest
 
 MAX_ROUTER_BYTES = 1 << 20
+# The types of the numbers in `router.json`, which must all be present (`...`).
 _NUMBERS: Any = {name: (Scale if name.endswith("_scale") else NonNegative, ...) for name in CALIBRATED_THRESHOLDS}
 _Measured = create_model("_Measured", __base__=Section, **_NUMBERS)
 _RouterFile = create_model("_RouterFile", version=(Literal[1], ...), weights=(str, ...), measured=(_Measured, ...))
 
 MAX_KV_BYTES = 16 << 20
 KV_FILE_FORMAT = 2
-HEAD_SIGNALS = {  # H: query heads, K: key heads
+HEAD_SIGNALS = {  # signal → the heads that it is measured of. H: query heads, K: key heads
     "head_entropies": "H", "coverage": "H", "distance": "H", "loss": "K", "length_entropies": "H",
 }  # fmt: skip
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -58,7 +59,8 @@ def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, floa
     Raises:
       UserError: the file cannot be read or is invalid, or the manifest lists the file but it is missing.
     """
-    run, path = (source, source.router) if isinstance(source, RunDirectory) else (None, Path(source))
+    run = source if isinstance(source, RunDirectory) else None
+    path = source.router if isinstance(source, RunDirectory) else Path(source)
     hint = _recalibrate_hint(path, "router")
     if run is not None and not has_calibration(path, "router"):
         return None
@@ -77,7 +79,10 @@ def _read(path: Path, schema: Any, limit: int, hint: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         where = escape_name(": ".join(map(str, first["loc"])))
-        wrong = f"lacks {where}" if first["type"] == "missing" else f"is invalid ({where}{': ' * bool(where)}{first['msg']})"
+        if first["type"] == "missing":
+            wrong = f"lacks {where}"
+        else:
+            wrong = f"is invalid ({where}: {first['msg']})" if where else f"is invalid ({first['msg']})"
         raise UserError(f"the calibration {path} {wrong}: {hint}") from None
     if problem := recorded_file_damage(path):
         raise UserError(f"the calibration {problem}: {hint}")
@@ -206,15 +211,21 @@ def load_kv_calibration(
     found = read_kv_calibration(path, config, weights, tokenizer)
 
     def by_layer(name: str, *columns: int) -> np.ndarray | None:
+        """Returns a signal as an array `[layers, heads, *columns]`, or None if it was not measured."""
         if name not in found:
             return None
         return np.array(list(found[name].values()), np.float64).reshape(config.num_blocks, -1, *columns)
 
     entropy_LN = by_layer("head_entropies")
     slots = tuple(found.get("loss_slots", ()))
-    assert entropy_LN is not None
+    assert entropy_LN is not None  # the file must contain it
     return KVCalibration(
-        entropy_LN, by_layer("coverage"), by_layer("loss", len(slots)), slots, Path(path), by_layer("distance")
+        entropy_LN=entropy_LN,
+        coverage_LN=by_layer("coverage"),
+        loss_LKC=by_layer("loss", len(slots)),
+        loss_slots=slots,
+        path=Path(path),
+        distance_LN=by_layer("distance"),
     )
 
 
@@ -237,31 +248,33 @@ def read_kv_calibration(
     path = Path(path)
     hint = _recalibrate_hint(path, "kv")
     file = _read(path, HeadCalibrationFile, MAX_KV_BYTES, hint)
-    theirs, ours = (file.n_layer, file.n_head, file.n_head_kv), (config.num_blocks, config.n_heads, config.kv_heads)
+    theirs = f"{file.n_layer} layers with {file.n_head} query heads and {file.n_head_kv} key heads"
+    ours = f"{config.num_blocks} layers with {config.n_heads} query heads and {config.kv_heads} key heads"
     if theirs != ours:
-        counted = [f"{L} layers with {N} query heads and {K} key heads" for L, N, K in (theirs, ours)]
-        raise UserError(f"the calibration {path} is for another model: it has {counted[0]}, this model has {counted[1]}")
+        raise UserError(f"the calibration {path} is for another model: it has {theirs}, this model has {ours}")
     for what, expected, stored in (("other weights", weights, file.weights), ("another tokenizer", tokenizer, file.tokenizer)):
-        if None not in (expected, stored) and expected != stored:
+        if expected is not None and stored is not None and expected != stored:
             raise UserError(f"the calibration {path} was measured on {what}: {hint}")
     found: dict[str, Any] = file.model_dump(exclude_none=True)
     for key, letter in HEAD_SIGNALS.items():
         if key in found:
             names = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter)
             values = found[key]
-            if missing := [name for name in names if name not in values]:
+            missing = [name for name in names if name not in values]
+            if missing:
                 raise UserError(f"the calibration {path} lacks {missing[0]} in {key}, a head of this model: {hint}")
-            if surplus := values.keys() - set(names):
+            surplus = values.keys() - set(names)
+            if surplus:
                 name = escape_name(min(surplus))
                 raise UserError(f"the calibration {path} holds {name} in {key}, which this model does not have: {hint}")
-            found[key] = {name: values[name] for name in names}
+            found[key] = {name: values[name] for name in names}  # in the order of the heads
     for name, axis in (("length_entropies", "lengths"), ("loss", "loss_slots")):
         count = len(found.get(axis, []))
         for head, values in found.get(name, {}).items():
             if len(values) != count:
                 raise UserError(f"the calibration {path} has {len(values)} numbers for {head} in {name}, expected {count}")
     slots = found.get("loss_slots", [1])
-    if not slots or any(a >= b for a, b in itertools.pairwise(slots)):
+    if not slots or any(slot >= next_slot for slot, next_slot in itertools.pairwise(slots)):
         raise UserError(f"the calibration {path} has loss_slots that do not increase: {hint}")
     return found
 
@@ -291,5 +304,6 @@ def has_calibration(path: Path, what: str) -> bool:
 
 def _recalibrate_hint(path: Path, what: str) -> str:
     """Returns the hint to repeat a calibration with `dantinox calibrate`. It names the run directory if `path` is in one."""
-    run = path.parent if path.absolute() in (RunDirectory(path.parent).kv, RunDirectory(path.parent).router) else "RUN"
+    folder = RunDirectory(path.parent)
+    run = path.parent if path.absolute() in (folder.kv, folder.router) else "RUN"
     return f"run `dantinox calibrate --run_dir {run} --what {what}` again"

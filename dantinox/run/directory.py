@@ -127,10 +127,8 @@ class RunDirectory:
                 raise UserError(f"another process is working on {self.path}: wait, or use another run directory") from None
             except OSError as error:
                 raise UserError(f"cannot lock {self.path}: {error.strerror}") from None
-            for leftover in (
-                *self.path.glob(".*.tmp"),
-                *self.path.glob("*/.*.tmp"),
-            ):  # temporary files that remain if a process is killed during an `atomic_write`
+            # Temporary files remain if a process is killed during an `atomic_write`.
+            for leftover in (*self.path.glob(".*.tmp"), *self.path.glob("*/.*.tmp")):
                 with contextlib.suppress(OSError):
                     leftover.unlink()
             yield
@@ -146,7 +144,7 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
       UserError: the directory is not empty, or cannot be created. A directory with only what a failed start has left counts as
         empty.
     """
-    run = RunDirectory(RUNS if path is None else path)
+    run = RunDirectory(RUNS if path is None else path)  # without a path, the folder in which the run is created
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         if path is None:
@@ -163,7 +161,7 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
 def check_new_run(path: str | Path) -> None:
     """Raises the UserError of `create_run` for a new run, and creates no directory."""
     path = Path(path).absolute()
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]  # the deepest folder first
     try:
         create_run(path)
     finally:
@@ -193,8 +191,11 @@ def clear_failed_start(run: RunDirectory) -> None:
     """Removes the files of a start that failed before its first step, except for its tokens, which the next start may use."""
     for name in (run.config.name, *START_FILES):
         path = run.path / name
-        with contextlib.suppress(OSError):
-            path.rmdir() if path.is_dir() else path.unlink()
+        with contextlib.suppress(OSError):  # a file is missing, or a folder is not empty
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
 
 
 def _make_numbered(first: Path) -> Path:
@@ -258,7 +259,7 @@ def open_run(path: str | Path, *, check: bool = True) -> RunDirectory:
             )
     if not run.weights_or_adapter.is_file():
         raise UserError(f"{path} has no weights yet: {run.weights.name} is missing{hint}")
-    files = run.tokenizer, run.tokenizer_config, run.weights_or_adapter
+    files = (run.tokenizer, run.tokenizer_config, run.weights_or_adapter)
     if check:
         run.check(*files)
     else:
@@ -310,7 +311,8 @@ def find_chat_template(run: RunDirectory) -> Path | None:
     Raises:
       UserError: the template was written by the run and is damaged.
     """
-    if problem := recorded_file_damage(run.chat_template):
+    problem = recorded_file_damage(run.chat_template)
+    if problem:
         raise UserError(f"{problem}: restore the original file, or accept this one with `dantinox verify {run.path} --accept`")
     return run.chat_template if run.chat_template.is_file() else None
 

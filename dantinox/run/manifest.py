@@ -51,6 +51,7 @@ def hash_file(path: Path, size: int | None = None) -> Entry:
     count = 0
     with open(path, "rb", buffering=0) as file:
         buffer = memoryview(bytearray(min(READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
+        # The loop ends at the end of the file, or when no byte of `size` is left.
         while read := file.readinto(buffer if size is None else buffer[: size - count]):
             digest.update(buffer[:read])
             count += read
@@ -62,24 +63,25 @@ def hash_file_cached(path: Path) -> Entry:
     try:
         return hash_file_in_background(path).result()
     except OSError:
-        _entry.cache_clear()  # the next call reads the file again
+        _hash_future.cache_clear()  # the next call reads the file again
         raise
 
 
 def hash_file_in_background(path: Path) -> "Future[Entry]":
     """Starts to compute `hash_file_cached(path)` in a daemon thread and returns its future."""
     now = path.stat()
-    return _entry(path, now.st_ino, now.st_size, now.st_mtime_ns)
+    return _hash_future(path, now.st_ino, now.st_size, now.st_mtime_ns)
 
 
 @lru_cache(maxsize=16)
-def _entry(path: Path, *state: int) -> "Future[Entry]":
+def _hash_future(path: Path, *state: int) -> "Future[Entry]":
+    """Starts to hash a file; `state` is part of the key of the cache, so that a changed file is hashed again."""
     future: Future[Entry] = Future()
 
     def compute() -> None:
         try:
             future.set_result(hash_file(path))
-        except BaseException as error:
+        except BaseException as error:  # raised again by `Future.result`
             future.set_exception(error)
 
     threading.Thread(target=compute, daemon=True).start()
@@ -98,6 +100,7 @@ def write_manifest(path: Path, record: Mapping[str, Any]) -> None:
     """
     files = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entries)}" for name, entries in record["files"].items())
     facts = {"format": MANIFEST_FORMAT} | {name: value for name, value in record.items() if name != "files"}
+    # One line per file: `json.dumps` would put every number of `files` on a line of its own.
     text = json.dumps(facts, indent=1, allow_nan=False).removesuffix("\n}") + f',\n "files": {{\n{files}\n }}\n}}\n'
     atomic_write(path, text + hashlib.sha256(text.encode()).hexdigest() + "\n")
 
@@ -124,6 +127,7 @@ def read_manifest(path: Path, step: int | None = None) -> dict[str, Any]:
 
 
 def _parse_record(path: Path, text: bytes, step: int | None) -> dict[str, Any]:
+    """Returns the record of a manifest without its last line; the errors are those of `read_manifest`."""
     try:
         record = json.loads(text)
     except ValueError:
@@ -132,8 +136,10 @@ def _parse_record(path: Path, text: bytes, step: int | None) -> dict[str, Any]:
         raise UserError(f"{path} has format {quote(record['format'])}, but this version reads format {MANIFEST_FORMAT}")
     if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
         raise DamagedFile(f"{path} is damaged: it lists no files")
-    if (found := record.get("step")) != step:
-        raise DamagedFile(f"{path} belongs to {'a run' if found is None else f'step {quote(found)}'}")
+    found = record.get("step")
+    if found != step:
+        owner = "a run" if found is None else f"step {quote(found)}"
+        raise DamagedFile(f"{path} belongs to {owner}")
     return record
 
 
@@ -155,7 +161,7 @@ def write_file(
     digest = hashlib.sha256()
     size = 0
 
-    def read() -> Iterator[bytes | memoryview]:
+    def hashed_pieces() -> Iterator[bytes | memoryview]:
         nonlocal size
         for piece in [data] if isinstance(data, bytes) else data:
             digest.update(piece)
@@ -164,8 +170,8 @@ def write_file(
 
     with _lock_manifest(folder):
         record = _read_or_empty(folder)
-        before = record["files"].get(name, [None])[0]
-        with staged_write(folder / name, read()):
+        before = record["files"].get(name, [None])[0]  # None: the file may be absent
+        with staged_write(folder / name, hashed_pieces()):
             new = Entry(digest.hexdigest(), size)
             # File and manifest cannot be replaced in one operation. In between, the manifest accepts both the old and the new
             # content of the file.
@@ -231,14 +237,18 @@ def recorded_file_damage(path: Path) -> str:
 
 
 def describe_damage(
-    folder: Path, name: str, expected: Iterable[Any] | None, entry: Callable[[Path], Entry] = hash_file, quick: bool = False
+    folder: Path,
+    name: str,
+    expected: Iterable[Any] | None,
+    hash_entry: Callable[[Path], Entry] = hash_file,
+    quick: bool = False,
 ) -> str:
     """Returns a sentence that says how a file differs from its recorded content, or "" if the file is unchanged.
 
     Args:
       expected: the entries that are valid for the file; a null entry means that the file may be absent. None: no manifest lists
         the file.
-      entry: computes the actual entry of the file.
+      hash_entry: computes the actual entry of the file.
       quick: compare only the size of files of more than 1 MiB.
 
     Raises:
@@ -247,29 +257,30 @@ def describe_damage(
     path = folder / name
     if expected is None:
         return f"{path} is not listed in the manifest" if os.path.lexists(path) else ""
-    allowed = [tuple(one) if one else None for one in expected]
+    allowed = [Entry._make(entry) if entry else None for entry in expected]
     try:
         if not path.is_file():
             missing = "" if None in allowed else f"{path} is missing"
             return f"{path} is not a regular file" if os.path.lexists(path) else missing
         size = path.stat().st_size
         if quick and size > SMALL_FILE_BYTES:
-            return "" if any(one and one[1] == size for one in allowed) else _size_message(path, size, allowed)
-        found = entry(path)
+            return "" if any(entry and entry.size == size for entry in allowed) else _size_message(path, size, allowed)
+        found = hash_entry(path)
     except OSError as error:
         if error.errno == errno.EIO:
             return f"{path} cannot be read: {error.strerror}"
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     if found in allowed:
         return ""
-    if not any(item and item[1] == found.size for item in allowed):
+    if not any(entry and entry.size == found.size for entry in allowed):
         return _size_message(path, found.size, allowed)
-    sha256 = next(one[0] for one in allowed if one)
+    sha256 = next(entry.sha256 for entry in allowed if entry)
     return f"{path} is damaged: its SHA-256 is {found.sha256[:12]}…, expected {sha256[:12]}…"
 
 
-def _size_message(path: Path, size: int, allowed: list[Any]) -> str:
-    return f"{path} is damaged: it has {size} bytes, expected {next(item[1] for item in allowed if item)}"
+def _size_message(path: Path, size: int, allowed: list[Entry | None]) -> str:
+    expected = next(entry.size for entry in allowed if entry)
+    return f"{path} is damaged: it has {size} bytes, expected {expected}"
 
 
 def write_step_manifest(step: Path, facts: Mapping[str, Any], logs: Mapping[Path, int]) -> None:

@@ -77,6 +77,7 @@ def load_lora(path: str | Path, base: RunDirectory | None, model: ModelConfig, m
 
 
 def _digest(deltas: AdapterDeltas) -> bytes:
+    """Returns the SHA-256 of all matrices, their projections and scales. Adapters with magnitudes were rejected before."""
     found = hashlib.sha256()
     for path, changes in sorted(deltas.items()):
         for projection, a_IR, b_RO, scale, _ in changes:
@@ -96,14 +97,16 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> AdapterDeltas:
 
 
 def _read_folder(folder: Path, model: ModelConfig, max_rank: int | None) -> tuple[AdapterDeltas, dict[str, str]]:
-    settings = _settings(folder / ADAPTER_CONFIG)
+    """Returns the changes and the metadata of the adapters in a PEFT folder; for the errors see `load_lora`."""
+    settings = _read_settings(folder / ADAPTER_CONFIG)
 
     def scaling(module: str) -> tuple[int, float]:
         rank = _value_for_module(settings["rank_pattern"], module, settings["r"])
         if max_rank is not None and rank > max_rank:
             raise UserError(f"{folder} has an adapter of rank {rank}, but the largest rank allowed is {max_rank}")
         alpha = _value_for_module(settings["alpha_pattern"], module, settings["lora_alpha"])
-        return rank, alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
+        divisor = math.sqrt(rank) if settings["use_rslora"] else rank
+        return rank, alpha / divisor
 
     return read_adapter(folder / WEIGHTS, model, scaling, settings["use_dora"])
 
@@ -116,21 +119,20 @@ def _value_for_module(patterns: Mapping[str, Any], name: str, default: Any) -> A
     return default
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    """Reads an `adapter_config.json` and checks that all its keys are supported."""
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Reads the `READ_KEYS` of an `adapter_config.json`, and checks that no other key changes the output."""
     settings = read_json(path, MAX_CONFIG_BYTES)
     for key, value in settings.items():
         if key in SUPPORTED_VALUES:
-            if not any(value is allowed or value == allowed for allowed in SUPPORTED_VALUES[key]):
+            if value not in SUPPORTED_VALUES[key]:
                 allowed = ", ".join(map(quote, SUPPORTED_VALUES[key]))
                 raise UserError(f"{path} has {key}: {quote(value)}, expected one of {allowed}")
         elif key not in IGNORED_KEYS | READ_KEYS and value not in (None, False, [], {}):
             raise UserError(f"{path} has {escape_name(key)}: {quote(value)}, which is not supported")
     if "peft_type" not in settings:
         raise UserError(f"{path} has no peft_type: it is not the configuration of a PEFT adapter")
-    read = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False} | {
-        key: settings[key] for key in READ_KEYS if key in settings
-    }
+    defaults = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}  # those of PEFT
+    read = defaults | {key: settings[key] for key in READ_KEYS if key in settings}
     read["rank_pattern"] = _suffix_values(path, "rank_pattern", read.get("rank_pattern"))
     read["alpha_pattern"] = _suffix_values(path, "alpha_pattern", read.get("alpha_pattern"))
     for value in (read["r"], *read["rank_pattern"].values()):

@@ -67,15 +67,18 @@ class SafetensorsFile:
         self.path = path
         self._content = np.memmap(path, np.uint8, mode="r")
         for name, array in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if (code := array["dtype"]) not in DTYPES:
+            code = array["dtype"]
+            if code not in DTYPES:
                 raise UserError(f"{path} has {escape_name(name)} as {code}, expected one of {', '.join(DTYPES)}")
             self.tensors[name] = Tensor(tuple(array["shape"]), DTYPES[code].name)
             start, end = array["data_offsets"]
-            self._places[name] = 8 + length + start, 8 + length + end
+            data = 8 + length  # where the data begins: behind the length of the header, in 8 bytes, and the header
+            self._places[name] = (data + start, data + end)
 
     def read(self, name: str) -> np.ndarray:
         """Returns a copy of an array."""
-        (start, end), (shape, dtype) = self._places[name], self.tensors[name]
+        start, end = self._places[name]
+        shape, dtype = self.tensors[name]
         return np.array(self._content[start:end].view(DTYPES[DTYPE_CODES[dtype]]).reshape(shape))
 
 
@@ -106,14 +109,14 @@ def safetensors_pieces(
     end = 0
     for name in order:
         start = end
-        end = end + tensors[name].nbytes
+        end = start + tensors[name].nbytes
         header[name] = {
             "dtype": DTYPE_CODES[tensors[name].dtype],
             "shape": list(tensors[name].shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
     yield len(text).to_bytes(8, "little") + text
     for name in order:
         array = np.ascontiguousarray(arrays[name])

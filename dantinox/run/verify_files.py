@@ -82,15 +82,19 @@ def find_file_damage(run: RunDirectory, entry: Callable[[Path], Entry] = hash_fi
 
 
 def _check_own_files(run: RunDirectory, found: VerifyReport) -> list[str]:
+    """Returns the damage of the files outside of checkpoints, and counts the files in `found`."""
+
     def counted(path: Path) -> Entry:
         _count_file(path, found)
         return hash_file(path)
 
     while True:
-        found.files = found.bytes = 0
+        found.files = 0
+        found.bytes = 0
         before = _file_state(run.manifest)
         problems = list(_errors_as_problems(find_file_damage(run, counted)))
-        if not problems or before == _file_state(run.manifest):  # if it changed, a training process replaced files: check again
+        # If the manifest changed, a training process replaced files in between: check again.
+        if not problems or before == _file_state(run.manifest):
             return problems
 
 
@@ -103,11 +107,12 @@ def _file_state(path: Path) -> tuple[int, ...]:
 
 
 def _check_checkpoints(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
+    """Yields the damage of all checkpoints, and of the logs compared with the newest checkpoint that has a valid manifest."""
     logs_compared = False
     for number in saved_steps(run.checkpoints):
         step = run.checkpoints / str(number)
         if (run.checkpoints / f"{number}{SAVING_SUFFIX}").exists() and not (step / MANIFEST).exists():
-            continue
+            continue  # `_check_stray_files` remarks on the unfinished checkpoint
         for path in step.rglob("*"):
             _count_file(path, found)
         problems = list(_errors_as_problems(find_step_damage(step)))
@@ -122,10 +127,12 @@ def _check_checkpoints(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
 
 
 def _check_logs(run: RunDirectory, step: Path, found: VerifyReport) -> Iterator[str]:
+    """Yields the damage of the logs up to a step, and remarks on logs that have grown since."""
     yield from find_log_damage(run.path, step)
     for name, size, _ in recorded_logs(step):
         log = run.path / name
-        if log.is_file() and (more := log.stat().st_size - size) > 0:
+        more = log.stat().st_size - size if log.is_file() else 0
+        if more > 0:
             found.remarks.append(f"{log} has {more} bytes more than when step {step.name} was saved")
 
 
@@ -159,8 +166,8 @@ def _errors_as_problems(problems: Iterator[str]) -> Iterator[str]:
 
 def _count_file(path: Path, found: VerifyReport) -> None:
     if path.is_file():
-        found.files = found.files + 1
-        found.bytes = found.bytes + path.stat().st_size
+        found.files += 1
+        found.bytes += path.stat().st_size
 
 
 def accept_run(run: RunDirectory) -> list[str]:
@@ -175,7 +182,7 @@ def accept_run(run: RunDirectory) -> list[str]:
       UserError: another process is working on the run, a file cannot be read, or the manifest cannot be written.
     """
     with run.lock():
-        own = run.config, run.tokenizer, run.tokenizer_config, run.chat_template, run.origin, run.weights, run.router, run.kv
+        own = (run.config, run.tokenizer, run.tokenizer_config, run.chat_template, run.origin, run.weights, run.router, run.kv)
         paths = [*own, *run.adapter.parent.glob("adapter_*"), *run.data.glob("tokens*"), run.data / "reference.json"]
         names = sorted(str(path.relative_to(run.path)) for path in paths if path.is_file())
         record_files(run.path, names, reset=True)

@@ -30,10 +30,16 @@ CHUNKED_KEY = "__msgpack_chunked_array__"
 BFLOAT16 = "bfloat16"
 MAX_DEPTH = 16  # maximum nesting of names in a file
 # Type bytes (github.com/msgpack/msgpack/blob/master/spec.md). These precede a length of 1, 2 or 4 bytes:
-BINARY, EXTENSION, TEXT = (0xC4, 0xC5, 0xC6), (0xC7, 0xC8, 0xC9), (0xD9, 0xDA, 0xDB)
+BINARY = (0xC4, 0xC5, 0xC6)
+EXTENSION = (0xC7, 0xC8, 0xC9)
+TEXT = (0xD9, 0xDA, 0xDB)
 MAP = (0xDE, 0xDF)  # precede a length of 2 or 4 bytes
-SHORT_MAP, SHORT_LIST, SHORT_TEXT = range(0x80, 0x90), range(0x90, 0xA0), range(0xA0, 0xC0)  # contain the length
-LIST_OF_THREE, TRUE = 0x93, 0xC3
+# These contain the length: the first of a range stands for 0.
+SHORT_MAP = range(0x80, 0x90)
+SHORT_LIST = range(0x90, 0xA0)
+SHORT_TEXT = range(0xA0, 0xC0)
+LIST_OF_THREE = SHORT_LIST[3]
+TRUE = 0xC3
 UNSIGNED = range(0xCC, 0xD0)  # precede an integer of 1, 2, 4 or 8 bytes
 FIXED_EXTENSION = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}  # size of the content → type byte, which no length follows
 PACKER = msgpack.Packer()
@@ -82,15 +88,15 @@ def load_weights(
     arrays, size = read_arrays(path)
     total = sum(leaf.nbytes for leaf in arrays.values())
     overhead = 1024 + sum(256 + len(name) for name in arrays)  # the header of an array has less than 256 bytes
-    unexpected = {name: array for name, array in arrays.items() if array.dtype == np.uint8 and name not in shapes}
-    if unexpected and widen is None:
-        raise UserError(
-            f"the weights {path} are quantized ({escape_name(next(iter(unexpected)))}), and this use needs float weights: "
-            "import the checkpoint again with --dtype bfloat16 or float32"
-        )
-    if unexpected and widen is not None:
+    quantized = {name: array for name, array in arrays.items() if array.dtype == np.uint8 and name not in shapes}
+    if quantized:
+        if widen is None:
+            raise UserError(
+                f"the weights {path} are quantized ({escape_name(next(iter(quantized)))}), and this use needs float weights: "
+                "import the checkpoint again with --dtype bfloat16 or float32"
+            )
         try:
-            arrays = {name: array for name, array in arrays.items() if name not in unexpected} | dict(widen(unexpected))
+            arrays = {name: array for name, array in arrays.items() if name not in quantized} | dict(widen(quantized))
         except ValueError as error:
             raise UserError(f"the weights {path} {error}") from None
     packed = {name for name, leaf in expected_shapes.items() if getattr(leaf, "dtype", None) == np.uint8}
@@ -169,6 +175,7 @@ def msgpack_pieces(parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview
 
 
 def _tree_pieces(tree: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a nested dict, whose leaves are paths in `parameters`."""
     yield PACKER.pack_map_header(len(tree))
     for key in sorted(tree):
         yield PACKER.pack(key)
@@ -176,11 +183,14 @@ def _tree_pieces(tree: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iter
             yield from _tree_pieces(tree[key], parameters)
             continue
         array = np.asarray(parameters[tree[key]])
-        yield from _array_pieces(array if array.dtype.name in (BFLOAT16, "uint8") else np.asarray(array, np.float32))
+        if array.dtype.name not in (BFLOAT16, "uint8"):
+            array = np.asarray(array, np.float32)
+        yield from _array_pieces(array)
         del array  # frees it before the next array is read
 
 
 def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
+    """Yields one array as Flax packs it: an extension, or a map of extensions if the array is larger than `CHUNK_BYTES`."""
     if array.nbytes <= CHUNK_BYTES:
         yield from _extension_pieces(array)
         return
@@ -197,7 +207,7 @@ def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
 
 
 def _extension_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
-    """Yields one array as Flax packs it: (shape, dtype name, bytes). The bytes are not copied."""
+    """Yields one array as an extension with the triple (shape, dtype name, bytes). The bytes are not copied."""
     shape_and_dtype = PACKER.pack(array.shape) + PACKER.pack(array.dtype.name)
     before_data = bytes([LIST_OF_THREE]) + shape_and_dtype + _data_header(array.nbytes, BINARY)
     yield _data_header(len(before_data) + array.nbytes, EXTENSION) + bytes([ARRAY_EXTENSION]) + before_data
@@ -208,8 +218,10 @@ def _data_header(size: int, type_bytes: tuple[int, int, int]) -> bytes:
     """Returns the type and length bytes of binary data or of an extension; the content follows separately."""
     if type_bytes == EXTENSION and size in FIXED_EXTENSION:
         return bytes([FIXED_EXTENSION[size]])
-    width, type_byte = next((width, byte) for width, byte in zip((1, 2, 4), type_bytes, strict=True) if size < 256**width)
-    return bytes([type_byte]) + size.to_bytes(width, "big")
+    for width, type_byte in zip((1, 2, 4), type_bytes, strict=True):
+        if size < 256**width:
+            return bytes([type_byte]) + size.to_bytes(width, "big")
+    raise ValueError(f"{size} bytes are more than msgpack can store in one value")
 
 
 @dataclass(frozen=True)
@@ -264,7 +276,7 @@ class MsgpackReader:
 
     def __init__(self, content: Any):
         self.content = content
-        self.at = 0
+        self.at = 0  # the position of the next byte
         self.end = len(content)
 
     def arrays(self) -> dict[str, StoredArray]:
@@ -279,6 +291,7 @@ class MsgpackReader:
         return self.content[self.at] if self.at < self.end else 0
 
     def _take(self, form: str) -> int:
+        """Reads an integer in a format of `struct`."""
         value: int = struct.unpack_from(form, self.content, self.at)[0]
         self.at += struct.calcsize(form)
         return value
@@ -301,6 +314,7 @@ class MsgpackReader:
         return str(self._integer()) if is_integer else self._text()
 
     def _text(self) -> str:
+        """Reads a string."""
         size = self._read_length(SHORT_TEXT, TEXT, "a name")
         if size > self.end - self.at:
             raise ValueError("a name that extends past the end of the file")
@@ -308,6 +322,7 @@ class MsgpackReader:
         return bytes(self.content[self.at - size : self.at]).decode()
 
     def _integer(self) -> int:
+        """Reads an integer ≥ 0."""
         head = self._take(">B")
         if head < 128:
             return head
@@ -316,6 +331,7 @@ class MsgpackReader:
         return self._take((">B", ">H", ">I", ">Q")[UNSIGNED.index(head)])
 
     def _map(self, depth: int) -> dict[str, Any]:
+        """Reads a tree: name → array or tree. `depth` is the number of trees around it."""
         count = self._read_length(SHORT_MAP, MAP, "a tree of parameters")
         if depth > MAX_DEPTH or count > self.end - self.at:
             raise ValueError("a tree of parameters that is larger than the file")
@@ -330,6 +346,7 @@ class MsgpackReader:
         return tree
 
     def _node(self, depth: int) -> Any:
+        """Reads an array, a chunked array or a tree."""
         head = self._peek()
         if head in EXTENSION or head in FIXED_EXTENSION.values():
             shape, values = self._array()
@@ -353,10 +370,12 @@ class MsgpackReader:
         return StoredArray(shape, parts)
 
     def _array(self) -> tuple[tuple[int, ...], np.ndarray]:
+        """Reads an array that is not chunked: its shape, and its values as a flat view of the file."""
         head = self._take(">B")
         fixed = {byte: size for size, byte in FIXED_EXTENSION.items()}
         size = fixed[head] if head in fixed else self._take((">B", ">H", ">I")[EXTENSION.index(head)])
-        if (code := self._take(">B")) != ARRAY_EXTENSION:
+        code = self._take(">B")
+        if code != ARRAY_EXTENSION:
             raise ValueError(f"unknown extension type {code}")
         end = self.at + size
         if self._take(">B") != LIST_OF_THREE:

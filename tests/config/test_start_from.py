@@ -1,11 +1,15 @@
 """Settings of a training that starts from a run: the run provides defaults, and contradictions with its weights are errors."""
 
 import warnings
+from dataclasses import MISSING, fields
+from typing import get_type_hints
 
 import pytest
 
 from dantinox.config import UserError, build_config, dump_config, load_config
-from dantinox.config.model import ARCHITECTURE, SETTING_OF, WEIGHT_FIELDS, ModelConfig
+from dantinox.config.attention_settings import AttentionSection
+from dantinox.config.model_config import ARCHITECTURE, SETTING_OF, WEIGHT_FIELDS, ModelConfig
+from dantinox.config.model_settings import ModelSection
 from dantinox.config.sections import FIELDS
 from dantinox.config.yaml_files import build_training, load_training
 from tests.error_texts import ERRORS
@@ -95,9 +99,9 @@ def test_a_tokenizer_file_is_accepted(base):
 
 def test_every_field_of_the_architecture_has_a_setting():
     """Fields are copied from settings of the same name, so a new setting needs no code."""
-    fields = set(ModelConfig.__dataclass_fields__)
+    names = {field.name for field in fields(ModelConfig)}
     assert set(ARCHITECTURE) == set(SETTING_OF) and set(SETTING_OF.values()) <= set(FIELDS)
-    assert fields - set(ARCHITECTURE) == {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}
+    assert names - set(ARCHITECTURE) == {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}
     assert set(ARCHITECTURE) - set(WEIGHT_FIELDS) == {
         "max_context",
         "windows",
@@ -107,3 +111,14 @@ def test_every_field_of_the_architecture_has_a_setting():
     }
     changed = build_config({}, {"model.qk_norm": True, "attention.rope_theta": 5.0}).architecture(7)
     assert (changed.qk_norm, changed.rope_theta, changed.vocab_size) == (True, 5.0, 7)
+
+
+def test_copied_settings_have_the_type_and_the_default_of_the_setting():
+    """A `ModelConfig` that is built without sections equals that of the default settings."""
+    resolved = {"kv_heads", "head_size", "hidden_dim", "rope_scaling", "sub_norms"}  # not equal to the setting of this name
+    types = {name: kind for section in (ModelSection, AttentionSection) for name, kind in get_type_hints(section).items()}
+    copied = {name: kind for name, kind in get_type_hints(ModelConfig).items() if name in types and name not in resolved}
+    assert copied == {name: types[name] for name in copied} and len(copied) > 40
+    built = build_config({}).architecture(7)
+    required = [field.name for field in fields(ModelConfig) if field.default is MISSING]
+    assert ModelConfig(**{name: getattr(built, name) for name in required}) == built

@@ -12,8 +12,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.config import UserError
-from dantinox.config.model import ExpertsConfig, LatentConfig
+from dantinox.config import ExpertsConfig, LatentConfig, UserError
 from dantinox.generation.engine import Engine
 from dantinox.generation.prefix.prefix_cache import PrefixCache, block_bytes
 from dantinox.generation.prefix.prefix_files import BLOCKS_FILE, fingerprint, read_blocks

@@ -9,8 +9,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import dantinox
-from dantinox.config import UserError
-from dantinox.config.model import LoraConfig
+from dantinox.config import LoraConfig, UserError
 from dantinox.distributed.layout import check_whole_matrices, mesh_sizes
 from dantinox.generation import prepare
 from dantinox.interop.checkpoints import export_checkpoint

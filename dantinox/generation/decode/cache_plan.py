@@ -9,7 +9,7 @@ import numpy as np
 
 from dantinox.config import ModelConfig, UserError
 from dantinox.config.kv_settings import AVERAGE_POLICIES, KVSection
-from dantinox.config.model import uneven_keys
+from dantinox.config.model_config import uneven_keys
 from dantinox.generation.decode.cache_budgets import (
     SLOT_UNIT,
     allocate_by_loss,

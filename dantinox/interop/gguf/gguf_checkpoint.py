@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError, build_config
-from dantinox.config.model import ARCHITECTURE, SETTING_OF
+from dantinox.config.model_config import ARCHITECTURE, SETTING_OF
 from dantinox.files import escape_name, quote
 from dantinox.interop.gguf.gguf_bitnet import check_ternary_types, is_projection, split_scales, ternary_values
 from dantinox.interop.gguf.gguf_config import (

@@ -6,7 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 from dantinox.config import Config, ModelConfig, UserError, build_config
-from dantinox.config.model import ARCHITECTURE, SETTING_OF
+from dantinox.config.model_config import ARCHITECTURE, SETTING_OF
 from dantinox.config.sections import FIELDS, flatten_config
 from dantinox.files import escape_name, quote
 from dantinox.interop.hf.hf_families import BITNET, CONVERSIONS, FAMILIES, Family

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig, UserError
-from dantinox.config.model import uneven_keys
+from dantinox.config.model_config import uneven_keys
 from dantinox.files import check_writable
 from dantinox.generation import load
 from dantinox.lab.measure.head_loss import SINKS, estimate_loss_rises
