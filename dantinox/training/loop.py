@@ -343,8 +343,7 @@ class Trainer:
                 nats, count = nats + float(part.nats), count + float(part.num_targets)
                 if part.metrics is not None:
                     metrics = np.asarray(part.metrics, np.float64) + (0 if metrics is None else metrics)
-                self.stop.signal = all_reduce_max(self.stop.signal or 0) or None
-                if self.stop.signal is not None:
+                if self._all_agree_to_stop():
                     return None, {}
         except SamplingInterrupted:
             return None, {}
@@ -393,10 +392,18 @@ class Trainer:
             self.checkpoints.save(self.step, self.state, self.progress, self.facts, self.val_loss)
         self.saved_step, self.rewinds = self.step, 0
 
+    def _all_agree_to_stop(self) -> bool:
+        """Returns whether any process has received a stop signal. All processes call it, and get the same result."""
+        number = all_reduce_max(self.stop.signal or 0)
+        if number:  # else a signal that has arrived meanwhile stays in `stop`
+            self.stop.signal = number
+        return number > 0
+
     def _stop_if_requested(self) -> None:
-        self.stop.signal = self.stop_sync.poll(self.stop.signal)
-        if self.stop.signal is None:
-            return
+        requested = self.stop_sync.poll(self.stop.signal)
+        if requested is None:
+            return  # a signal that has arrived meanwhile stays in `stop`
+        self.stop.signal = requested
         self._save()
         self.checkpoints.wait()
         self.console.note(f"stopped by a signal; step {self.step} is saved, continue with --resume")

@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 
 from dantinox.config import Config, UserError
+from dantinox.distributed import StopSync
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
 from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory, load_weights, save_tokenizer
 from dantinox.text import TokenStore
-from dantinox.training import training_log
+from dantinox.training import loop, training_log
 from dantinox.training.eval_step import make_eval_step
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.starting_point import starting_weights
@@ -239,6 +240,24 @@ def test_signal_during_an_evaluation_postpones_it(workshop, logged):
     rows = read_csv(workshop.train("run", config, resume=True).log(config))
     keep = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens")
     assert [[row[k] for k in keep] for row in rows] == [[row[k] for k in keep] for row in logged.rows]
+
+
+def test_signal_that_arrives_while_processes_agree_is_kept(workshop, monkeypatch):
+    """Agreeing on a signal takes time in a run of several processes."""
+
+    class Interrupted(StopSync):
+        calls = 0
+
+        def poll(self, received):
+            self.calls += 1
+            if self.calls == 5:
+                signal.raise_signal(signal.SIGTERM)
+            return received
+
+    monkeypatch.setattr(loop, "StopSync", Interrupted)
+    with pytest.raises(SystemExit):
+        workshop.train("run", small_config())
+    assert "stopped by a signal; step 6 is saved" in workshop.notes.getvalue()
 
 
 @pytest.mark.usefixtures("interruptible")
