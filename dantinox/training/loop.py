@@ -400,7 +400,8 @@ class Trainer:
         return number > 0
 
     def _stop_if_requested(self) -> None:
-        requested = self.stop_sync.poll(self.stop.signal)
+        # All processes know the signal that interrupted an evaluation already. They learn of others a few steps later.
+        requested = self.stop.signal if self.progress.evaluation_due else self.stop_sync.poll(self.stop.signal)
         if requested is None:
             return  # a signal that has arrived meanwhile stays in `stop`
         self.stop.signal = requested

@@ -221,22 +221,40 @@ def test_nan_loss_stops_the_run_and_keeps_the_good_checkpoint(workshop):
     assert [row["step"] for row in read_csv(fixed.log(config))] == [6, 12, 18, 24]
 
 
-def test_signal_during_an_evaluation_postpones_it(workshop, logged):
+class DelayedStopSync:
+    """Delivers a signal two calls later, as between processes."""
+
+    def __init__(self):
+        self.reported = [None, None]
+
+    def poll(self, signal):
+        self.reported.append(signal)
+        return self.reported[-3]
+
+
+@pytest.mark.parametrize(
+    ("sync", "call", "step"),
+    [(StopSync, 1, 6), (DelayedStopSync, 1, 6), (DelayedStopSync, 5, 24)],
+    ids=["one process", "several processes", "last step"],
+)
+def test_signal_during_an_evaluation_postpones_it(workshop, logged, monkeypatch, sync, call, step):
+    """The run stops before the next step: all processes know this signal, and after the last step there is no batch."""
+    monkeypatch.setattr(loop, "StopSync", sync)
     config = small_config(training__eval_tokens=None)
     store = small_store(config)
     validation, calls = store.validation, []
 
     def interrupted(*arguments):
-        for batch in validation(*arguments):
-            calls.append(1)
-            if len(calls) == 1:
-                signal.raise_signal(signal.SIGTERM)
-            yield batch
+        calls.append(1)  # one call per evaluation, and the second call counts the bytes of the targets
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        yield from validation(*arguments)
 
     store.validation = interrupted
     with pytest.raises(SystemExit) as stopped:
         workshop.train("run", config, store=store)
-    assert stopped.value.code == 143 and not (workshop.path / "run" / "training_log.csv").exists()
+    assert stopped.value.code == 143 and f"step {step} is saved" in workshop.notes.getvalue()
+    assert (workshop.path / "run" / "training_log.csv").exists() == (step > 6)
     rows = read_csv(workshop.train("run", config, resume=True).log(config))
     keep = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens")
     assert [[row[k] for k in keep] for row in rows] == [[row[k] for k in keep] for row in logged.rows]
