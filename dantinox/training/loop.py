@@ -290,7 +290,7 @@ class Trainer:
                 if self.rollouts is not None:
                     write_answers(self.run, self.step, self.rollouts.samples())
                     self._show_sample(self.rollouts.example())
-                elif self.sample and self.stop.signal is None:
+                elif self.sample and not self._all_agree_to_stop():
                     self._write_sample(self.sample)
         if last or self._is_finished():
             return  # `_finish` writes the last checkpoint after everything else

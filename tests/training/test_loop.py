@@ -278,6 +278,15 @@ def test_signal_that_arrives_while_processes_agree_is_kept(workshop, monkeypatch
     assert "stopped by a signal; step 6 is saved" in workshop.notes.getvalue()
 
 
+def test_signal_of_another_process_skips_the_sample_in_all_processes(workshop, monkeypatch):
+    """A sample needs all processes, so one of them must not skip it alone."""
+    texts = []
+    monkeypatch.setattr(loop, "all_reduce_max", lambda number: signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        workshop.train("run", small_config(training__sample_every=5), sample=texts.append)
+    assert texts == [] and "stopped by a signal; step 5 is saved" in workshop.notes.getvalue()
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_signal_handlers_are_restored_and_a_second_signal_exits(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
