@@ -55,8 +55,9 @@ class TrainingProgress:
     rewards_since_log: Sequence[float] = (0.0, 0)
 
     def after(self, val_loss: float, step: int) -> "TrainingProgress":
-        """Returns the progress after an evaluation. A loss equal to the best one is not better."""
-        if self.best_loss is None or val_loss < self.best_loss:
+        """Returns the progress after an evaluation. A loss equal to the best one is not better, and NaN is the worst loss."""
+        best = self.best_loss
+        if best is None or val_loss < best or (math.isnan(best) and not math.isnan(val_loss)):
             return replace(self, best_loss=val_loss, best_step=step, evaluations_since_best=0, evaluation_due=None)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1, evaluation_due=None)
 

@@ -1,5 +1,6 @@
 import importlib
 import json
+import math
 import re
 import signal
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from dantinox.report import read_csv, read_jsonl
 from dantinox.run import RunDirectory, load_weights, save_tokenizer
 from dantinox.text import TokenStore
 from dantinox.training import loop, training_log
+from dantinox.training.checkpoint_store import TrainingProgress
 from dantinox.training.eval_step import make_eval_step
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.starting_point import starting_weights
@@ -339,6 +341,14 @@ def test_interrupt_raises_keyboard_interrupt_after_the_step_is_saved(workshop):
         workshop.train("run", config, store=small_store(config, Interrupted))
     saved = [int(path.name) for path in (workshop.path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
     assert saved and f"stopped by a signal; step {max(saved)} is saved" in workshop.notes.getvalue()
+
+
+def test_nan_validation_loss_is_worse_than_any_number():
+    """Otherwise no later loss would be better than a first one that is NaN."""
+    progress = TrainingProgress()
+    for step, loss in enumerate([math.nan, math.nan, 3.0, math.nan, 2.0, math.nan], start=1):
+        progress = progress.after(loss, step)
+    assert (progress.best_loss, progress.best_step, progress.evaluations_since_best) == (2.0, 5, 1)
 
 
 def test_rows_of_one_step_name_both_means_of_the_training_loss(logged):
