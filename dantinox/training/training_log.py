@@ -22,6 +22,7 @@ from dantinox.training.objective import OBJECTIVES
 from dantinox.training.step import Metrics
 
 TIMED_STEPS = 3  # timed for the estimate of the duration, after one step that is not timed
+MAX_SKIPPED = 3  # consecutive steps without a counted loss, after which a row of the log may have no mean loss
 MIN_ESTIMATE = 60  # seconds; a shorter estimate is not printed
 
 
@@ -93,6 +94,7 @@ class TrainingLog:
         self.clock, self._estimate = Clock(), Clock()
         self.recent: list[Metrics] = []
         self._checked = step
+        self._skipped = 0  # consecutive skipped steps until `_checked`
         self._first: int | None = None
 
     @contextlib.contextmanager
@@ -165,14 +167,22 @@ class TrainingLog:
     def check(self, step: int, mean_loss: float) -> None:
         """Checks the steps since the last check, up to `step`. Every checkpoint is preceded by a check.
 
+        Args:
+          mean_loss: the mean over the steps of a row that were not skipped; NaN if all of them were skipped.
+
         Raises:
-          NonFiniteLoss: a loss or gradient is NaN or infinite, and `training.nan_policy` is not `skip`.
+          NonFiniteLoss: a loss or gradient is NaN or infinite. With `training.nan_policy: skip` only if `mean_loss` is, and
+            more than `MAX_SKIPPED` steps in a row were skipped.
         """
-        skips = self.config.training.nan_policy == "skip"
-        if skips:
+        newest = self.recent[-1:]
+        fails = not math.isfinite(mean_loss)
+        if self.config.training.nan_policy == "skip":
             self._report_skipped(step)
-        if math.isfinite(mean_loss) and (skips or all(math.isfinite(float(m.grad_norm)) for m in self.recent[-1:])):
-            self.recent = self.recent[-1:]
+            fails = fails and self._skipped > MAX_SKIPPED
+        else:
+            fails = fails or not all(math.isfinite(float(metrics.grad_norm)) for metrics in newest)
+        if not fails:
+            self.recent = newest
             return
         recent = jax.device_get(self.recent)
         bad = next((i for i, metrics in enumerate(recent) if not _finite(metrics)), 0)
@@ -181,7 +191,10 @@ class TrainingLog:
     def _report_skipped(self, step: int) -> None:
         recent = jax.device_get(self.recent)
         for number, metrics in enumerate(recent, step - len(recent) + 1):
-            if number > self._checked and not _finite(metrics):
+            if number <= self._checked:
+                continue
+            self._skipped = 0 if _finite(metrics) else self._skipped + 1
+            if self._skipped:
                 self.console.note(f"step {number} was skipped: loss {metrics.loss}, gradient norm {metrics.grad_norm}")
                 self.files.event("skip", {"step": number})
         self._checked = step

@@ -1,4 +1,5 @@
 import importlib
+import io
 import json
 import math
 import re
@@ -12,10 +13,10 @@ import pytest
 from flax import nnx
 
 from dantinox.config import Config, UserError
-from dantinox.distributed import StopSync
+from dantinox.distributed import Layout, StopSync
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
-from dantinox.report import read_csv, read_jsonl
+from dantinox.report import Console, read_csv, read_jsonl
 from dantinox.run import RunDirectory, load_weights, save_tokenizer
 from dantinox.text import TokenStore
 from dantinox.training import loop, training_log
@@ -23,6 +24,8 @@ from dantinox.training.checkpoint_store import TrainingProgress
 from dantinox.training.eval_step import make_eval_step
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.starting_point import starting_weights
+from dantinox.training.step import Metrics
+from dantinox.training.training_log import NonFiniteLoss, TrainingLog
 from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, Tokens, Workshop, copy_until, small_config, small_store
@@ -341,6 +344,24 @@ def test_interrupt_raises_keyboard_interrupt_after_the_step_is_saved(workshop):
         workshop.train("run", config, store=small_store(config, Interrupted))
     saved = [int(path.name) for path in (workshop.path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
     assert saved and f"stopped by a signal; step {max(saved)} is saved" in workshop.notes.getvalue()
+
+
+def test_a_few_skipped_steps_do_not_end_a_run_that_logs_every_step(tmp_path):
+    """A row whose steps were all skipped has no mean loss."""
+    config = small_config(training__nan_policy="skip", logging__log_every=1)
+    model = config.architecture(VOCABULARY)
+    log = TrainingLog(config, model, Layout(model), RunDirectory(tmp_path), Console(io.StringIO()), 32)
+    numbers = [1.0, math.nan, 1.0, *[math.nan] * 3, 1.0, *[math.nan] * 4]
+
+    def check(step):
+        value = jax.device_put(np.float32(numbers[step - 1]))
+        log.add(step, 24, Metrics(value, value, {}))
+        log.check(step, float(value))
+
+    for step in range(1, 11):
+        check(step)
+    with pytest.raises(NonFiniteLoss, match="not a finite number in step 10 "):
+        check(11)
 
 
 def test_nan_validation_loss_is_worse_than_any_number():
