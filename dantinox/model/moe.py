@@ -35,6 +35,7 @@ from dantinox.platform import get_platform
 TILE_TOKENS = 64  # rows per tile of a matrix multiplication on a CPU, or all rows if there are fewer
 # With at most this many rows, and at most as many rows as experts, each row is multiplied separately (as in decoding).
 MAX_MATVEC_ROWS = 16
+MIN_SUM = 1e-18  # the smallest divisor of scores; the gradient divides by its square, which must not be 0 in float32
 
 
 class Routing(NamedTuple):
@@ -108,7 +109,7 @@ class Router(nnx.Module):
         _, experts_NK = lax.top_k(self._mask_other_groups(lax.stop_gradient(selection_NE)), K)
         weights_NK = jnp.take_along_axis(scores_NE, experts_NK, axis=1)
         if self.rule.normalize:
-            weights_NK = weights_NK / jnp.sum(weights_NK, axis=1, keepdims=True)
+            weights_NK = _divide_by_sum(weights_NK)
         if self.rule.scaling != 1:
             weights_NK = self.rule.scaling * weights_NK
         if self.expert_scale is not None:
@@ -117,8 +118,7 @@ class Router(nnx.Module):
         counts_E = parallelism.psum_batch(count_rows(jnp.where(is_token_N[:, None], experts_NK, E), E))
         tokens = parallelism.pmean_batch(jnp.sum(is_token_N.astype(jnp.float32)))  # on average per device
         share_N = is_token_N / jnp.where(tokens > 0, tokens, 1)
-        share_NE = scores_NE / jnp.sum(scores_NE, axis=1, keepdims=True)
-        mean_share_E = parallelism.pmean_batch(jnp.sum(share_N[:, None] * share_NE, axis=0))
+        mean_share_E = parallelism.pmean_batch(jnp.sum(share_N[:, None] * _divide_by_sum(scores_NE), axis=0))
         balance = E * jnp.sum(counts_E / jnp.maximum(jnp.sum(counts_E), 1) * mean_share_E)
         z = parallelism.pmean_batch(jnp.sum(share_N * jnp.square(jax.nn.logsumexp(logits_NE, axis=1))))
         return experts_NK, weights_NK, Routing(balance, z, counts_E)
@@ -132,6 +132,11 @@ class Router(nnx.Module):
         _, chosen_NC = lax.top_k(jnp.sum(best_NGS, axis=2), self.rule.top_groups)
         taken_NG = jnp.any(chosen_NC[:, :, None] == jnp.arange(groups), axis=1)
         return jnp.where(jnp.repeat(taken_NG, E // groups, axis=1), scores_NE, -jnp.inf)
+
+
+def _divide_by_sum(scores_NE: Array) -> Array:
+    """Returns scores divided by their sum for each token. Scores of the logistic function may all be 0, and stay 0."""
+    return scores_NE / jnp.maximum(jnp.sum(scores_NE, axis=1, keepdims=True), MIN_SUM)
 
 
 def count_rows(experts: Array, E: int) -> Array:
