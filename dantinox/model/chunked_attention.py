@@ -61,7 +61,8 @@ def chunked_attention(
       window: the number of keys that a query attends to, including the key of its own token; None: no limit.
     """
     B, T, K, G, _ = q_BTKGH.shape
-    keys = min(1 << (max(QUERY_BLOCK, -(-T // KEY_BLOCKS)) - 1).bit_length(), MAX_KEY_BLOCK)
+    smallest = max(QUERY_BLOCK, -(-T // KEY_BLOCKS))
+    keys = min(1 << (smallest - 1).bit_length(), MAX_KEY_BLOCK)  # the next power of two
     queries = min(keys, MAX_QUERY_BLOCK)
     segments_BT = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
 
