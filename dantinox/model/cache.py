@@ -200,7 +200,8 @@ class NoCache:
         positions_B1T = positions_BT[:, None]
         updated: Any = self
         if self.destination is not None:
-            updated = self.destination.append(*(stored_kv or (k_BTKH, v_BTKH)), positions_BT)
+            new_k, new_v = stored_kv or (k_BTKH, v_BTKH)
+            updated = self.destination.append(new_k, new_v, positions_BT)
         kernel: Any = partial(ring_attention, self.parallelism)
         if self.parallelism.ring == 1:
             kernel = kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype, softmax, v_BTKH.shape[-1])
