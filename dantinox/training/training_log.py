@@ -81,9 +81,13 @@ class TrainingLog:
         tokens_per_step: int,
         teacher: ModelConfig | None = None,
     ):
-        self.config, self.layout, self.console, self.tokens_per_step = config, layout, console, tokens_per_step
+        self.config = config
+        self.layout = layout
+        self.console = console
+        self.tokens_per_step = tokens_per_step
         context = config.model.max_context
-        self.flops = training_flops(model, context) + (0 if teacher is None else forward_flops(teacher, context))  # per token
+        teacher_flops = 0 if teacher is None else forward_flops(teacher, context)
+        self.flops = training_flops(model, context) + teacher_flops  # per token
         self.objective = OBJECTIVES[config.training.objective]
         paths = run.log(config), run.metrics
         self.files: Any = MetricsLog(*paths, trackers(config, run.path)) if is_rank0() else NullOutput()
@@ -91,11 +95,12 @@ class TrainingLog:
 
     def restart(self, step: int) -> None:
         """Starts counting from a step, at the start of training and after a rewind."""
-        self.clock, self._estimate = Clock(), Clock()
+        self.clock = Clock()
+        self._estimate = Clock()  # of the first steps, for the estimate of the duration
         self.recent: list[Metrics] = []
-        self._checked = step
+        self._checked = step  # the last step that `check` has read
         self._skipped = 0  # consecutive skipped steps until `_checked`
-        self._first: int | None = None
+        self._first: int | None = None  # the first step that was added
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
