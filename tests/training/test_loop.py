@@ -22,6 +22,7 @@ from dantinox.text import TokenStore
 from dantinox.training import loop, training_log
 from dantinox.training.checkpoint_store import TrainingProgress
 from dantinox.training.eval_step import make_eval_step
+from dantinox.training.memory import used_gb
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.starting_point import starting_weights
 from dantinox.training.step import Metrics
@@ -362,6 +363,22 @@ def test_a_few_skipped_steps_do_not_end_a_run_that_logs_every_step(tmp_path):
         check(step)
     with pytest.raises(NonFiniteLoss, match="not a finite number in step 10 "):
         check(11)
+
+
+class Accelerator(SimpleNamespace):
+    platform = "gpu"
+
+    def memory_stats(self):
+        if not self.is_local:
+            raise RuntimeError("MemoryStats is only supported for addressable PjRt devices.")
+        return {"bytes_in_use": 1e9, "peak_bytes_in_use": 3e9}
+
+
+def test_used_memory_is_that_of_a_device_of_this_process(monkeypatch):
+    remote, local = Accelerator(is_local=False), Accelerator(is_local=True)
+    monkeypatch.setattr(jax, "devices", lambda: [remote, local])
+    monkeypatch.setattr(jax, "local_devices", lambda: [local])
+    assert used_gb() == 3
 
 
 def test_nan_validation_loss_is_worse_than_any_number():
