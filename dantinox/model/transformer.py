@@ -304,14 +304,15 @@ class Transformer(nnx.Module):
         output: tuple[jax.Array, Any, tuple[Any, Any]] = gathered(*args, probe, self.parallelism)
         return output
 
-    def _run_stacked(self, x_BTD: jax.Array, shared: tuple[Any, ...], keys: list[Any], inputs: Any) -> tuple[jax.Array, Any]:
+    def _run_stacked(self, x_BTD: jax.Array, common: tuple[Any, ...], keys: list[Any], inputs: Any) -> tuple[jax.Array, Any]:
         """Returns the residual stream after all layers, and their routing; each loop iteration runs one period of layers.
 
         Args:
-          shared: the positions, the rotary angles of each layer, and the layer cache.
+          common: the positions, the rotary angles of each layer, and the layer cache.
           inputs: the per-layer inputs of all layers.
         """
-        period, (positions_BT, angles, no_cache) = self.config.period, shared
+        period = self.config.period
+        positions_BT, angles, no_cache = common
         graphs, states = zip(*(nnx.split(block) for block in self.rolled), strict=True)
         stacked_keys = [None if keys[0] is None else jnp.stack(keys[kind::period]) for kind in range(period)]
         stacked_inputs = [None if self.per_layer is None else inputs[kind::period] for kind in range(period)]

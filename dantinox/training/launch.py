@@ -110,14 +110,21 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
             settings = _limit_minutes(settings, run, tokenizer, store, console)
         for line in plan_lines(settings, tokenizer, store):
             console.note(line)
-        try:
+        with _cleared_if_not_started(run, resume):
             train(settings, run, tokenizer, store, console, resume=resume, sample=sample)
-        except Exception:
-            started = run.metrics.exists() or any(run.checkpoints.glob("*"))
-            if not (resume or started) and is_rank0():  # the command can be repeated with other settings
-                clear_failed_start(run)
-            raise
     return run
+
+
+@contextlib.contextmanager
+def _cleared_if_not_started(run: RunDirectory, resume: bool) -> Iterator[None]:
+    """Clears a new run that fails before its first log row, so that the command can be repeated with other settings."""
+    try:
+        yield
+    except Exception:
+        started = run.metrics.exists() or any(run.checkpoints.glob("*"))
+        if not (resume or started) and is_rank0():
+            clear_failed_start(run)
+        raise
 
 
 def _limit_minutes(settings: Config, run: RunDirectory, tokenizer: Tokenizer, store: TokenStore, console: Console) -> Config:

@@ -274,7 +274,7 @@ class TrainStep:
         layout = self.layout
         t = self.config.training
         rows, length = self.rows, self.length
-        tokens = EVAL_TOKENS_PER_CALL * layout.row_shards
+        tokens = EVAL_TOKENS_PER_CALL * layout.row_shards  # that many for each of the devices that share a row
         eval_rows = max(1, tokens // (self.objective.conversations * length)) * layout.batch_shards
         if validation_rows is not None:
             eval_rows = min(eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards)

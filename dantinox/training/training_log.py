@@ -112,7 +112,7 @@ class TrainingLog:
         self.recent.append(metrics)
         self.clock.steps += 1
         self._first = self._first or step
-        if step - self._first not in (0, TIMED_STEPS):
+        if step - self._first not in (0, TIMED_STEPS):  # the first step, which is not timed, and the last one that is
             return
         metrics.loss.block_until_ready()
         self._estimate.steps = step - self._first
