@@ -140,7 +140,8 @@ class Layout:
             return build(parameters)
 
         def gather(name: str, p: jax.Array) -> jax.Array:
-            in_layer = "/" in name and name not in SUMMED_OVER_TENSOR  # gathered by `Parallelism.gather_weights`
+            # Those of layers are gathered by `Parallelism.gather_weights`.
+            in_layer = "/" in name and name not in SUMMED_OVER_TENSOR
             return p if in_layer else self.gather_parameter(name, p)
 
         model = build({name: gather(name, p) for name, p in parameters.items()})

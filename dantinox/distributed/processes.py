@@ -22,7 +22,8 @@ from dantinox.files import first_line
 HEARTBEAT_SECONDS = 8  # if a process sends no heartbeat for this long, the other processes exit
 BARRIER_TIMEOUT_MS = 24 * 3600 * 1000  # the heartbeat detects a lost process much earlier
 BARRIERS = itertools.count()  # numbers for the keys of barriers, the same in all processes
-# Steps between the all-reduce of a signal and the read of its result. An earlier read would stall the devices.
+# Steps between the all-reduce of a signal and the read of its result. An earlier read would stall
+# the devices.
 RESULT_LAG_STEPS = 2
 
 

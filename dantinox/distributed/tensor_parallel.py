@@ -46,7 +46,8 @@ class TensorParallelism(Parallelism):
         by_head = PartitionSpec(None, None, "tensor")
 
         def sharded(q_BTKGH: Any, k_BTKH: Any, v_BTKH: Any, segments_BT: Any, window: int | None, softmax: Any) -> jax.Array:
-            inputs = by_head, by_head, by_head, replicated, PartitionSpec("tensor")  # the last one for the sinks
+            sinks = PartitionSpec("tensor")
+            inputs = by_head, by_head, by_head, replicated, sinks
 
             def local(q: Any, k: Any, v: Any, segments: Any, sinks_KG: Any) -> jax.Array:
                 return kernel(q, k, v, segments, window, softmax._replace(sinks_KG=sinks_KG))

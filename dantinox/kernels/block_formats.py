@@ -85,7 +85,7 @@ def _subtract(values: jax.Array, offset: int) -> jax.Array:
 
 
 def _five_bits(qs: jax.Array, qh: jax.Array) -> jax.Array:
-    """Returns values of five bits from bytes with the lower four bits of two values each and bytes with eight fifth bits."""
+    """Joins the lower four bits of values, two per byte, with their fifth bits, eight per byte."""
     return _nibbles(qs) | _bits(qh) << jnp.uint8(4)
 
 
@@ -111,8 +111,8 @@ def _q8_0(b: jax.Array) -> jax.Array:
 
 def _scales_and_minima(b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the scales and minima of the eight groups of a Q4_K or Q5_K block, each `[..., 8, 1]`."""
-    # Groups 0 to 3 have their 6 bits in one byte. Groups 4 to 7 have the lower 4 bits in `rest`, and the upper 2 bits above the
-    # 6 bits of another group.
+    # Groups 0 to 3 have their 6 bits in one byte. Groups 4 to 7 have the lower 4 bits in `rest`, and
+    # the upper 2 bits above the 6 bits of another group.
     low, high, rest = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     lowest_6_bits = jnp.uint8(63)
     lowest_4_bits = jnp.uint8(15)

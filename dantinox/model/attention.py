@@ -221,7 +221,7 @@ def attend(
 
 
 def _split_into_blocks(x_BT: jax.Array) -> jax.Array:
-    """[B, T, …] -> [n, B, QUERY_BLOCK, …]; pads the last block with zeros, whose results the caller drops."""
+    """[B, T, …] -> [n, B, QUERY_BLOCK, …]; the caller drops the results of the zeros at the end."""
     B, T = x_BT.shape[:2]
     padded = jnp.pad(x_BT, [(0, 0), (0, -T % QUERY_BLOCK)] + [(0, 0)] * (x_BT.ndim - 2))
     return jnp.moveaxis(padded.reshape(B, -1, QUERY_BLOCK, *x_BT.shape[2:]), 1, 0)

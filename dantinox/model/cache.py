@@ -152,9 +152,9 @@ class RingLayer:
         return RingLayer(self.store.copy_slots(row, 0, new, 0, 0, W))
 
     def _slot_positions(self, last_B: jax.Array) -> jax.Array:
-        """Returns the position in each slot `[B, 1, W]`, negative for an empty slot; `last_B` is the newest position.
+        """Returns the position in each slot `[B, 1, W]`, negative for an empty slot.
 
-        Slot s holds the newest position p ≤ last with p mod W = s.
+        Slot s holds the newest position p ≤ `last_B` with p mod W = s.
         """
         W = self.store.slots
         return (last_B[:, None] - (last_B[:, None] - jnp.arange(W)) % W)[:, None]

@@ -385,7 +385,7 @@ def _matmul(
       transposed: compute x · wᵀ.
     """
     sums_slots = (slots == -2) != transposed  # whether the matrix multiplication sums over slots
-    element_axis = -3 - slots  # the other one of the last two axes: that of the elements of a key or value
+    element_axis = -3 - slots  # the other one of the last two axes, that of a key's elements
     if scale is not None and w_BKIO.dtype == jnp.int8 and sums_slots:
         x_BKMI = x_BKMI * scale[:, :, None]
     x_BKMI = x_BKMI.astype(out_dtype) if sums_slots else x_BKMI
@@ -441,7 +441,8 @@ def _dequantize(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
     if not is_packed(w.dtype):
         return w.astype(jnp.float32) * jnp.expand_dims(scale, axis)
     numbers = unpack(w, axis).astype(jnp.float32)
-    # One array holds the scales of all groups and then their minima. Each is repeated for the elements of its group.
+    # One array holds the scales of all groups and then their minima. Each is repeated for the
+    # elements of its group.
     repeats = 2 * numbers.shape[axis] // scale.shape[axis]
     step, minimum = jnp.split(jnp.repeat(_bits_to_float32(scale), repeats, axis=axis), 2, axis=axis)
     return numbers * step + minimum

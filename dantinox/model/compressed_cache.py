@@ -217,7 +217,7 @@ class HeadGroup:
         return replace(self, store=store, position_BKS=position_BKS, importance_BKS=importance_BKS), readout
 
     def _decayed(self, importance_BKS: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Returns the importances `[B, K, U]` before the attention of this call: decayed for cached tokens, 0 for new ones."""
+        """Returns the decayed importances of cached tokens, and 0 for new ones: `[B, K, U]`."""
         num_read_B11 = jnp.sum(positions_BT >= 0, axis=1)[:, None, None]
         decayed_BKS = importance_BKS * self._decay_K1**num_read_B11
         return jnp.pad(decayed_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
@@ -312,7 +312,8 @@ class CompressedLayer:
         out_BTKGH = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=2)
         if probe is None:
             return out_BTKGH, CompressedLayer(tuple(groups)), None
-        S = max(readout.probed[0].shape[2] for readout in readouts)  # groups have different numbers of slots
+        # Groups have different numbers of slots.
+        S = max(readout.probed[0].shape[2] for readout in readouts)
         padded = [[jnp.pad(x, ((0, 0), (0, 0), (0, S - x.shape[2]))) for x in readout.probed] for readout in readouts]
         scores_BNS, valid_BNS = (jnp.concatenate(column, axis=1) for column in zip(*padded, strict=True))
         return out_BTKGH, CompressedLayer(tuple(groups)), probe(scores_BNS, valid_BNS)

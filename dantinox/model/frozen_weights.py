@@ -25,7 +25,9 @@ FrozenMatrix = dict[str, jax.Array]
 
 
 def initial_matrix(kernel: jax.Array, shape_in: tuple[int, ...], shape_out: tuple[int, ...], held: str) -> FrozenMatrix:
-    """Returns the arrays of a frozen matrix before the weights of a base run replace them; with nf4 the matrix is zero.
+    """Returns the arrays of a frozen matrix before the weights of a base run replace them.
+
+    With nf4 the matrix is zero.
 
     Args:
       held: the value of `lora.base_weights`.
@@ -90,7 +92,7 @@ def _frozen_backward(shape_in: tuple[int, ...], dtype: DTypeLike, residuals: tup
     return jnp.tensordot(d_y, w, contracted, preferred_element_type=jnp.float32).astype(zero.dtype), None
 
 
-# The backward pass needs the dtype of x, but residuals are arrays: a zero of this dtype stands for it.
+# The backward pass needs the dtype of x, but residuals are arrays: a zero stands for it.
 frozen_tensordot.defvjp(
     lambda x, matrix, shape_in, dtype: (frozen_tensordot(x, matrix, shape_in, dtype), (matrix, jnp.zeros((), x.dtype))),
     _frozen_backward,

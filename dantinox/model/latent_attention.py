@@ -111,7 +111,7 @@ class LatentAttention(nnx.Module):
 
     def _plain(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, layer_cache, probe):
         """Attends with separate keys and values for every head."""
-        # Rounded as in the cache, so that later calls, which read the cache, see the same keys and values.
+        # Rounded as in the cache, so that later calls, which read it, see the same keys and values.
         stored_kv = layer_cache.round_trip(jnp.concatenate([latent_BT1R, shared_BT1P], axis=-1), latent_BT1R)
         k_BT1C, v_BT1R = stored_kv
         k_BTNH, v_BTNV = self.kv_b(v_BT1R[:, :, 0])

@@ -35,7 +35,8 @@ from dantinox.platform import get_platform
 TILE_TOKENS = 64  # rows per tile of a matrix multiplication on a CPU, or all rows if there are fewer
 # With at most this many rows, and at most as many rows as experts, each row is multiplied separately (as in decoding).
 MAX_MATVEC_ROWS = 16
-MIN_SUM = 1e-18  # the smallest divisor of scores; the gradient divides by its square, which must not be 0 in float32
+# The smallest divisor of scores. The gradient divides by its square, which must not be 0 in float32.
+MIN_SUM = 1e-18
 
 
 class Routing(NamedTuple):
@@ -122,7 +123,8 @@ class Router(nnx.Module):
         groups, E = self.rule.groups, self.rule.count
         if groups == 1:
             return scores_NE
-        summed = 1 if self.rule.group_score == "max" else 2  # the score of a group is the sum of its best scores
+        # The score of a group is the sum of its best scores.
+        summed = 1 if self.rule.group_score == "max" else 2
         best_NGS, _ = lax.top_k(scores_NE.reshape(-1, groups, E // groups), summed)
         _, chosen_NC = lax.top_k(jnp.sum(best_NGS, axis=2), self.rule.top_groups)
         taken_NG = jnp.any(chosen_NC[:, :, None] == jnp.arange(groups), axis=1)
@@ -130,10 +132,11 @@ class Router(nnx.Module):
 
 
 def _routing(logits_NE: Array, scores_NE: Array, experts_NK: Array, is_token_N: Array, parallelism: Parallelism) -> Routing:
-    """Returns the routing of the tokens for which `is_token_N` is true, on all devices that share the batch."""
+    """Returns the routing of the tokens where `is_token_N` is true, over all shards of the batch."""
     E = scores_NE.shape[1]
     counts_E = parallelism.psum_batch(count_rows(jnp.where(is_token_N[:, None], experts_NK, E), E))
-    tokens = parallelism.pmean_batch(jnp.sum(is_token_N.astype(jnp.float32)))  # on average per device
+    # On average per device.
+    tokens = parallelism.pmean_batch(jnp.sum(is_token_N.astype(jnp.float32)))
     share_N = is_token_N / jnp.where(tokens > 0, tokens, 1)
     mean_share_E = parallelism.pmean_batch(jnp.sum(share_N[:, None] * _divide_by_sum(scores_NE), axis=0))
     balance = E * jnp.sum(counts_E / jnp.maximum(jnp.sum(counts_E), 1) * mean_share_E)
@@ -142,7 +145,7 @@ def _routing(logits_NE: Array, scores_NE: Array, experts_NK: Array, is_token_N: 
 
 
 def _divide_by_sum(scores_NE: Array) -> Array:
-    """Returns scores divided by their sum for each token. Scores of the logistic function may all be 0, and stay 0."""
+    """Returns the scores of each token divided by their sum; if all are 0, they stay 0."""
     return scores_NE / jnp.maximum(jnp.sum(scores_NE, axis=1, keepdims=True), MIN_SUM)
 
 

@@ -194,7 +194,8 @@ def _around_ring(
     def visit(results: Any, travelling: Any, distance: Array | int) -> Any:
         """Adds the products with the keys of the device at this distance, which are here now."""
         device = (index - distance) % n
-        # The later queries with the earlier keys; and the later chunks of both if the device is later, else the earlier ones.
+        # The later queries with the earlier keys; and the later chunks of both if the device is
+        # later, else the earlier ones.
         pairs = jnp.stack([jnp.array([1, 0]), jnp.full(2, device > index, jnp.int32)])
         # The result of the keys arrives while the products are computed.
         arriving = parallelism.ring_shift(results[1])

@@ -253,10 +253,10 @@ class Transformer(nnx.Module):
     def _run_separate(
         self, x_BTD: jax.Array, layer_inputs: list[tuple[Any, ...]], probe: Probe | None, share_trace: bool
     ) -> tuple[jax.Array, list[Any], list[tuple[Any, Any]]]:
-        """Returns the residual stream after all layers, their updated caches, and their (probe result, routing).
+        """Returns the residual stream after all layers, their caches and (probe result, routing).
 
         Args:
-          layer_inputs: for each layer its further inputs: positions, rotary angles, layer cache, dropout key, per-layer input.
+          layer_inputs: for each layer: positions, rotary angles, cache, dropout key, per-layer input.
         """
         layer_caches: list[Any] = []
         outputs: list[tuple[Any, Any]] = []

@@ -26,9 +26,10 @@ from dantinox.run import DAMAGED_PREFIX, SAVING_SUFFIX, find_log_damage, find_st
 from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import TrainState
 
-# A step is moved here before its deletion, so that a killed process never leaves half a step in place.
+# A step is moved here before its deletion, so that a killed process never leaves half a step.
 REMOVED_SUFFIX = ".removed"
-ORDINARY_PATH = re.compile(r"/(?!(gs|s3|az|hf)/)[\w./-]*", re.ASCII)  # a path that Orbax reads as it is
+# A path that Orbax reads as it is.
+ORDINARY_PATH = re.compile(r"/(?!(gs|s3|az|hf)/)[\w./-]*", re.ASCII)
 READ_BACK_BYTES = 1 << 16  # bytes of a new checkpoint that are read back through Orbax; the manifest covers all bytes
 
 
@@ -53,7 +54,10 @@ class TrainingProgress:
     rewards_since_log: Sequence[float] = (0.0, 0)
 
     def after(self, val_loss: float, step: int) -> "TrainingProgress":
-        """Returns the progress after an evaluation. A loss equal to the best one is not better, and NaN is the worst loss."""
+        """Returns the progress after an evaluation.
+
+        A loss equal to the best one is not better, and NaN is the worst loss.
+        """
         best = self.best_loss
         if best is None or val_loss < best or (math.isnan(best) and not math.isnan(val_loss)):
             return replace(self, best_loss=val_loss, best_step=step, evaluations_since_best=0, evaluation_due=None)

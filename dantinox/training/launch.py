@@ -117,7 +117,7 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
 
 @contextlib.contextmanager
 def _cleared_if_not_started(run: RunDirectory, resume: bool) -> Iterator[None]:
-    """Clears a new run that fails before its first log row, so that the command can be repeated with other settings."""
+    """Clears a new run that fails before its first log row, so that the command can be repeated."""
     try:
         yield
     except Exception:
@@ -128,7 +128,7 @@ def _cleared_if_not_started(run: RunDirectory, resume: bool) -> Iterator[None]:
 
 
 def _limit_minutes(settings: Config, run: RunDirectory, tokenizer: Tokenizer, store: TokenStore, console: Console) -> Config:
-    """Measures a step, and replaces `training.max_minutes` by a number of steps, also in the files of the run."""
+    """Measures a step, and replaces `training.max_minutes` by a number of steps, also on disk."""
     console.note("compiling the training step, and measuring its time")
     steps = total_steps(settings, store.windows_per_epoch)
     settings = limit_steps(settings, tokenizer.vocab_size, steps, console.note)

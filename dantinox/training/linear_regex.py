@@ -63,7 +63,7 @@ def _with_any_text_around(pattern: str) -> str:
 def _has_alternatives(pattern: str) -> bool:
     """Whether an expression contains `|` outside of groups and character classes."""
     groups = classes = 0  # that are open
-    starts_class = False  # whether a class begins before this character; it would be literal, also if it is `]`
+    starts_class = False  # whether the next character begins a class, where `]` is literal
     characters = iter(pattern)
     for character in characters:
         first, starts_class = starts_class, character == "["

@@ -423,14 +423,15 @@ class Trainer:
         self.rewinds = 0
 
     def _all_agree_to_stop(self) -> bool:
-        """Returns whether any process has received a stop signal. All processes call it, and get the same result."""
+        """Returns whether any process has received a stop signal; all processes call it together."""
         number = all_reduce_max(self.stop.signal or 0)
         if number:  # else a signal that has arrived meanwhile stays in `stop`
             self.stop.signal = number
         return number > 0
 
     def _stop_if_requested(self) -> None:
-        # All processes know the signal that interrupted an evaluation already. They learn of others a few steps later.
+        # All processes know the signal that interrupted an evaluation already. They learn of others
+        # a few steps later.
         requested = self.stop.signal if self.progress.evaluation_due else self.stop_sync.poll(self.stop.signal)
         if requested is None:
             return  # a signal that has arrived meanwhile stays in `stop`

@@ -142,7 +142,10 @@ def limit_kept_memory(plan: MemoryPlan) -> None:
 
 
 def used_gb() -> float | None:
-    """Returns the peak memory in use on a device of this process, or on a CPU its resident memory, in 10⁹ bytes."""
+    """Returns the peak memory in use on a device of this process, in 10⁹ bytes.
+
+    On a CPU it is the resident memory of this process.
+    """
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats:

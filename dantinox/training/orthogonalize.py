@@ -120,7 +120,8 @@ def _orthogonalize_local(
     """Runs `orthogonalize` on the shards of one device, or on whole matrices without a mesh."""
     matmul = partial(jnp.matmul, precision=PRECISION[polynomials])
     matrices: Parameters = {}
-    # The names of matrices with the same height, and with the same mesh axes over their columns and over their stack.
+    # The names of matrices with the same height, and with the same mesh axes over their columns and
+    # over their stack.
     groups: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for name, g in gradients.items():
         x = g.reshape(matrix_shape(name, g.shape) or g.shape)

@@ -68,7 +68,7 @@ def write_summary(
 
 
 def write_plot(config: Config, run: RunDirectory, console: Console) -> None:
-    """Writes a plot of the loss or the rewards of a training run; notes why if that is not possible."""
+    """Writes a plot of the loss or the rewards of a training run, or notes why it cannot."""
     try:
         plot_loss(run.log(config), run.metrics, run.plots / ("loss.png" if _has_loss(config) else "reward.png"))
     except UserError as error:

@@ -218,7 +218,8 @@ class RolloutBatches:
                 if not self._config.grpo.options.dynamic_sampling:
                     return found, 1
             else:
-                useful = iter([group for group in groups if not group.is_uniform])  # each replaces one group
+                # Each of these replaces one group.
+                useful = iter([group for group in groups if not group.is_uniform])
                 found = [next(useful, group) if group.is_uniform else group for group in found]
             rounds += 1
             if rounds > self._config.grpo.max_sampling_rounds or not any(group.is_uniform for group in found):

@@ -143,8 +143,8 @@ def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> di
     """Returns the weights of the run `training.init_from`, or with `distill.init_from_teacher` of the teacher's layers.
 
     Returns:
-      The weights in host memory; None if the trained parameters have random initial values: without these settings, and for
-      adapters.
+      The weights in host memory; None if the trained parameters have random initial values: without
+      these settings, and for adapters.
 
     Raises:
       UserError: that run has another tokenizer or architecture.

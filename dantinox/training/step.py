@@ -1,4 +1,4 @@
-"""The state of a training run (`TrainState`), and its compiled programs: the optimizer step and the evaluation of a batch."""
+"""The state of a training run and its programs: the optimizer step, beside the evaluation."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -274,7 +274,8 @@ class TrainStep:
         layout = self.layout
         t = self.config.training
         rows, length = self.rows, self.length
-        tokens = EVAL_TOKENS_PER_CALL * layout.row_shards  # that many for each of the devices that share a row
+        # That many for each of the devices that share a row.
+        tokens = EVAL_TOKENS_PER_CALL * layout.row_shards
         eval_rows = max(1, tokens // (self.objective.conversations * length)) * layout.batch_shards
         if validation_rows is not None:
             eval_rows = min(eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards)

@@ -22,7 +22,7 @@ from dantinox.training.objective import OBJECTIVES
 from dantinox.training.step import Metrics
 
 TIMED_STEPS = 3  # timed for the estimate of the duration, after one step that is not timed
-MAX_SKIPPED = 3  # consecutive steps without a counted loss, after which a row of the log may have no mean loss
+MAX_SKIPPED = 3  # consecutive steps; after more of them, a row of the log must have a mean loss
 MIN_ESTIMATE = 60  # seconds; a shorter estimate is not printed
 
 
@@ -112,7 +112,7 @@ class TrainingLog:
         self.recent.append(metrics)
         self.clock.steps += 1
         self._first = self._first or step
-        if step - self._first not in (0, TIMED_STEPS):  # the first step, which is not timed, and the last one that is
+        if step - self._first not in (0, TIMED_STEPS):  # before and after the timed steps
             return
         metrics.loss.block_until_ready()
         self._estimate.steps = step - self._first
@@ -173,11 +173,11 @@ class TrainingLog:
         """Checks the steps since the last check, up to `step`. Every checkpoint is preceded by a check.
 
         Args:
-          mean_loss: the mean over the steps of a row that were not skipped; NaN if all of them were skipped.
+          mean_loss: the mean over the steps of a row that were not skipped; NaN if all were skipped.
 
         Raises:
-          NonFiniteLoss: a loss or gradient is NaN or infinite. With `training.nan_policy: skip` only if `mean_loss` is, and
-            more than `MAX_SKIPPED` steps in a row were skipped.
+          NonFiniteLoss: a loss or gradient is NaN or infinite. With `training.nan_policy: skip` only
+            if `mean_loss` is, and more than `MAX_SKIPPED` steps in a row were skipped.
         """
         newest = self.recent[-1:]
         fails = not math.isfinite(mean_loss)

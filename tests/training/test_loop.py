@@ -244,14 +244,14 @@ class DelayedStopSync:
     ids=["one process", "several processes", "last step"],
 )
 def test_signal_during_an_evaluation_postpones_it(workshop, logged, monkeypatch, sync, call, step):
-    """The run stops before the next step: all processes know this signal, and after the last step there is no batch."""
+    """It stops before the next step: all processes know it, and the last step has no next batch."""
     monkeypatch.setattr(loop, "StopSync", sync)
     config = small_config(training__eval_tokens=None)
     store = small_store(config)
     validation, calls = store.validation, []
 
     def interrupted(*arguments):
-        calls.append(1)  # one call per evaluation, and the second call counts the bytes of the targets
+        calls.append(1)  # one per evaluation; the second call counts the bytes of the targets
         if len(calls) == call:
             signal.raise_signal(signal.SIGTERM)
         yield from validation(*arguments)

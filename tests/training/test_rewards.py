@@ -114,7 +114,7 @@ def test_regex(options, answer, expected):
 
 @pytest.mark.parametrize("pattern", ["^[]|x]$", "^[^]y|]$", "^[x[:digit:]|]$", r"^[\]|x]$"])
 def test_bar_in_a_character_class_does_not_separate_alternatives(pattern):
-    """A bracket that closes is literal as the first character of a class, and classes can be nested."""
+    """A closing bracket is literal as the first character of a class; classes can be nested."""
     assert [score_of({"name": "regex", "pattern": pattern, "match": "search"}, answer) for answer in ("x", "yx")] == [1, 0]
 
 
