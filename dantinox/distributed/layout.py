@@ -130,21 +130,21 @@ class Layout:
     @property
     def parallelism(self) -> Parallelism:
         """The parallelism of the model inside the training program."""
-        return (
-            SINGLE_DEVICE
-            if self.mesh is None
-            else MeshParallelism(gathers=True, groups=self.sizes["expert"], ring=self.row_shards, layout=self)
-        )
+        if self.mesh is None:
+            return SINGLE_DEVICE
+        return MeshParallelism(gathers=True, groups=self.sizes["expert"], ring=self.row_shards, layout=self)
 
     def build_model(self, build: Callable[[Parameters], Transformer], parameters: Parameters) -> Transformer:
         """Builds the model from the local shards of the parameters, inside `shard_map`."""
         if self.mesh is None:
             return build(parameters)
-        whole = {
-            name: p if "/" in name and name not in SUMMED_OVER_TENSOR else self.gather_parameter(name, p)
-            for name, p in parameters.items()
-        }
-        model = build(whole)
+
+        def gather(name: str, p: jax.Array) -> jax.Array:
+            # Those of layers are gathered by `Parallelism.gather_weights`.
+            in_layer = "/" in name and name not in SUMMED_OVER_TENSOR
+            return p if in_layer else self.gather_parameter(name, p)
+
+        model = build({name: gather(name, p) for name, p in parameters.items()})
         model.parallelism = self.parallelism
         return model
 
@@ -170,9 +170,8 @@ class Layout:
             return gradients
 
         def total(name: str, g: jax.Array) -> jax.Array:
-            missing = [
-                a for a in (*TOKENS, *(["tensor"] if name in SUMMED_OVER_TENSOR else [])) if a not in self.splits[name].axes
-            ]
+            summed = (*TOKENS, "tensor") if name in SUMMED_OVER_TENSOR else TOKENS
+            missing = [axis for axis in summed if axis not in self.splits[name].axes]
             return lax.psum(g, missing) if missing else g
 
         return {name: total(name, g) for name, g in gradients.items()}
@@ -252,9 +251,9 @@ class Layout:
 
     def place_batch(self, batch: Any) -> Any:
         """Returns the shapes of a batch with their sharding."""
-        return (
-            batch if self.batch_sharding is None else with_shardings(batch, jax.tree.map(lambda _: self.batch_sharding, batch))
-        )
+        if self.batch_sharding is None:
+            return batch
+        return with_shardings(batch, jax.tree.map(lambda _: self.batch_sharding, batch))
 
     def put_batch(self, read: Callable[..., Any], count: int, accumulated: int = 1) -> Any:
         """Puts a batch on the devices.
@@ -312,8 +311,8 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
       UserError: the product of the sizes differs from the number of devices, the sizes do not divide the batch, or an axis is
         not supported by the model or objective.
     """
-    d, t = config.distributed, config.training
-    sizes: dict[str, int] = {axis: getattr(d, axis) for axis in AXES}
+    t = config.training
+    sizes: dict[str, int] = {axis: getattr(config.distributed, axis) for axis in AXES}
     fixed = math.prod(size for size in sizes.values() if size != -1)
     for axis, size in sizes.items():
         if size == -1:

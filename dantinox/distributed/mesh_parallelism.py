@@ -68,14 +68,15 @@ def scale_gradient(x: jax.Array, copies: int) -> jax.Array:
 scale_gradient.defvjp(lambda x, copies: (x, None), lambda copies, _, d: (d / copies,))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeshParallelism(Parallelism):
     """The collectives of a model inside a `shard_map` over a mesh; `layout` is the `Layout` of the run."""
 
-    layout: Any = None
+    layout: Any
 
     @property
     def tensor(self) -> int:
+        """The size of the axis `tensor`."""
         return int(self.layout.sizes["tensor"])
 
     def gather_weights(self, block: Any) -> Any:

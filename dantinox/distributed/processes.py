@@ -19,12 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dantinox.config import Config, UserError
 from dantinox.files import first_line
 
-HEARTBEAT_SECONDS = 8  # seconds; if a process sends no heartbeat for this long, the other processes exit
-BARRIER_TIMEOUT_MS = 24 * 3600 * 1000  # milliseconds; the heartbeat detects a lost process much earlier
-BARRIERS = itertools.count()
-RESULT_LAG_STEPS = (
-    2  # steps between the all-reduce of a signal and the read of its result; an earlier read would stall the devices
-)
+HEARTBEAT_SECONDS = 8  # if a process sends no heartbeat for this long, the other processes exit
+BARRIER_TIMEOUT_MS = 24 * 3600 * 1000  # the heartbeat detects a lost process much earlier
+BARRIERS = itertools.count()  # numbers for the keys of barriers, the same in all processes
+# Steps between the all-reduce of a signal and the read of its result. An earlier read would stall
+# the devices.
+RESULT_LAG_STEPS = 2
 
 
 def initialize_processes(config: Config) -> None:

@@ -21,17 +21,16 @@ from dantinox.model.cache import KVCache
 from dantinox.model.parallelism import Parallelism
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorParallelism(Parallelism):
     """The parallelism of a model whose weights are sharded over the mesh axis `tensor`."""
 
-    mesh: Mesh | None = None
+    mesh: Mesh
 
     def reduce_from_tp(self, x: jax.Array) -> jax.Array:
         return self.all_gather(x)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        assert self.mesh is not None
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(None)))
 
     def shard_features(self, x: jax.Array) -> jax.Array:
@@ -39,15 +38,16 @@ class TensorParallelism(Parallelism):
 
         Otherwise XLA would gather the quantized gate and up weights, which share one array, before `down`.
         """
-        assert self.mesh is not None
         spec = PartitionSpec(None, *[None] * (x.ndim - 2), "tensor")
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def shard_map_heads(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        replicated, by_head = PartitionSpec(None), PartitionSpec(None, None, "tensor")
+        replicated = PartitionSpec(None)
+        by_head = PartitionSpec(None, None, "tensor")
 
         def sharded(q_BTKGH: Any, k_BTKH: Any, v_BTKH: Any, segments_BT: Any, window: int | None, softmax: Any) -> jax.Array:
-            inputs = by_head, by_head, by_head, replicated, PartitionSpec("tensor")
+            sinks = PartitionSpec("tensor")
+            inputs = by_head, by_head, by_head, replicated, sinks
 
             def local(q: Any, k: Any, v: Any, segments: Any, sinks_KG: Any) -> jax.Array:
                 return kernel(q, k, v, segments, window, softmax._replace(sinks_KG=sinks_KG))
@@ -120,13 +120,12 @@ def partition_spec(name: str, shape: tuple[int, ...], quantized: bool, tensor: i
     if not quantized or leaf == "bias":
         parts = split_parameter(inner, shape, dict.fromkeys(AXES, 1) | {"tensor": tensor}).compute
         return PartitionSpec(*(names or None for names in parts))
-    rule = next(
-        rule for rule in RULES if fnmatch(f"{module}/kernel", rule.path)
-    )  # a quantized array may have another number of axes
+    # Not `find_rule`: a quantized array may have another number of axes than its matrix.
+    rule = next(rule for rule in RULES if fnmatch(f"{module}/kernel", rule.path))
     letter = next((letter for letter, axis in rule.compute.items() if axis == "tensor"), "")
-    stacked = rule.axes.startswith("E")
+    stacked = rule.axes.startswith("E")  # experts have a leading axis
     inputs = rule.axes[stacked:-1] if module.endswith("attention/out") else rule.axes[stacked : stacked + 1]
-    axis = stacked + (1 if letter in inputs else 0)
+    axis = stacked + (letter in inputs)  # of `[…, outputs, inputs]`
     fits = letter and axis < len(shape) and shape[axis] % tensor == 0
     return _along(axis, len(shape)) if fits else PartitionSpec()
 

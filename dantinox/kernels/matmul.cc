@@ -83,7 +83,8 @@ INLINE Ints lane_numbers() {
   return numbers;
 }
 
-// Converts a float16.
+// Converts a float16. Without an instruction for it, the exponent is moved to that of a float32; subnormal numbers, NaN and Inf are
+// separate cases.
 INLINE float half(const uint8_t* from) {
 #if defined(__F16C__)
   return _cvtsh_ss(load<uint16_t>(from));
@@ -140,7 +141,7 @@ template <int SIZE> INLINE Ints nibbles(const uint8_t* at, int s) {
   return s * LANES < SIZE ? bytes & 15 : bytes >> 4;
 }
 
-// Converts 4-bit integers q to scale · q + offset. AVX-512 looks the values up in a table of 16 floats.
+// Converts the 4-bit integers q of `nibbles` to scale · q + offset. AVX-512 looks the values up in a table of 16 floats.
 struct Linear4 {
 #if defined(__AVX512F__)
   Floats table;
@@ -381,7 +382,7 @@ INLINE float add_lanes(Floats values) {
 #endif
 }
 
-constexpr int64_t DIRECT_ROWS = 16;     // with more rows, weights are converted once and stored
+constexpr int64_t DIRECT_ROWS = 16;     // with more rows, weights are converted once and stored, instead of once per group of rows
 constexpr int64_t SCRATCH = 96 * 1024;  // bytes of converted weights that stay in a core's cache
 constexpr int64_t MAX_OUTPUTS = 24;     // outputs that are computed together: a multiple of every tile
 constexpr int64_t PREFETCH = 4096;      // bytes
@@ -389,6 +390,7 @@ constexpr int64_t PREFETCH = 4096;      // bytes
 // Rows are packed in groups of R = 8, 4, 2 or 1: LANES values of each row of the group in turn, filled with zeros to a multiple of
 // ALIGNED values. Products run over at most CHUNK values of a group at a time, so that they stay in the first-level cache.
 constexpr int64_t ALIGNED = 32, CHUNK = 8192;
+// Returns the values of a packed row of I values.
 int64_t aligned(int64_t I) { return (I + ALIGNED - 1) / ALIGNED * ALIGNED; }
 int64_t group_size(int64_t rows) { return rows >= 8 ? 8 : rows >= 4 ? 4 : rows >= 2 ? 2 : 1; }
 
@@ -433,10 +435,11 @@ void tile(const float* x, const uint8_t* w, int64_t stride, int64_t blocks, Floa
   std::memcpy(sums, local, sizeof local);
 }
 
-// As many sums as the registers hold.
+// Returns the outputs of a tile for a number of rows: as many sums as the registers hold.
 constexpr int tile_outputs(int rows) { return LANES == 16 ? (rows == 8 ? 3 : 4) : rows <= 2 ? 4 : rows == 4 ? 2 : 1; }
 
-// The products of a group of R rows with `count` outputs. `stride` is the bytes of a row of weights, `outputs` the length of a row of y.
+// Writes the products of a group of R rows with `count` outputs to y. `stride` is the bytes of a row of weights, `outputs` the length of a
+// row of y.
 template <class F, int R, int O>
 void outputs_of(const float* x, int64_t I, const uint8_t* w, int64_t stride, float* y, int64_t outputs, int64_t count) {
   const int64_t tiles = count / O;
@@ -461,6 +464,7 @@ void outputs_of(const float* x, int64_t I, const uint8_t* w, int64_t stride, flo
       outputs_of<F, R, 1>(x, I, w + first * stride, stride, y + first, outputs, count - first);
 }
 
+// Writes the products of any number of packed rows with `count` outputs to y, one group of rows after the other.
 template <class F>
 void rows_of(const float* x, int64_t rows, int64_t I, const uint8_t* w, int64_t stride, float* y, int64_t outputs, int64_t count) {
   for (int64_t size; rows; rows -= size, x += size * aligned(I), y += size * outputs) {
@@ -472,6 +476,7 @@ void rows_of(const float* x, int64_t rows, int64_t I, const uint8_t* w, int64_t 
   }
 }
 
+// Converts a row of I weights to float32.
 template <class F> void expand(const uint8_t* w, int64_t I, float* to) {
   F format;
   for (int64_t b = 0; b < I / F::VALUES; ++b) {
@@ -486,7 +491,7 @@ template <class F> void expand(const uint8_t* w, int64_t I, float* to) {
   }
 }
 
-// Returns how many outputs are computed together, given the bytes of a row of weights.
+// Returns how many outputs are computed together, given the bytes of a row of weights: a multiple of 12, and so of every tile.
 int64_t outputs_at_once(int64_t row_bytes) {
   return std::clamp<int64_t>(SCRATCH / std::max<int64_t>(row_bytes, 1) / 12 * 12, 12, MAX_OUTPUTS);
 }
@@ -500,7 +505,7 @@ template <class T> Array<T> make_array(int64_t count) {
   return Array<T>(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
 }
 
-// The operands of one call. Weights of outputs `lo` to `hi` are multiplied with all rows.
+// The operands of one call.
 struct Call {
   const void* x;
   int64_t rows, I;
@@ -512,7 +517,8 @@ struct Call {
 // Returns the bytes of a row of I weights. Only formats without scales have rows that end inside a block.
 template <class F> int64_t row_size(int64_t I) { return I / F::VALUES * F::BYTES + I % F::VALUES * (F::BYTES / F::VALUES); }
 
-// Both functions return whether there was enough memory.
+// `compute` and `compute_bf16` multiply all rows with the weights of the outputs from `lo` to `hi`. They return whether there was enough
+// memory; `compute` also works without memory for converted weights.
 template <class F> bool compute(const Call& call, int64_t lo, int64_t hi) {
   const float* x = static_cast<const float*>(call.x);
   const int64_t stride = row_size<F>(call.I);
@@ -593,7 +599,7 @@ template <class F> bool compute_bf16(const Call&, int64_t, int64_t) { return fal
 // a block are rounded to multiples of 2⁻²² of a power of two above the largest one, and a multiple is p₀ + 256 p₁ + 65536 p₂. Sums over a
 // block are exact, and are added to float32 sums in the order of the blocks.
 
-// Returns the sums of code · byte over a block; each lane has the sum of a quarter of a vector's bytes, or the like.
+// Returns the sum of code · byte over a block, as one partial sum per lane.
 INLINE Ints dot_block(const Codes* codes, const int8_t* x) {
 #if defined(__AVX512VNNI__)
   __m512i sums = _mm512_setzero_si512();
@@ -617,7 +623,7 @@ INLINE Ints dot_block(const Codes* codes, const int8_t* x) {
 #endif
 }
 
-// Rows as bytes: DIGITS · 256 bytes for each block; the sums of their values, in the lanes of `dot_block`, negated; and the scale.
+// Rows as bytes. For each block: DIGITS · 256 bytes; the sum of its values, negated, in the lanes of `dot_block`; and its scale.
 template <int DIGITS> struct ByteRows {
   int64_t blocks;
   Array<int8_t> bytes;
@@ -644,6 +650,7 @@ template <int DIGITS> struct ByteRows {
   }
 };
 
+// Writes a row in int8, with zeros behind its last value.
 void write_bytes(const int8_t* x, int64_t I, int64_t row, ByteRows<1>& to) {
   for (int64_t b = 0; b < to.blocks; ++b) {
     int8_t* bytes = to.bytes.get() + (row * to.blocks + b) * TERNARY;
@@ -653,6 +660,7 @@ void write_bytes(const int8_t* x, int64_t I, int64_t row, ByteRows<1>& to) {
   }
 }
 
+// Writes a row in float32, which consists of whole blocks. A block with NaN or Inf gets the scale NaN.
 void write_bytes(const float* x, int64_t, int64_t row, ByteRows<3>& to) {
   for (int64_t b = 0; b < to.blocks; ++b, x += TERNARY) {
     Ints largest = {};
@@ -660,7 +668,7 @@ void write_bytes(const float* x, int64_t, int64_t row, ByteRows<3>& to) {
       const Ints size = load<Ints>(x + i) & 0x7fffffff;  // ordered as the absolute values; NaN and Inf are the largest
       largest = size > largest ? size : largest;
     }
-    int32_t top = 22 << 23;
+    int32_t top = 22 << 23;  // with a smaller exponent, that of the factor or of the scale would be out of range
     for (int i = 0; i < LANES; ++i) top = std::max(top, largest[i]);
     const int32_t exponent = top >> 23;  // every |x| < 2^(exponent − 126)
     const bool finite = exponent < 255;
@@ -810,7 +818,8 @@ class Workers {
   void* context_ = nullptr;
 };
 
-// Runs `function(lo, hi)` on blocks of [0, count); `bytes` is the size of the work. A block has a multiple of MAX_OUTPUTS items.
+// Runs `function(lo, hi)` on blocks of [0, count), each with a multiple of MAX_OUTPUTS items except the last. `bytes` is the size of the
+// work, in bytes of weights that take as long to read: it limits the number of blocks.
 template <class Function> void run_blocks(ffi::ThreadPool& pool, int64_t count, int64_t bytes, Function function) {
   constexpr int64_t MIN_BLOCK_BYTES = 1 << 15, BLOCKS_PER_THREAD = 8;
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
@@ -897,6 +906,7 @@ template <class F, class T> ffi::Error multiply_blocks(ffi::ThreadPool& pool, co
   else return multiply_ternary<F, 3>(pool, call, x, row_bytes, call.y);
 }
 
+// The numbers of the formats are those of `block_formats.py` and `packed_matmul.py`. 14 is that of `Ternary`, see `Matmul`.
 template <class T> ffi::Error multiply_format(ffi::ThreadPool& pool, const Call& call, const T* x, int64_t row_bytes, int64_t format) {
   switch (format) {
     case 0: return multiply<Float32>(pool, call, x, row_bytes);

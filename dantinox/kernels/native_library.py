@@ -33,14 +33,15 @@ COMPILERS = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 300  # time limit
 VARIABLE = "DANTINOX_KERNELS"  # the best instruction set that may be used, or "off"
 # Instruction sets, the best first: the CPU flags that they need, as Linux names them, and the compiler options.
+InstructionSets = dict[str, tuple[frozenset[str], tuple[str, ...]]]
 AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-X86_SETS = {
+X86_SETS: InstructionSets = {
     "avx512_bf16": (AVX512 | {"avx512_bf16", "avx512_vnni"}, ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")),
     "avx512": (AVX512, ("-march=x86-64-v4",)),
     "avx2": (AVX2, ("-march=x86-64-v3",)),
 }
-ARM_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {"neon": (frozenset(), ())}
+ARM_SETS: InstructionSets = {"neon": (frozenset(), ())}
 
 log = logging.getLogger("dantinox.kernels")
 
@@ -62,12 +63,12 @@ class Kernels(NamedTuple):
         return self.instructions == "avx512_bf16"
 
 
-def instruction_sets() -> dict[str, tuple[frozenset[str], tuple[str, ...]]]:
+def instruction_sets() -> InstructionSets:
     """Returns the instruction sets for which kernels exist on this kind of machine, the best first."""
     return {"x86_64": X86_SETS, "AMD64": X86_SETS, "aarch64": ARM_SETS, "arm64": ARM_SETS}.get(platform.machine(), {})
 
 
-def allowed_sets() -> dict[str, tuple[frozenset[str], tuple[str, ...]]]:
+def allowed_sets() -> InstructionSets:
     """Returns the instruction sets that `DANTINOX_KERNELS` allows: the named one and those below it.
 
     Raises:

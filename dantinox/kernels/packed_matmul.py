@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dantinox.kernels.formats import FORMATS, unpack
+from dantinox.kernels.block_formats import FORMATS, unpack
 from dantinox.kernels.native_library import TARGET
 
 # Numbers of the dtypes in the native kernel; the numbers of block formats are in `FORMATS`.

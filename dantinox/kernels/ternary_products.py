@@ -52,9 +52,9 @@ def ternary_matmul(rows_RI: jax.Array, weights_OB: jax.Array, *, native: bool = 
       ValueError: the shapes or dtypes do not fit each other, or there are too many inputs.
     """
     inputs = rows_RI.shape[1]
-    dtypes, row_bytes = (rows_RI.dtype, weights_OB.dtype), weights_OB.shape[1]
-    if dtypes != (jnp.int8, jnp.uint8):
-        raise ValueError(f"expected rows in int8 and weights in uint8, got {dtypes[0]} and {dtypes[1]}")
+    row_bytes = weights_OB.shape[1]
+    if rows_RI.dtype != jnp.int8 or weights_OB.dtype != jnp.uint8:
+        raise ValueError(f"expected rows in int8 and weights in uint8, got {rows_RI.dtype} and {weights_OB.dtype}")
     if row_bytes != math.ceil(inputs / BLOCK) * BLOCK_BYTES or inputs > MAX_INPUTS:
         raise ValueError(f"rows of {inputs} inputs do not fit weights with rows of {row_bytes} bytes")
     if native:

@@ -196,32 +196,32 @@ def attend(
     """
     B, T, K, G, H = q_BTKGH.shape
 
-    def block(
-        sum_BKS: jax.Array | None, part: Any, probe: Probe | None = None
+    def attend_block(
+        received_BKS: jax.Array | None, block: Any, probe: Probe | None = None
     ) -> tuple[jax.Array | None, tuple[jax.Array, Any]]:
-        q_BRKGH, positions_BR, counted_BR = part
+        q_BRKGH, positions_BR, counted_BR = block
         valid_BKRS = causal_mask(positions_BR, key_positions_BKS, window)
         output = attention(q_BRKGH, store, valid_BKRS, softmax)
-        if sum_BKS is not None and use_max:
+        if received_BKS is not None and use_max:
             counted = jnp.where(counted_BR[:, None, None, :, None], output.weights_BKGTS, 0)
-            sum_BKS = jnp.maximum(sum_BKS, jnp.max(counted, axis=(2, 3)))
-        elif sum_BKS is not None:
-            sum_BKS += jnp.sum(output.weights_BKGTS * (counted_BR / G)[:, None, None, :, None], axis=(2, 3))
-        return sum_BKS, (output.out_BTKGH, run_probe(probe, output, valid_BKRS, positions_BR))
+            received_BKS = jnp.maximum(received_BKS, jnp.max(counted, axis=(2, 3)))
+        elif received_BKS is not None:
+            received_BKS += jnp.sum(output.weights_BKGTS * (counted_BR / G)[:, None, None, :, None], axis=(2, 3))
+        return received_BKS, (output.out_BTKGH, run_probe(probe, output, valid_BKRS, positions_BR))
 
     zero_BKS = None if counted_BT is None else jnp.zeros((B, K, store.slots), jnp.float32)
     queries = q_BTKGH, positions_BT, counted_BT
     if T <= QUERY_BLOCK:
-        received_BKS, (out_BTKGH, probed) = block(zero_BKS, queries, probe)
+        received_BKS, (out_BTKGH, probed) = attend_block(zero_BKS, queries, probe)
         return StoreReadout(out_BTKGH, received_BKS, probed)
-    received_BKS, (out_nBRKGH, _) = jax.lax.scan(block, zero_BKS, jax.tree.map(_split_into_blocks, queries))
+    received_BKS, (out_nBRKGH, _) = jax.lax.scan(attend_block, zero_BKS, jax.tree.map(_split_into_blocks, queries))
     out_BTKGH = jnp.moveaxis(out_nBRKGH, 0, 1).reshape(B, -1, K, G, out_nBRKGH.shape[-1])[:, :T]
     probed = run_probe_on_store(probe, q_BTKGH, store, positions_BT, key_positions_BKS, window, softmax)
     return StoreReadout(out_BTKGH, received_BKS, probed)
 
 
 def _split_into_blocks(x_BT: jax.Array) -> jax.Array:
-    """[B, T, …] -> [n, B, QUERY_BLOCK, …]; pads the last block with queries, whose results the caller drops."""
+    """[B, T, …] -> [n, B, QUERY_BLOCK, …]; the caller drops the results of the zeros at the end."""
     B, T = x_BT.shape[:2]
     padded = jnp.pad(x_BT, [(0, 0), (0, -T % QUERY_BLOCK)] + [(0, 0)] * (x_BT.ndim - 2))
     return jnp.moveaxis(padded.reshape(B, -1, QUERY_BLOCK, *x_BT.shape[2:]), 1, 0)
@@ -236,7 +236,8 @@ def run_probe(probe: Probe | None, output: AttentionOutput, valid_BKTS: jax.Arra
     if probe is None:
         return None
     B, K, G, _, S = output.scores_BKGTS.shape
-    rows, newest_B = jnp.arange(B), jnp.argmax(positions_BT, axis=1)
+    rows = jnp.arange(B)
+    newest_B = jnp.argmax(positions_BT, axis=1)
     scores_BNS = output.scores_BKGTS[rows, :, :, newest_B].reshape(B, K * G, S)
     valid_BKS = valid_BKTS[rows, :, newest_B]
     return probe(scores_BNS, valid_BKS[:, 0] if valid_BKS.shape[1] == 1 else jnp.repeat(valid_BKS, G, axis=1))
@@ -254,7 +255,8 @@ def run_probe_on_store(
     """Recomputes the scores of the newest queries and calls `run_probe`; for kernels that do not return scores."""
     if probe is None:
         return None
-    rows, newest_B = jnp.arange(q_BTKGH.shape[0]), jnp.argmax(positions_BT, axis=1)
+    rows = jnp.arange(q_BTKGH.shape[0])
+    newest_B = jnp.argmax(positions_BT, axis=1)
     q_B1KGH, positions_B1 = (x[rows, newest_B][:, None] for x in (q_BTKGH, positions_BT))
     valid_BK1S = causal_mask(positions_B1, key_positions_BKS, window)
     return run_probe(probe, attention(q_B1KGH, store, valid_BK1S, softmax), valid_BK1S, positions_B1)

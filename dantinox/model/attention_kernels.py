@@ -35,14 +35,14 @@ def cudnn_attention(
     """
     B, T, K, G, H = q_BTKGH.shape
     mask = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
-    sides = None if window is None else (window - 1, 0)
+    keys_on_each_side = None if window is None else (window - 1, 0)
     out_BTNH = jax.nn.dot_product_attention(
         q_BTKGH.reshape(B, T, K * G, H),
         k_BTKH,
         v_BTKH,
         mask=mask,
         is_causal=True,
-        local_window_size=sides,
+        local_window_size=keys_on_each_side,
         implementation="cudnn",
     )
     return out_BTNH.reshape(q_BTKGH.shape)
@@ -109,18 +109,19 @@ def kernel_for(
     """
     T = shape[1]
     H = shape[-1]
-    platform_kernel = get_platform(platform).attention_kernel
     other_values = value_size is not None and value_size != H
+
+    def unsupported_reason(kernel: str) -> str:
+        return _unsupported_reason(kernel, platform, T, H, dtype, softmax, other_values)
+
     if name == "auto":
-        supported = (
-            platform_kernel is not None
-            and T > QUERY_BLOCK
-            and not _unsupported_reason(platform_kernel, platform, T, H, dtype, softmax, other_values)
-        )
-        name = platform_kernel if supported and platform_kernel is not None else "chunked" if T > QUERY_BLOCK else "xla"
-    elif reason := _unsupported_reason(name, platform, T, H, dtype, softmax, other_values):
+        if T <= QUERY_BLOCK:
+            return None
+        preferred = get_platform(platform).attention_kernel
+        return chunked_attention if preferred is None or unsupported_reason(preferred) else KERNELS[preferred]
+    if reason := unsupported_reason(name):
         raise UserError(f"attention.kernel {name} {reason}")
-    return KERNELS.get(name)
+    return KERNELS.get(name)  # `xla` is not in the table
 
 
 def _unsupported_reason(

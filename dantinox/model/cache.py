@@ -31,7 +31,7 @@ from dantinox.model.cache_store import (
     group_size,
     is_packed,
 )
-from dantinox.model.compressed_cache import CompressedLayer, Compression
+from dantinox.model.compressed_cache import QKV, CompressedLayer, Compression
 from dantinox.model.layers import PLAIN_SOFTMAX
 from dantinox.model.parallelism import SINGLE_DEVICE, Parallelism
 from dantinox.model.prompt_attention import attend_in_blocks
@@ -130,8 +130,9 @@ class RingLayer:
             slots_B1 = jnp.where(positions_BT < 0, self.store.slots, positions_BT % self.store.slots)
             return RingLayer(self.store.write(k_BTKH, v_BTKH, slots_B1[:, :, None]))
         newest_B1S = self._slot_positions(jnp.max(positions_BT, axis=1))
-        first_B11 = positions_BT[:, :1, None]
+        first_B11 = positions_BT[:, :1, None]  # token t has the position first + t
         new = type(self.store).from_kv(k_BTKH, v_BTKH, self.store.dtype).gather_slots(jnp.clip(newest_B1S - first_B11, 0))
+        # Slots whose newest position is older than this call keep their contents.
         return RingLayer(new.select_slots((newest_B1S >= first_B11) & (newest_B1S >= 0), self.store))
 
     def read_block(self, row: jax.Array, start: jax.Array, size: int) -> Store:
@@ -151,7 +152,10 @@ class RingLayer:
         return RingLayer(self.store.copy_slots(row, 0, new, 0, 0, W))
 
     def _slot_positions(self, last_B: jax.Array) -> jax.Array:
-        """Returns the position in each slot `[B, 1, W]`, negative for an empty slot; `last_B` is the newest position."""
+        """Returns the position in each slot `[B, 1, W]`, negative for an empty slot.
+
+        Slot s holds the newest position p ≤ `last_B` with p mod W = s.
+        """
         W = self.store.slots
         return (last_B[:, None] - (last_B[:, None] - jnp.arange(W)) % W)[:, None]
 
@@ -190,11 +194,14 @@ class NoCache:
 
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX, stored_kv=None):
         """Attends to the tokens of this call; `stored_kv` are the keys and values to store, if they differ from `k` and `v`."""
-        dtype = k_BTKH.dtype if self.destination is None or stored_kv is not None else self.destination.store.dtype
+        is_rounded = stored_kv is not None  # by `round_trip`, before `k` and `v` were computed
+        dtype = k_BTKH.dtype if self.destination is None or is_rounded else self.destination.store.dtype
         store = Store.from_kv(k_BTKH, v_BTKH, dtype)
         positions_B1T = positions_BT[:, None]
-        new_k, new_v = stored_kv or (k_BTKH, v_BTKH)
-        updated = self if self.destination is None else self.destination.append(new_k, new_v, positions_BT)
+        updated: Any = self
+        if self.destination is not None:
+            new_k, new_v = stored_kv or (k_BTKH, v_BTKH)
+            updated = self.destination.append(new_k, new_v, positions_BT)
         kernel: Any = partial(ring_attention, self.parallelism)
         if self.parallelism.ring == 1:
             kernel = kernel_for(self.kernel, self.platform, q_BTKGH.shape, q_BTKGH.dtype, softmax, v_BTKH.shape[-1])
@@ -223,14 +230,12 @@ class TwoPassLayer:
     def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
         if isinstance(self.layer, CompressedLayer):
             return self.layer.attend_two_pass(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe, softmax)
-        (q, q_again), (k, k_again), (v, v_again), (first_BT, again_BT) = (
-            jnp.split(x, 2, axis=1) for x in (q_BTKGH, k_BTKH, v_BTKH, positions_BT)
-        )
-        out_BTKGH, updated, probed = self.layer.attend(q, k, v, first_BT, window, probe, softmax)
-        store, positions_B1S = updated.contents(jnp.max(first_BT, axis=1))
-        store = store.join(type(store).from_kv(k_again, v_again, store.dtype))
-        positions_B1S = jnp.concatenate([positions_B1S, again_BT[:, None]], axis=2)
-        repeated, _, _ = attend(q_again, store, again_BT, positions_B1S, window, None, softmax=softmax)
+        first, again = QKV(q_BTKGH, k_BTKH, v_BTKH, positions_BT).halves()
+        out_BTKGH, updated, probed = self.layer.attend(*first, window, probe, softmax)
+        store, positions_B1S = updated.contents(jnp.max(first.positions_BT, axis=1))
+        store = store.join(type(store).from_kv(again.k_BTKH, again.v_BTKH, store.dtype))
+        positions_B1S = jnp.concatenate([positions_B1S, again.positions_BT[:, None]], axis=2)
+        repeated, _, _ = attend(again.q_BTKGH, store, again.positions_BT, positions_B1S, window, None, softmax=softmax)
         return jnp.concatenate([out_BTKGH, repeated], axis=1), updated, probed
 
 
@@ -405,29 +410,29 @@ class KVCache:
         `full_bytes_bfloat16` is the size of an uncompressed cache in bfloat16. `slots` lists, for each layer, one pair
         `[key heads, slots]` per group of heads.
         """
-        groups = [_stores(layer) for layer in self.layers]
-        stores = [store for layer in groups for store in layer]
+        stores_by_layer = [_stores(layer) for layer in self.layers]
+        stores = [store for layer in stores_by_layer for store in layer]
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(self))
         payload = sum(store.payload_bytes for store in stores)
         B = jax.tree.leaves(stores)[0].shape[0]
         dtype = stores[0].dtype
-        slot_counts = [
-            (B * span * store.heads, store.sizes)
-            for span, layer in zip(self.uncompressed_slots, groups, strict=True)
+        counts_and_sizes = [  # of the slots of all heads, without compression
+            (B * slots * store.heads, store.sizes)
+            for slots, layer in zip(self.uncompressed_slots, stores_by_layer, strict=True)
             for store in layer
         ]
         names = {BFLOAT16_BITS: "bfloat16"} | {stored: name for name, stored in PACKED_DTYPES.items()}
-        full = sum(count * _slot_bytes(sizes, dtype) for count, sizes in slot_counts)
+        full = sum(count * _slot_bytes(sizes, dtype) for count, sizes in counts_and_sizes)
         return {
             "bytes": total,
             "payload_bytes": payload,
             "metadata_bytes": total - payload,
             "full_bytes": full,
-            "full_bytes_bfloat16": sum(count * 2 * sum(sizes) for count, sizes in slot_counts),
+            "full_bytes_bfloat16": sum(count * 2 * sum(sizes) for count, sizes in counts_and_sizes),
             "requested_ratio": self.requested,
             "ratio": total / full,
             "dtype": names.get(dtype, dtype.name),
-            "slots": [[[store.heads, store.slots] for store in layer] for layer in groups],
+            "slots": [[[store.heads, store.slots] for store in layer] for layer in stores_by_layer],
         }
 
 
@@ -474,24 +479,23 @@ def make_cache(
         stored_dtype = BFLOAT16_BITS
     stored_dtype = PACKED_DTYPES.get(stored_dtype.name, stored_dtype)
 
-    def empty(index: int, slots: int) -> Store:
+    def empty_store(index: int, slots: int) -> Store:
         if config.latent is not None:
             return LatentStore.empty(B, 1, (config.latent.rotated_size, config.latent.rank), slots, stored_dtype)
         layer_config = config.of_layer(index)
         return Store.empty(B, layer_config.kv_heads, (layer_config.head_size, layer_config.head_size), slots, stored_dtype)
 
-    def layer(index: int) -> FullLayer | RingLayer | CompressedLayer | None:
+    def empty_layer(index: int) -> FullLayer | RingLayer | CompressedLayer | None:
         layer_slots = all_slots[index]
         if config.kv_source(index) is not None:
             return None
         if compression is not None and any(head_slots < layer_slots for _, head_slots in compression.groups[index]):
             return CompressedLayer.empty(B, config.head_size, compression, index, stored_dtype)
         if layer_slots < slots:
-            return RingLayer(empty(index, layer_slots))
-        return FullLayer(
-            SegmentedStore.empty(B, layer_slots, partial(empty, index)) if segmented else empty(index, layer_slots)
-        )
+            return RingLayer(empty_store(index, layer_slots))
+        if segmented:
+            return FullLayer(SegmentedStore.empty(B, layer_slots, partial(empty_store, index)))
+        return FullLayer(empty_store(index, layer_slots))
 
-    return KVCache(
-        tuple(layer(index) for index in range(config.num_blocks)), all_slots, 1.0 if compression is None else compression.ratio
-    )
+    layers = tuple(empty_layer(index) for index in range(config.num_blocks))
+    return KVCache(layers, all_slots, 1.0 if compression is None else compression.ratio)

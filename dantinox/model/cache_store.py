@@ -187,7 +187,7 @@ class Store:
     def map_slots(self, function: Callable[..., jax.Array], *others: Self) -> Self:
         """Applies `function(slot axis, leaf, …)` to every leaf."""
         scales = () if self.k_scale_BKS is None else (self.k_scale_BKS.ndim - 1, 2)
-        axes = type(self)(3, 2, *scales)  # type: ignore[arg-type]
+        axes = type(self)(3, 2, *scales)  # type: ignore[arg-type] # the slot axis of each leaf
         return jax.tree.map(function, axes, self, *others)
 
 
@@ -385,33 +385,34 @@ def _matmul(
       transposed: compute x · wᵀ.
     """
     sums_slots = (slots == -2) != transposed  # whether the matrix multiplication sums over slots
+    element_axis = -3 - slots  # the other one of the last two axes, that of a key's elements
     if scale is not None and w_BKIO.dtype == jnp.int8 and sums_slots:
         x_BKMI = x_BKMI * scale[:, :, None]
     x_BKMI = x_BKMI.astype(out_dtype) if sums_slots else x_BKMI
-    groups = scale if is_packed(w_BKIO.dtype) else None
-    batched, per_head = (
-        partial(form, out_dtype=out_dtype, axis=-3 - slots, transposed=transposed)
-        for form in (_batched_matmul, _matmul_per_head)
-    )
+    group_scales = scale if is_packed(w_BKIO.dtype) else None
+    batched = partial(_batched_matmul, out_dtype=out_dtype, axis=element_axis, transposed=transposed)
+    per_head = partial(_matmul_per_head, out_dtype=out_dtype, axis=element_axis, transposed=transposed)
     if w_BKIO.dtype == x_BKMI.dtype:
-        out = batched(x_BKMI, w_BKIO, groups)
+        out = batched(x_BKMI, w_BKIO, group_scales)
     elif w_BKIO.dtype == BFLOAT16_BITS:
-        out = per_head(x_BKMI, w_BKIO, groups)
+        out = per_head(x_BKMI, w_BKIO, group_scales)
     else:
-        out = jax.lax.platform_dependent(x_BKMI, w_BKIO, groups, cpu=per_head, default=batched)
-    return out * scale[:, :, None] if scale is not None and w_BKIO.dtype == jnp.int8 and not sums_slots else out
+        out = jax.lax.platform_dependent(x_BKMI, w_BKIO, group_scales, cpu=per_head, default=batched)
+    if scale is not None and w_BKIO.dtype == jnp.int8 and not sums_slots:
+        out = out * scale[:, :, None]
+    return out
 
 
 def _batched_matmul(
-    x_BKMI: jax.Array, w_BKIO: jax.Array, groups: jax.Array | None, out_dtype: DTypeLike, axis: int, transposed: bool
+    x_BKMI: jax.Array, w_BKIO: jax.Array, group_scales: jax.Array | None, out_dtype: DTypeLike, axis: int, transposed: bool
 ) -> jax.Array:
     axes = "BKMI,BKOI->BKMO" if transposed else "BKMI,BKIO->BKMO"
-    w = w_BKIO.astype(x_BKMI.dtype) if groups is None else _dequantize(w_BKIO, groups, axis).astype(x_BKMI.dtype)
+    w = (w_BKIO if group_scales is None else _dequantize(w_BKIO, group_scales, axis)).astype(x_BKMI.dtype)
     return jnp.einsum(axes, x_BKMI, w, preferred_element_type=out_dtype)
 
 
 def _matmul_per_head(
-    x_BKMI: jax.Array, w_BKIO: jax.Array, groups: jax.Array | None, out_dtype: DTypeLike, axis: int, transposed: bool
+    x_BKMI: jax.Array, w_BKIO: jax.Array, group_scales: jax.Array | None, out_dtype: DTypeLike, axis: int, transposed: bool
 ) -> jax.Array:
     """Multiplies head by head, so that the converted keys or values of a head fit into the cache of a CPU core.
 
@@ -419,28 +420,37 @@ def _matmul_per_head(
     out of the loop and write this copy too.
     """
     B, K = w_BKIO.shape[:2]
-    flat = jax.tree.map(lambda leaf: leaf.reshape(B * K, *leaf.shape[2:]), (x_BKMI, w_BKIO, groups))
+    flat = jax.tree.map(lambda leaf: leaf.reshape(B * K, *leaf.shape[2:]), (x_BKMI, w_BKIO, group_scales))
 
-    def head(operands: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+    def multiply_head(operands: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         x_MI, stored_IO, scales = operands
         stored_IO, scales = jax.lax.optimization_barrier((stored_IO, scales))
         w_IO = _dequantize(stored_IO, scales, axis)
         return x_MI.astype(jnp.float32) @ (w_IO.T if transposed else w_IO)
 
-    out = jax.lax.map(head, flat)
+    out = jax.lax.map(multiply_head, flat)
     return out.reshape(B, K, *out.shape[1:]).astype(out_dtype)
 
 
 def _dequantize(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
     """Converts stored vectors to float32; `axis` is the axis of the vector elements, which int8 scales do not have."""
-    if is_packed(w.dtype):
-        numbers = unpack(w, axis).astype(jnp.float32)
-        assert scale is not None
-        scales = jnp.repeat(_dequantize(scale, None, axis), 2 * numbers.shape[axis] // scale.shape[axis], axis=axis)
-        step, minimum = jnp.split(scales, 2, axis=axis)
-        return numbers * step + minimum
-    floats = (w.astype(jnp.uint32) << 16).view(jnp.float32) if w.dtype == BFLOAT16_BITS else w.astype(jnp.float32)
-    return floats if scale is None else floats * jnp.expand_dims(scale, axis)
+    if w.dtype == BFLOAT16_BITS:
+        return _bits_to_float32(w)
+    if scale is None:
+        return w.astype(jnp.float32)
+    if not is_packed(w.dtype):
+        return w.astype(jnp.float32) * jnp.expand_dims(scale, axis)
+    numbers = unpack(w, axis).astype(jnp.float32)
+    # One array holds the scales of all groups and then their minima. Each is repeated for the
+    # elements of its group.
+    repeats = 2 * numbers.shape[axis] // scale.shape[axis]
+    step, minimum = jnp.split(jnp.repeat(_bits_to_float32(scale), repeats, axis=axis), 2, axis=axis)
+    return numbers * step + minimum
+
+
+def _bits_to_float32(bits: jax.Array) -> jax.Array:
+    """Converts the bits of bfloat16 numbers to float32."""
+    return (bits.astype(jnp.uint32) << 16).view(jnp.float32)
 
 
 def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
@@ -487,7 +497,8 @@ def pack(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
     Raises:
       ValueError: H is not a multiple of the numbers per element.
     """
-    dtype, count = jnp.dtype(dtype), numbers_per_element(dtype)
+    dtype = jnp.dtype(dtype)
+    count = numbers_per_element(dtype)
     if numbers.shape[-1] % count:
         raise ValueError(f"vectors of {numbers.shape[-1]} numbers cannot be packed {count} to an element")
     parts = jnp.split(numbers.astype(dtype), count, axis=-1)
@@ -499,7 +510,8 @@ def pack(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 def unpack(elements: jax.Array, axis: int) -> jax.Array:
     """Returns the integers of packed vectors, in the dtype of the elements; `axis` is the axis of the vector elements."""
-    bits, count = PACKED_BITS[elements.dtype], numbers_per_element(elements.dtype)
+    bits = PACKED_BITS[elements.dtype]
+    count = numbers_per_element(elements.dtype)
     mask = (1 << bits) - 1
     middle = (elements >> number * bits & mask for number in range(1, count - 1))
     return jnp.concatenate([elements & mask, *middle, elements >> (count - 1) * bits], axis=axis)
@@ -517,6 +529,6 @@ def quantize_groups(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Arra
     minimum, extent = jnp.min(groups, axis=-1), jnp.ptp(groups, axis=-1)
     scales = jnp.where(extent > 0, extent, 1.0) / largest
     bits = quantize(jnp.concatenate([scales, minimum], axis=-1), BFLOAT16_BITS)[0]
-    step, minimum = jnp.split(_dequantize(bits, None, -1)[..., None], 2, axis=-2)
+    step, minimum = jnp.split(_bits_to_float32(bits)[..., None], 2, axis=-2)  # as they will be read
     steps = jnp.clip(jnp.round((groups - minimum) / step), 0, largest).reshape(x.shape)
     return pack(steps, dtype), bits

@@ -61,7 +61,8 @@ def chunked_attention(
       window: the number of keys that a query attends to, including the key of its own token; None: no limit.
     """
     B, T, K, G, _ = q_BTKGH.shape
-    keys = min(1 << (max(QUERY_BLOCK, -(-T // KEY_BLOCKS)) - 1).bit_length(), MAX_KEY_BLOCK)
+    smallest = max(QUERY_BLOCK, -(-T // KEY_BLOCKS))
+    keys = min(1 << (smallest - 1).bit_length(), MAX_KEY_BLOCK)  # the next power of two
     queries = min(keys, MAX_QUERY_BLOCK)
     segments_BT = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
 
@@ -106,18 +107,20 @@ def _forward(blocks: Blocks, *inputs: Array | None) -> tuple[Array, tuple[Array 
     # layers, and keep them in memory.
     inputs = lax.optimization_barrier(inputs)
 
-    def heads(q_NGTH: Array, k_NTH: Array, v_NTH: Array, segments_NT: Array, sinks_NG: Array | None) -> tuple[Array, Array]:
-        def pair(softmax: tuple[Array, ...], query: Any, key: Any, keys: int) -> tuple[Array, ...]:
+    def attend_heads(
+        q_NGTH: Array, k_NTH: Array, v_NTH: Array, segments_NT: Array, sinks_NG: Array | None
+    ) -> tuple[Array, Array]:
+        def add_pair(sums: tuple[Array, ...], query: Any, key: Any, keys: int) -> tuple[Array, ...]:
             q_NGRH = _rows(q_NGTH, query, blocks)
             v_NSH = _keys(v_NTH, key, keys)
-            largest_NGR, mass_NGR, total_NGRH = (_rows(x, query, blocks) for x in softmax)
+            largest_NGR, mass_NGR, total_NGRH = (_rows(x, query, blocks) for x in sums)
             scores_NGRS = _scores(q_NGRH, _keys(k_NTH, key, keys), segments_NT, query, key, blocks)[0]
             updated = add_keys(
                 (largest_NGR, mass_NGR, total_NGRH),
                 scores_NGRS,
                 lambda weights_NGRS: einsum_float32("NGRS,NSH->NGRH", weights_NGRS.astype(v_NSH.dtype), v_NSH),
             )
-            return tuple(_set_rows(x, rows, query) for x, rows in zip(softmax, updated, strict=True))
+            return tuple(_set_rows(x, rows, query) for x, rows in zip(sums, updated, strict=True))
 
         # The largest score, the sum of the exponentials and the weighted sum of the values. A sink counts as a key without a
         # value.
@@ -125,16 +128,16 @@ def _forward(blocks: Blocks, *inputs: Array | None) -> tuple[Array, tuple[Array 
         zeros_NGT = _zeros_after(q_NGTH, shape)
         least_NGT = zeros_NGT + (LEAST if sinks_NG is None else sinks_NG[..., None])
         total_NGTH = _zeros_after(q_NGTH, (*shape, v_NTH.shape[-1]))
-        softmax = least_NGT, zeros_NGT + float(sinks_NG is not None), total_NGTH
-        largest_NGT, mass_NGT, total_NGTH = _over_pairs(pair, softmax, shape, blocks)
+        sums = least_NGT, zeros_NGT + float(sinks_NG is not None), total_NGTH
+        largest_NGT, mass_NGT, total_NGTH = _over_pairs(add_pair, sums, shape, blocks)
         return (total_NGTH / mass_NGT[..., None]).astype(q_NGTH.dtype), largest_NGT + jnp.log(mass_NGT)
 
-    out_NGTH, normalizer_NGT = _over_heads(heads, blocks, *inputs)
+    out_NGTH, normalizer_NGT = _over_heads(attend_heads, blocks, *inputs)
     return out_NGTH, (*inputs, out_NGTH, normalizer_NGT)
 
 
 def _backward(blocks: Blocks, residuals: tuple[Array | None, ...], d_out_NGTH: Array) -> tuple[Array | None, ...]:
-    def heads(
+    def differentiate_heads(
         q_NGTH: Array,
         k_NTH: Array,
         v_NTH: Array,
@@ -147,7 +150,7 @@ def _backward(blocks: Blocks, residuals: tuple[Array | None, ...], d_out_NGTH: A
         # The derivative of the softmax subtracts Σ over keys of weight · d_weight, which equals out · d_out.
         mean_NGT = jnp.sum(out_NGTH.astype(jnp.float32) * d_out_NGTH.astype(jnp.float32), axis=-1)
 
-        def pair(gradients: tuple[Array, ...], query: Any, key: Any, keys: int) -> tuple[Array, ...]:
+        def add_pair(gradients: tuple[Array, ...], query: Any, key: Any, keys: int) -> tuple[Array, ...]:
             q_NGRH, d_out_NGRH = _rows(q_NGTH, query, blocks), _rows(d_out_NGTH, query, blocks)
             k_NSH, v_NSH = _keys(k_NTH, key, keys), _keys(v_NTH, key, keys)
             scores_NGRS, slope_NGRS = _scores(q_NGRH, k_NSH, segments_NT, query, key, blocks)
@@ -169,14 +172,14 @@ def _backward(blocks: Blocks, residuals: tuple[Array | None, ...], d_out_NGTH: A
             )
 
         zeros = tuple(_zeros_after(d_out_NGTH, x.shape) for x in (q_NGTH, k_NTH, v_NTH))
-        gradients = _over_pairs(pair, zeros, q_NGTH.shape[:-1], blocks)
+        gradients = _over_pairs(add_pair, zeros, q_NGTH.shape[:-1], blocks)
         d_q_NGTH, d_k_NTH, d_v_NTH = (
             gradient.astype(x.dtype) for gradient, x in zip(gradients, (q_NGTH, k_NTH, v_NTH), strict=True)
         )
         d_sinks_NG = None if sinks_NG is None else -jnp.sum(jnp.exp(sinks_NG[..., None] - normalizer_NGT) * mean_NGT, axis=-1)
         return d_q_NGTH, d_k_NTH, d_v_NTH, d_sinks_NG
 
-    *d_qkv, d_sinks_NG = _over_heads(heads, blocks, *residuals, d_out_NGTH)
+    *d_qkv, d_sinks_NG = _over_heads(differentiate_heads, blocks, *residuals, d_out_NGTH)
     return (*d_qkv, None, d_sinks_NG)
 
 

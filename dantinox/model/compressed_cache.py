@@ -18,6 +18,9 @@ The policies rank tokens by:
 * `random`: a hash of the position.
 
 All policies keep the first and the most recent tokens.
+
+Shapes: B rows, T tokens of a call, K key heads of a group, G query heads per key head, C slots of a head, U = C + T cached and
+new tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -80,6 +83,11 @@ class QKV(NamedTuple):
     k_BTKH: jax.Array
     v_BTKH: jax.Array
     positions_BT: jax.Array
+
+    def halves(self) -> tuple["QKV", "QKV"]:
+        """Returns the first and the second half of the tokens."""
+        halves = [jnp.split(x, 2, axis=1) for x in self]
+        return QKV(*(first for first, _ in halves)), QKV(*(second for _, second in halves))
 
 
 @partial(
@@ -183,20 +191,15 @@ class HeadGroup:
             readout = readout._replace(out_BTKGH=jnp.concatenate([readout.out_BTKGH, second.out_BTKGH], axis=1))
             previous_BKU = jnp.pad(sorted_group.importance_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
             importance_BKU = pooled_BKU = jnp.maximum(previous_BKU, second.received_BKS[..., : position_BKU.shape[2]])
-        elif sorted_group.importance_BKS is not None:  # decayed importance plus attention from this part
-            num_read_B11 = jnp.sum(positions_BT >= 0, axis=1)[:, None, None]
-            decayed_BKS = sorted_group.importance_BKS * sorted_group._decay_K1**num_read_B11
-            previous_BKU = jnp.pad(decayed_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
-            importance_BKU = jnp.where(position_BKU >= 0, previous_BKU + readout.received_BKS, 0)
-            # Max pooling over neighboring tokens.
-            width = (1, 1, self.compression.pool)
-            sides = ((0, 0), (0, 0), (self.compression.pool // 2,) * 2)
-            pooled_BKU = jax.lax.reduce_window(importance_BKU, -jnp.inf, jax.lax.max, width, (1, 1, 1), sides)
+        elif sorted_group.importance_BKS is not None:
+            decayed_BKU = self._decayed(sorted_group.importance_BKS, positions_BT)
+            importance_BKU = jnp.where(position_BKU >= 0, decayed_BKU + readout.received_BKS, 0)
+            pooled_BKU = self._max_pool(importance_BKU)
         candidates = position_BKU >= 0
         if window is not None:
             candidates &= position_BKU > last_B11 + 1 - window
         if pooled_BKU is not None and self.compression.prompt != "attention":
-            ranked = pooled_BKU
+            ranked = pooled_BKU  # without the term of `Compression.recency`
         else:
             ranked = self._priority(position_BKU, pooled_BKU, last_B11)
         priority = jnp.where(self._protected(position_BKU, last_B11), jnp.inf, ranked)
@@ -212,6 +215,18 @@ class HeadGroup:
             importance_BKS = jnp.where(active_B11, chosen, importance_BKS)
         position_BKS = jnp.where(active_B11, position_BKS, self.position_BKS)
         return replace(self, store=store, position_BKS=position_BKS, importance_BKS=importance_BKS), readout
+
+    def _decayed(self, importance_BKS: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Returns the decayed importances of cached tokens, and 0 for new ones: `[B, K, U]`."""
+        num_read_B11 = jnp.sum(positions_BT >= 0, axis=1)[:, None, None]
+        decayed_BKS = importance_BKS * self._decay_K1**num_read_B11
+        return jnp.pad(decayed_BKS, ((0, 0), (0, 0), (0, positions_BT.shape[1])))
+
+    def _max_pool(self, importance_BKU: jax.Array) -> jax.Array:
+        """Returns the maximum over each token and its neighbors."""
+        width = (1, 1, self.compression.pool)
+        sides = ((0, 0), (0, 0), (self.compression.pool // 2,) * 2)
+        return jax.lax.reduce_window(importance_BKU, -jnp.inf, jax.lax.max, width, (1, 1, 1), sides)
 
     def _second_pass(self, cached_and_new: Store, position_BKU, again: QKV, window, softmax) -> StoreReadout:
         """Computes the attention of the repeated tokens to the cached tokens, to the new tokens, and to each other.
@@ -286,8 +301,7 @@ class CompressedLayer:
             group_probe = None if probe is None else _return_scores
             group_softmax = softmax if softmax.sinks_KG is None else softmax._replace(sinks_KG=softmax.sinks_KG[heads])
             if twice:
-                halves = [jnp.split(x, 2, axis=1) for x in new]
-                first, again = (QKV._make(half) for half in zip(*halves, strict=True))
+                first, again = new.halves()
                 updated, readout = group.attend_prompt(*first, window, group_probe, group_softmax, again)
             else:
                 step = group.attend_token if positions_BT.shape[1] == 1 else group.attend_prompt
@@ -298,6 +312,7 @@ class CompressedLayer:
         out_BTKGH = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=2)
         if probe is None:
             return out_BTKGH, CompressedLayer(tuple(groups)), None
+        # Groups have different numbers of slots.
         S = max(readout.probed[0].shape[2] for readout in readouts)
         padded = [[jnp.pad(x, ((0, 0), (0, 0), (0, S - x.shape[2]))) for x in readout.probed] for readout in readouts]
         scores_BNS, valid_BNS = (jnp.concatenate(column, axis=1) for column in zip(*padded, strict=True))

@@ -1,4 +1,7 @@
-"""Formulas for the FLOPs and the active parameters of a model."""
+"""Formulas for the FLOPs and the active parameters of a model.
+
+Symbols, as in the PaLM paper: L layers, H query heads, Q head size, T keys; D model, V vocabulary, r rank of adapters.
+"""
 
 from dantinox.config import ModelConfig
 from dantinox.config.model_size import block_parameters

@@ -25,7 +25,13 @@ FrozenMatrix = dict[str, jax.Array]
 
 
 def initial_matrix(kernel: jax.Array, shape_in: tuple[int, ...], shape_out: tuple[int, ...], held: str) -> FrozenMatrix:
-    """Returns the arrays of a frozen matrix before the weights of a base run replace them; with nf4 the matrix is zero."""
+    """Returns the arrays of a frozen matrix before the weights of a base run replace them.
+
+    With nf4 the matrix is zero.
+
+    Args:
+      held: the value of `lora.base_weights`.
+    """
     if held == "nf4":
         return zero_nf4(int(np.prod(shape_in)), shape_out)
     scale = {"scale": jnp.ones(shape_out, jnp.float32)} if held == "int8" else {}
@@ -77,15 +83,16 @@ def _cast_operands(
 
 
 def _frozen_backward(shape_in: tuple[int, ...], dtype: DTypeLike, residuals: tuple[Any, ...], d_y: jax.Array):
-    matrix, like = residuals
+    matrix, zero = residuals
     d_y = d_y * matrix["scale"] if _has_output_scale(matrix) else d_y
     d_y, w = _cast_operands(d_y, matrix, shape_in, dtype)
     axes = len(shape_in)
-    outs = w.ndim - len(shape_in)
+    outs = w.ndim - axes
     contracted = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
-    return jnp.tensordot(d_y, w, contracted, preferred_element_type=jnp.float32).astype(like.dtype), None
+    return jnp.tensordot(d_y, w, contracted, preferred_element_type=jnp.float32).astype(zero.dtype), None
 
 
+# The backward pass needs the dtype of x, but residuals are arrays: a zero stands for it.
 frozen_tensordot.defvjp(
     lambda x, matrix, shape_in, dtype: (frozen_tensordot(x, matrix, shape_in, dtype), (matrix, jnp.zeros((), x.dtype))),
     _frozen_backward,
@@ -125,7 +132,7 @@ def to_frozen_dtype(name: str, array: np.ndarray, shapes: Mapping[str, Any]) -> 
     if f"{module}codes" in shapes:
         outs = shapes[f"{module}codes"].ndim - 2
         return {f"{module}{leaf}": part for leaf, part in quantize_nf4(array, array.ndim - outs).items()}
-    if f"{name}/kernel" in shapes:
+    if f"{name}/kernel" in shapes:  # an `Int8Table`
         rows, scale = _quantize_int8(np.asarray(array, np.float32).T, 1)
         return {f"{name}/kernel": np.ascontiguousarray(rows.T), f"{name}/scale": scale}
     if shapes[name].dtype != jnp.int8:

@@ -63,8 +63,9 @@ class LatentAttention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
-        latent, D, N, H = config.latent, config.dim, config.n_heads, config.head_size
+        latent = config.latent
         assert latent is not None
+        D, N, H = config.dim, config.n_heads, config.head_size
         R, P, V, Q = latent.rank, latent.rotated_size, latent.value_size, latent.query_rank
         self.rank = R
         self.head_size = H
@@ -94,28 +95,30 @@ class LatentAttention(nnx.Module):
         parallelism: Parallelism,
     ):
         assert angles is not None
-        queried = x_BTD if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x_BTD))
-        q_BTNQ = self.q(parallelism.copy_to_tp(queried))
+        query_input = x_BTD if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x_BTD))
+        q_BTNQ = self.q(parallelism.copy_to_tp(query_input))
         if self.query_gain != 1:
             q_BTNQ = (q_BTNQ * self.query_gain).astype(q_BTNQ.dtype)
-        parts = q_BTNQ[..., : self.head_size], rotate(q_BTNQ[..., self.head_size :], angles)
+        query_parts = q_BTNQ[..., : self.head_size], rotate(q_BTNQ[..., self.head_size :], angles)
         kv_BTC = self.kv_a(x_BTD)
         latent_BT1R = parallelism.copy_to_tp(self.kv_norm(kv_BTC[..., : self.rank])[:, :, None])
         shared_BT1P = parallelism.copy_to_tp(rotate(kv_BTC[:, :, None, self.rank :], angles))
         attend = self._plain if layer_cache.is_prefill else self._absorbed
-        a_BTNV, layer_cache, probed = attend(*parts, latent_BT1R, shared_BT1P, positions_BT, layer_cache, probe)
+        a_BTNV, layer_cache, probed = attend(*query_parts, latent_BT1R, shared_BT1P, positions_BT, layer_cache, probe)
         if self.gate is not None:
             a_BTNV = a_BTNV * jax.nn.sigmoid(self.gate(parallelism.copy_to_tp(x_BTD)))
         return self.out(a_BTNV, parallelism.reduce_from_tp), layer_cache, probed
 
     def _plain(self, q_BTNH, rotated_BTNP, latent_BT1R, shared_BT1P, positions_BT, layer_cache, probe):
         """Attends with separate keys and values for every head."""
+        # Rounded as in the cache, so that later calls, which read it, see the same keys and values.
         stored_kv = layer_cache.round_trip(jnp.concatenate([latent_BT1R, shared_BT1P], axis=-1), latent_BT1R)
-        k_BTNH, v_BTNV = self.kv_b(stored_kv[1][:, :, 0])
-        shared_BTNP = jnp.broadcast_to(stored_kv[0][..., self.rank :], rotated_BTNP.shape)
+        k_BT1C, v_BT1R = stored_kv
+        k_BTNH, v_BTNV = self.kv_b(v_BT1R[:, :, 0])
+        shared_BTNP = jnp.broadcast_to(k_BT1C[..., self.rank :], rotated_BTNP.shape)
         q_BTN1Q = jnp.concatenate([q_BTNH, rotated_BTNP], axis=-1)[:, :, :, None]
         k_BTNQ = jnp.concatenate([k_BTNH, shared_BTNP], axis=-1)
-        softmax = self._softmax((-1, 1))
+        softmax = self._softmax((-1, 1))  # N key heads of one query head
         inputs = q_BTN1Q, k_BTNQ, v_BTNV, positions_BT
         out, layer_cache, probed = layer_cache.attend(*inputs, self.window, probe, softmax, stored_kv)
         return out[:, :, :, 0], layer_cache, probed
@@ -128,9 +131,10 @@ class LatentAttention(nnx.Module):
         scale = ((self.rank + self.rotated_size) / (self.head_size + self.rotated_size)) ** 0.5
         q_BT1NC = (jnp.concatenate([self.kv_b.queries(q_BTNH), rotated_BTNP], axis=-1) * scale)[:, :, None]
         k_BT1C = jnp.concatenate([latent_BT1R, shared_BT1P], axis=-1)
-        softmax = self._softmax((1, -1))
+        softmax = self._softmax((1, -1))  # one key head of N query heads
         out, layer_cache, probed = layer_cache.attend(q_BT1NC, k_BT1C, latent_BT1R, positions_BT, self.window, probe, softmax)
         return self.kv_b.values(out[:, :, 0]), layer_cache, probed
 
     def _softmax(self, shape: tuple[int, int]) -> Softmax:
+        """Returns the options of the softmax, with the sinks in the shape `[K, G]`."""
         return Softmax(self.cap, None if self.sinks is None else self.sinks[...].reshape(shape))

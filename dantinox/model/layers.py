@@ -73,6 +73,7 @@ def _transposed_pairs(x_NI: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(pairs_JN2.transpose(0, 2, 1).reshape(I, N))
 
 
+# The last of the other arguments is `cast_w`.
 cast_tensordot.defvjp(lambda x, w, *others: (cast_tensordot(x, w, *others), (x, w, others[-1])), _cast_tensordot_backward)
 
 

@@ -48,12 +48,14 @@ def projections(activation: str, kv_projections: int = 2) -> dict[str, Projectio
     The kernels are `qkv [D, K, G+n, H]`, where n is `kv_projections` (see `ModelConfig.kv_projections`), and
     `gate_up [D, 2, F]`.
     """
-    n = kv_projections
-    attention = {"q_proj": Projection("attention/qkv", (None, -n or None))}
-    if n > 0:
-        attention["k_proj"] = Projection("attention/qkv", (-n, 1 - n or None))
-    if n > 1:
-        attention["v_proj"] = Projection("attention/qkv", (-1, None))
+    # On the second to last axis of `qkv`, the key is behind the G queries, and the value is last.
+    if kv_projections == 2:
+        parts = {"q_proj": (None, -2), "k_proj": (-2, -1), "v_proj": (-1, None)}
+    elif kv_projections == 1:  # the key is also the value
+        parts = {"q_proj": (None, -1), "k_proj": (-1, None)}
+    else:
+        parts = {"q_proj": (None, None)}
+    attention = {name: Projection("attention/qkv", part) for name, part in parts.items()}
     attention["o_proj"] = Projection("attention/out")
     if activation in PLAIN_ACTIVATIONS:
         return attention | {"up_proj": Projection("ffn/up"), "down_proj": Projection("ffn/down")}
@@ -124,7 +126,7 @@ class AdaptedLinear(nnx.Module):
         """
         matrix = self.matrix()
         axes = len(self.shape_in)
-        shape_in = x.shape[x.ndim - len(self.shape_in) :]
+        shape_in = x.shape[x.ndim - axes :]  # that of this device's shard of the inputs
         y = frozen_tensordot(x, matrix, shape_in, self.dtype)
         dropped = dropout(x, self.rate, None if self.key is None else self.key[...])
         for name, part in self.parts:
@@ -143,9 +145,9 @@ class AdaptedLinear(nnx.Module):
     def norms(self, matrix: FrozenMatrix) -> dict[str, jax.Array]:
         """Returns the norm of the frozen weights of every output of the adapted projections, by projection."""
         w = dequantize(matrix, self.shape_in)
-        return {name: jnp.sqrt(self._squares(w[slice_of_outputs(part)])) for name, part in self.parts}
+        return {name: jnp.sqrt(self._sum_of_squares(w[slice_of_outputs(part)])) for name, part in self.parts}
 
-    def _squares(self, w: jax.Array) -> jax.Array:
+    def _sum_of_squares(self, w: jax.Array) -> jax.Array:
         """Returns the sum of the squared weights of every output."""
         return jnp.sum(jnp.square(w), axis=tuple(range(len(self.shape_in))))
 
@@ -160,7 +162,7 @@ class AdaptedLinear(nnx.Module):
             where = slice_of_outputs(part)
             a, b = (jax.lax.stop_gradient(matrix[...]) for matrix in (adapter.lora_a, adapter.lora_b))
             changed = w[where] + self.factor * jnp.tensordot(a, b, 1, precision="highest")
-            squares = reduce(self._squares(changed))
+            squares = reduce(self._sum_of_squares(changed))
             norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # the output of zero weights is 0, not NaN
             factors = factors.at[where].set(adapter.lora_magnitude_vector[...] / norm)
         return factors

@@ -35,6 +35,8 @@ from dantinox.platform import get_platform
 TILE_TOKENS = 64  # rows per tile of a matrix multiplication on a CPU, or all rows if there are fewer
 # With at most this many rows, and at most as many rows as experts, each row is multiplied separately (as in decoding).
 MAX_MATVEC_ROWS = 16
+# The smallest divisor of scores. The gradient divides by its square, which must not be 0 in float32.
+MIN_SUM = 1e-18
 
 
 class Routing(NamedTuple):
@@ -83,7 +85,8 @@ class Router(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         assert config.experts is not None
-        self.rule, D, E = config.experts, config.dim, config.experts.count
+        self.rule = config.experts
+        D, E = config.dim, config.experts.count
         self.kernel = nnx.Param(D**-0.5 * jax.random.normal(rngs.params(), (D, E), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(E, jnp.float32)) if self.rule.bias else None
         self.logit_bias = nnx.Param(jnp.zeros(E, jnp.float32)) if self.rule.logit_bias else None
@@ -96,7 +99,6 @@ class Router(nnx.Module):
 
         The routing counts only the tokens for which `is_token_N` is true; None: all.
         """
-        K, E = self.rule.top_k, self.rule.count
         x_ND = x_ND.astype(jnp.float32)
         if self.scale is not None:
             x_ND = self.norm(x_ND) * self.scale[...] * x_ND.shape[-1] ** -0.5
@@ -105,33 +107,46 @@ class Router(nnx.Module):
             logits_NE = logits_NE + self.logit_bias[...]
         scores_NE = jax.nn.softmax(logits_NE) if self.rule.score == "softmax" else jax.nn.sigmoid(logits_NE)
         selection_NE = scores_NE if self.bias is None else scores_NE + self.bias[...]
-        _, experts_NK = lax.top_k(self._mask_other_groups(lax.stop_gradient(selection_NE)), K)
+        _, experts_NK = lax.top_k(self._mask_other_groups(lax.stop_gradient(selection_NE)), self.rule.top_k)
         weights_NK = jnp.take_along_axis(scores_NE, experts_NK, axis=1)
         if self.rule.normalize:
-            weights_NK = weights_NK / jnp.sum(weights_NK, axis=1, keepdims=True)
+            weights_NK = _divide_by_sum(weights_NK)
         if self.rule.scaling != 1:
             weights_NK = self.rule.scaling * weights_NK
         if self.expert_scale is not None:
             weights_NK = weights_NK * self.expert_scale[...][experts_NK]
         is_token_N = jnp.ones(len(x_ND), bool) if is_token_N is None else is_token_N
-        counts_E = parallelism.psum_batch(count_rows(jnp.where(is_token_N[:, None], experts_NK, E), E))
-        tokens = parallelism.pmean_batch(jnp.sum(is_token_N.astype(jnp.float32)))  # on average per device
-        share_N = is_token_N / jnp.where(tokens > 0, tokens, 1)
-        share_NE = scores_NE / jnp.sum(scores_NE, axis=1, keepdims=True)
-        mean_share_E = parallelism.pmean_batch(jnp.sum(share_N[:, None] * share_NE, axis=0))
-        balance = E * jnp.sum(counts_E / jnp.maximum(jnp.sum(counts_E), 1) * mean_share_E)
-        z = parallelism.pmean_batch(jnp.sum(share_N * jnp.square(jax.nn.logsumexp(logits_NE, axis=1))))
-        return experts_NK, weights_NK, Routing(balance, z, counts_E)
+        return experts_NK, weights_NK, _routing(logits_NE, scores_NE, experts_NK, is_token_N, parallelism)
 
     def _mask_other_groups(self, scores_NE: Array) -> Array:
         """Returns the scores, with −∞ for the experts of groups that the token does not use."""
         groups, E = self.rule.groups, self.rule.count
         if groups == 1:
             return scores_NE
-        best_NGS, _ = lax.top_k(scores_NE.reshape(-1, groups, E // groups), 1 if self.rule.group_score == "max" else 2)
+        # The score of a group is the sum of its best scores.
+        summed = 1 if self.rule.group_score == "max" else 2
+        best_NGS, _ = lax.top_k(scores_NE.reshape(-1, groups, E // groups), summed)
         _, chosen_NC = lax.top_k(jnp.sum(best_NGS, axis=2), self.rule.top_groups)
         taken_NG = jnp.any(chosen_NC[:, :, None] == jnp.arange(groups), axis=1)
         return jnp.where(jnp.repeat(taken_NG, E // groups, axis=1), scores_NE, -jnp.inf)
+
+
+def _routing(logits_NE: Array, scores_NE: Array, experts_NK: Array, is_token_N: Array, parallelism: Parallelism) -> Routing:
+    """Returns the routing of the tokens where `is_token_N` is true, over all shards of the batch."""
+    E = scores_NE.shape[1]
+    counts_E = parallelism.psum_batch(count_rows(jnp.where(is_token_N[:, None], experts_NK, E), E))
+    # On average per device.
+    tokens = parallelism.pmean_batch(jnp.sum(is_token_N.astype(jnp.float32)))
+    share_N = is_token_N / jnp.where(tokens > 0, tokens, 1)
+    mean_share_E = parallelism.pmean_batch(jnp.sum(share_N[:, None] * _divide_by_sum(scores_NE), axis=0))
+    balance = E * jnp.sum(counts_E / jnp.maximum(jnp.sum(counts_E), 1) * mean_share_E)
+    z = parallelism.pmean_batch(jnp.sum(share_N * jnp.square(jax.nn.logsumexp(logits_NE, axis=1))))
+    return Routing(balance, z, counts_E)
+
+
+def _divide_by_sum(scores_NE: Array) -> Array:
+    """Returns the scores of each token divided by their sum; if all are 0, they stay 0."""
+    return scores_NE / jnp.maximum(jnp.sum(scores_NE, axis=1, keepdims=True), MIN_SUM)
 
 
 def count_rows(experts: Array, E: int) -> Array:
@@ -276,9 +291,9 @@ class MixtureOfExperts(nnx.Module):
         """Returns the weighted sum of the expert outputs for each token; the router reads `routed_BTD`."""
         x_ND, routed_ND = (a.reshape(-1, x_BTD.shape[-1]) for a in (x_BTD, routed_BTD))
         is_token_N = None if is_token_BT is None else jnp.broadcast_to(is_token_BT, x_BTD.shape[:2]).reshape(-1)
-        *chosen, routing = self.router(routed_ND, parallelism, is_token_N)
+        *chosen, routing = self.router(routed_ND, parallelism, is_token_N)  # experts and weights
         x_ND, experts_NK, weights_NK = (parallelism.all_gather_tokens(parallelism.copy_to_tp(a)) for a in (x_ND, *chosen))
-        y_ND = self._local_experts(x_ND, experts_NK, weights_NK, parallelism)
+        y_ND = self._apply_local_experts(x_ND, experts_NK, weights_NK, parallelism)
         y_ND = parallelism.reduce_from_tp(parallelism.reduce_scatter_tokens(y_ND))
         if self.experts.down.bias is not None:
             experts_NK, weights_NK = (parallelism.all_gather_tokens(a) for a in chosen)
@@ -286,7 +301,7 @@ class MixtureOfExperts(nnx.Module):
             y_ND += parallelism.reduce_scatter_tokens(biases_ND)
         return y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape), routing
 
-    def _local_experts(self, x_ND: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:
+    def _apply_local_experts(self, x_ND: Array, experts_NK: Array, weights_NK: Array, parallelism: Parallelism) -> Array:
         """Returns the contribution of the experts on this device to each token: float32 `[N, D]`."""
         E_local = self.router.rule.count // parallelism.groups
         expert_M = experts_NK.reshape(-1)
@@ -365,13 +380,13 @@ def tiled_matmul(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
 
     The last tile of an expert may extend into the rows of the next expert, which then overwrites these rows.
     """
-    return _over_tiles(x_MI, w_EIO, sizes_E)
+    return _multiply_tiles(x_MI, w_EIO, sizes_E)
 
 
-def _over_tiles(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
+def _multiply_tiles(x_MI: Array, w_EIO: Array, sizes_E: Array) -> Array:
     M = len(x_MI)
     O = w_EIO.shape[2]  # noqa: E741
-    R = _tile(x_MI)
+    R = _tile_rows(x_MI)
     padded = jnp.pad(x_MI, ((0, R), (0, 0)))
 
     def expert(y: Array, part: Any) -> tuple[Array, None]:
@@ -399,7 +414,7 @@ def unpacking_matmul(x_MI: Array, packed: Array, outputs: int, sizes_E: Array, u
       packed: the packed weights of all experts; the first axis is the expert.
       unpack: converts the packed weights of an expert to `[I, outputs]`.
     """
-    M, R = len(x_MI), _tile(x_MI)
+    M, R = len(x_MI), _tile_rows(x_MI)
     padded = jnp.pad(x_MI, ((0, R), (0, 0)))
 
     def expert(y: Array, part: Any) -> tuple[Array, None]:
@@ -411,9 +426,9 @@ def unpacking_matmul(x_MI: Array, packed: Array, outputs: int, sizes_E: Array, u
 
 def _tiled_matmul_backward(residuals: Any, d_MO: Array):
     x_MI, w_EIO, sizes_E = residuals
-    R = _tile(x_MI)
+    R = _tile_rows(x_MI)
     d_MO = d_MO.astype(w_EIO.dtype)
-    d_x = _over_tiles(d_MO, w_EIO.swapaxes(1, 2), sizes_E).astype(x_MI.dtype)
+    d_x = _multiply_tiles(d_MO, w_EIO.swapaxes(1, 2), sizes_E).astype(x_MI.dtype)
     x_padded, d_padded = (jnp.pad(a, ((0, R), (0, 0))) for a in (x_MI, d_MO))
 
     def expert(_: None, part: Any) -> tuple[None, Array]:
@@ -430,12 +445,14 @@ def _tiled_matmul_backward(residuals: Any, d_MO: Array):
     return d_x, d_w.astype(w_EIO.dtype), None
 
 
-tiled_matmul.defvjp(lambda *operands: (_over_tiles(*operands), operands), _tiled_matmul_backward)
+tiled_matmul.defvjp(lambda *operands: (_multiply_tiles(*operands), operands), _tiled_matmul_backward)
 
 
-def _tile(x_MI: Array) -> int:
+def _tile_rows(x_MI: Array) -> int:
+    """Returns the number of rows of a tile."""
     return min(TILE_TOKENS, -(-len(x_MI) // 8) * 8)
 
 
 def _starts(sizes_E: Array) -> Array:
+    """Returns the first row of each expert."""
     return jnp.cumsum(sizes_E) - sizes_E

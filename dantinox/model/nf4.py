@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-BLOCK, GROUP = 64, 256
+BLOCK = 64  # weights of one output with a common magnitude
+GROUP = 256  # magnitudes with a common step
 # The quantiles of the standard normal distribution, divided by the largest, with an exact 0: appendix E of the paper.
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

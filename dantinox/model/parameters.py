@@ -50,7 +50,7 @@ def abstract_model(
 def _split_abstract(config: ModelConfig, packed: Mapping[str, Any]) -> tuple[Any, dict[Any, Any], Shapes]:
     """Returns the graph of a model, its abstract variables by path, and the shape of every parameter by name."""
     abstract = _eval_shape(config)
-    if packed:
+    if packed:  # their arrays in files are bytes
         pack_modules(abstract, {name: jax.ShapeDtypeStruct(leaf.shape, jnp.uint8) for name, leaf in packed.items()})
     graph, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))
@@ -126,7 +126,7 @@ def stack_layers(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str
     for name in parameters:
         head, _, rest = name.partition("/")
         layer, _, leaf = rest.partition("/")
-        if head == "blocks" and int(layer) < config.period:
+        if head == "blocks" and int(layer) < config.period:  # the first layer of its kind
             kind = int(layer)
             layers = [parameters[f"blocks/{i}/{leaf}"] for i in range(kind, config.num_blocks, config.period)]
             stack = np.stack if isinstance(layers[0], np.ndarray) else jnp.stack  # NumPy arrays stay in host memory

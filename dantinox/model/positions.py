@@ -50,8 +50,10 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
     if scaling.kind == "proportional":
         return np.where(np.arange(head_size // 2) < int(scaling.share * head_size // 2), slow, 0.0), 1.0
     if scaling.kind == "longrope":
-        gain = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
-        return frequencies / np.array(scaling.factors), gain if scaling.attention_factor is None else scaling.attention_factor
+        gain = scaling.attention_factor
+        if gain is None:
+            gain = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
+        return frequencies / np.array(scaling.factors), gain
     if scaling.kind == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         unscaled_share = np.clip((turns - low) / (high - low), 0, 1)
@@ -61,8 +63,10 @@ def scaled_frequencies(head_size: int, theta: float, scaling: RopeScaling) -> tu
         """Returns the real-valued index of the frequency that makes this number of turns in the original context."""
         return head_size * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    down, up = (math.floor, math.ceil) if scaling.truncate else (float, float)
-    first, last = max(down(index(scaling.beta_fast)), 0), min(up(index(scaling.beta_slow)), head_size - 1)
+    first, last = index(scaling.beta_fast), index(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_size - 1)
     unscaled_share = 1 - np.clip((np.arange(head_size // 2) - first) / max(last - first, 1e-3), 0, 1)
     if scaling.attention_factor is not None:
         gain = scaling.attention_factor

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from dantinox.model.attention import causal_mask
-from dantinox.model.cache_store import SegmentedStore
+from dantinox.model.cache_store import SegmentedStore, Store
 from dantinox.model.chunked_attention import LEAST, add_keys, cap_and_mask
 from dantinox.model.layers import Softmax
 
 MAX_BLOCK = 256  # slots
+Sums = tuple[Array, Array, Array]  # see `chunked_attention.add_keys`
 
 
 def attend_in_blocks(q_BTKGH: Array, store: SegmentedStore, positions_BT: Array, window: int | None, softmax: Softmax) -> Array:
@@ -39,13 +40,12 @@ def attend_in_blocks(q_BTKGH: Array, store: SegmentedStore, positions_BT: Array,
     if softmax.sinks_KG is not None:  # a sink counts as a key without a value
         largest_BKM = jnp.broadcast_to(jnp.repeat(softmax.sinks_KG, T, axis=1), largest_BKM.shape)
         mass_BKM += 1
-    sums = largest_BKM, mass_BKM, jnp.zeros((B, K, G * T, store.sizes[1]), jnp.float32)
-    for first, segment in store.segments_by_start:
+
+    def add_segment(sums: Sums, first: int, segment: Store) -> Sums:
+        """Adds the used blocks of the segment whose slot 0 is slot `first` of the store."""
         size = min(MAX_BLOCK, segment.slots)
 
-        def add_block(
-            number: Array, sums: tuple[Array, Array, Array], first=first, segment=segment, size=size
-        ) -> tuple[Array, Array, Array]:
+        def add_block(number: Array, sums: Sums) -> Sums:
             # The last block of a segment may overlap the one before it.
             start = jnp.minimum(number * size, segment.slots - size)
             block = segment.read_block(store.row, start, size)
@@ -55,7 +55,11 @@ def attend_in_blocks(q_BTKGH: Array, store: SegmentedStore, positions_BT: Array,
             return add_keys(sums, scores_BKMS, partial(block.weighted_values, dtype=jnp.float32))
 
         blocks = jnp.clip(-(-(store.used - first) // size), 0, -(-segment.slots // size))
-        sums = jax.lax.fori_loop(0, blocks, add_block, sums)
+        return jax.lax.fori_loop(0, blocks, add_block, sums)
+
+    sums = largest_BKM, mass_BKM, jnp.zeros((B, K, G * T, store.sizes[1]), jnp.float32)
+    for first, segment in store.segments_by_start:
+        sums = add_segment(sums, first, segment)
     _, mass_BKM, total_BKMV = sums
     out_BKMV = total_BKMV / jnp.where(mass_BKM > 0, mass_BKM, 1)[..., None]
     return out_BKMV.astype(q_BTKGH.dtype).reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4)

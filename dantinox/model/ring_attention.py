@@ -72,52 +72,72 @@ def _attend(parallelism: Parallelism, window: int | None, cap: float | None, *in
 
 
 def _forward(
-    parallelism: Parallelism, window: int | None, cap: float | None, q: Array, k: Array, v: Array, segments: Array, sinks: Any
+    parallelism: Parallelism,
+    window: int | None,
+    cap: float | None,
+    q_PNCGH: Array,
+    k_PNCH: Array,
+    v_PNCH: Array,
+    segments_PNC: Array,
+    sinks_NG: Array | None,
 ) -> tuple[Array, tuple[Any, ...]]:
-    def block(mask_RS: Array, q_RGH: Array, keys: Any, softmax: Any, _: Any) -> tuple[Any, Any]:
+    def block(mask_RS: Array, q_RGH: Array, keys: Any, sums: Any, _: Any) -> tuple[Any, Any]:
         k_SH, v_SH = keys
 
         def weigh_values(weights_RGS: Array) -> Array:
             return einsum_float32("RGS,SH->RGH", weights_RGS.astype(v_SH.dtype), v_SH)
 
-        return add_keys(softmax, _scores(q_RGH, k_SH, mask_RS, cap)[0], weigh_values), ()
+        scores_RGS, _ = _scores(q_RGH, k_SH, mask_RS, cap)
+        return add_keys(sums, scores_RGS, weigh_values), ()
 
     # The largest score, the sum of the exponentials and the weighted sum of the values. A sink counts as a key without a value.
-    least = jnp.float32(LEAST) if sinks is None else sinks[None, :, None]
+    least = jnp.float32(LEAST) if sinks_NG is None else sinks_NG[None, :, None]
+    shape = q_PNCGH.shape[:-1]
     empty = (
-        jnp.full(q.shape[:-1], least),
-        jnp.full(q.shape[:-1], float(sinks is not None)),
-        jnp.zeros((*q.shape[:-1], v.shape[-1])),
+        jnp.full(shape, least),
+        jnp.full(shape, float(sinks_NG is not None)),
+        jnp.zeros((*shape, v_PNCH.shape[-1])),
     )
-    (largest, mass, total), _ = _around_ring(parallelism, window, block, segments, q, (k, v), empty, ())
-    out = (total / mass[..., None]).astype(q.dtype)
-    return out, (q, k, v, segments, sinks, out, largest + jnp.log(mass))
+    keys = k_PNCH, v_PNCH
+    sums, _ = _around_ring(parallelism, window, block, segments_PNC, q_PNCGH, keys, empty, ())
+    largest_PNCG, mass_PNCG, total_PNCGH = sums
+    out_PNCGH = (total_PNCGH / mass_PNCG[..., None]).astype(q_PNCGH.dtype)
+    normalizer_PNCG = largest_PNCG + jnp.log(mass_PNCG)
+    return out_PNCGH, (q_PNCGH, k_PNCH, v_PNCH, segments_PNC, sinks_NG, out_PNCGH, normalizer_PNCG)
 
 
 def _backward(
-    parallelism: Parallelism, window: int | None, cap: float | None, residuals: tuple[Any, ...], d_out: Array
+    parallelism: Parallelism, window: int | None, cap: float | None, residuals: tuple[Any, ...], d_out_PNCGH: Array
 ) -> tuple[Array | None, ...]:
-    q, k, v, segments, sinks, out, normalizer = residuals
+    q_PNCGH, k_PNCH, v_PNCH, segments_PNC, sinks_NG, out_PNCGH, normalizer_PNCG = residuals
     # The derivative of the softmax subtracts Σ over keys of weight · d_weight, which equals out · d_out.
-    mean = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    mean_PNCG = jnp.sum(out_PNCGH.astype(jnp.float32) * d_out_PNCGH.astype(jnp.float32), axis=-1)
 
     def block(mask_RS: Array, queries: Any, keys: Any, d_q_RGH: Array, d_keys: Any) -> tuple[Array, Any]:
-        (q_RGH, d_out_RGH, normalizer_RG, mean_RG), (k_SH, v_SH), (d_k_SH, d_v_SH) = queries, keys, d_keys
+        q_RGH, d_out_RGH, normalizer_RG, mean_RG = queries
+        k_SH, v_SH = keys
+        d_k_SH, d_v_SH = d_keys
         scores_RGS, slope_RGS = _scores(q_RGH, k_SH, mask_RS, cap)
         weights_RGS = jnp.exp(scores_RGS - normalizer_RG[..., None])
         d_weights_RGS = einsum_float32("RGH,SH->RGS", d_out_RGH, v_SH)
         d_scores_RGS = weights_RGS * (d_weights_RGS - mean_RG[..., None]) * q_RGH.shape[-1] ** -0.5
         d_scores_RGS = d_scores_RGS if slope_RGS is None else d_scores_RGS * slope_RGS
-        weights_RGS, d_scores_RGS = weights_RGS.astype(v_SH.dtype), d_scores_RGS.astype(q_RGH.dtype)
+        weights_RGS = weights_RGS.astype(v_SH.dtype)
+        d_scores_RGS = d_scores_RGS.astype(q_RGH.dtype)
         d_k_SH = d_k_SH + einsum_float32("RGS,RGH->SH", d_scores_RGS, q_RGH)
         d_v_SH = d_v_SH + einsum_float32("RGS,RGH->SH", weights_RGS, d_out_RGH)
         return d_q_RGH + einsum_float32("RGS,SH->RGH", d_scores_RGS, k_SH), (d_k_SH, d_v_SH)
 
-    d_q, d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-    queries = q, d_out, normalizer, mean
-    d_q, (d_k, d_v) = _around_ring(parallelism, window, block, segments, queries, (k, v), d_q, (d_k, d_v))
-    d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks[None, :, None] - normalizer) * mean, axis=(0, 2))
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, d_sinks
+    inputs = q_PNCGH, k_PNCH, v_PNCH
+    zero_q, *zero_kv = (jnp.zeros(x.shape, jnp.float32) for x in inputs)
+    queries = q_PNCGH, d_out_PNCGH, normalizer_PNCG, mean_PNCG
+    keys = k_PNCH, v_PNCH
+    d_q, d_kv = _around_ring(parallelism, window, block, segments_PNC, queries, keys, zero_q, tuple(zero_kv))
+    d_q, d_k, d_v = (gradient.astype(x.dtype) for gradient, x in zip((d_q, *d_kv), inputs, strict=True))
+    if sinks_NG is None:
+        return d_q, d_k, d_v, None, None
+    sink_weights_PNCG = jnp.exp(sinks_NG[None, :, None] - normalizer_PNCG)
+    return d_q, d_k, d_v, None, -jnp.sum(sink_weights_PNCG * mean_PNCG, axis=(0, 2))
 
 
 _attend.defvjp(_forward, _backward)
@@ -174,6 +194,8 @@ def _around_ring(
     def visit(results: Any, travelling: Any, distance: Array | int) -> Any:
         """Adds the products with the keys of the device at this distance, which are here now."""
         device = (index - distance) % n
+        # The later queries with the earlier keys; and the later chunks of both if the device is
+        # later, else the earlier ones.
         pairs = jnp.stack([jnp.array([1, 0]), jnp.full(2, device > index, jnp.int32)])
         # The result of the keys arrives while the products are computed.
         arriving = parallelism.ring_shift(results[1])

@@ -107,7 +107,7 @@ class RowAdaptedLinear(nnx.Module):
         count, size = self.shape_out[-2:]
         pieces = []
         end = 0
-        for start, stop, name in (*self.spans, (count, count, None)):
+        for start, stop, name in (*self.spans, (count, count, None)):  # the last item pads to the end
             pieces.append(jnp.zeros((*heads, start - end, size), jnp.float32))
             if name is not None:
                 pieces.append(outer[name].reshape(*heads, stop - start, size))

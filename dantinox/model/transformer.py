@@ -242,30 +242,42 @@ class Transformer(nnx.Module):
         if self.config.scan_layers:
             x_BTD, routing = self._run_stacked(x_BTD, (positions_BT, angles, no_cache), keys[:L], inputs)
             return self.norm_f(x_BTD), None, {} if routing is None else {"routing": routing}
+        layer_inputs = [(positions_BT, angles[layer], layers[layer], keys[layer], inputs[layer]) for layer in range(L)]
+        x_BTD, layer_caches, outputs = self._run_separate(x_BTD, layer_inputs, probe, share_trace=cache is not None)
+        probed, routings = zip(*outputs, strict=True)
+        aux: dict[str, Any] = {} if probe is None else {"probe": probed}
+        if self.config.experts is not None:
+            aux["routing"] = jax.tree.map(lambda *parts: jnp.stack(parts), *routings)
+        return self.norm_f(x_BTD), None if cache is None else replace(cache, layers=tuple(layer_caches)), aux
+
+    def _run_separate(
+        self, x_BTD: jax.Array, layer_inputs: list[tuple[Any, ...]], probe: Probe | None, share_trace: bool
+    ) -> tuple[jax.Array, list[Any], list[tuple[Any, Any]]]:
+        """Returns the residual stream after all layers, their caches and (probe result, routing).
+
+        Args:
+          layer_inputs: for each layer: positions, rotary angles, cache, dropout key, per-layer input.
+        """
         layer_caches: list[Any] = []
+        outputs: list[tuple[Any, Any]] = []
         shared: dict[int, SharedKeys] = {}  # keys and values that later layers read too, by the index of the source layer
-        probed, routings = [], []
-        sources = [self.config.kv_source(layer) for layer in range(L)]
+        sources = [self.config.kv_source(layer) for layer in range(len(self.blocks))]
         for layer, block in enumerate(self.blocks):
-            layer_cache, source = layers[layer], sources[layer]
+            positions_BT, angles, layer_cache, key, input_BTP = layer_inputs[layer]
+            source = sources[layer]
             if source is not None:
                 layer_cache = shared[source]
             elif layer in sources:
                 layer_cache = RecordingLayer(layer_cache)
-            run: Callable = partial(self._run_block, block, probe, share_trace=cache is not None)
+            run: Callable = partial(self._run_block, block, probe, share_trace=share_trace)
             if self._rematerializes:
                 run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat])
-            layer_inputs = positions_BT, angles[layer], layer_cache, keys[layer], inputs[layer]
-            x_BTD, layer_cache, (probe_result, routing) = run(x_BTD, *layer_inputs)
+            x_BTD, layer_cache, output = run(x_BTD, positions_BT, angles, layer_cache, key, input_BTP)
             if layer in sources:
                 layer_cache, shared[layer] = layer_cache
             layer_caches.append(layer_cache)
-            probed.append(probe_result)
-            routings.append(routing)
-        aux = {} if probe is None else {"probe": tuple(probed)}
-        if self.config.experts is not None:
-            aux["routing"] = jax.tree.map(lambda *parts: jnp.stack(parts), *routings)
-        return self.norm_f(x_BTD), None if cache is None else replace(cache, layers=tuple(layer_caches)), aux
+            outputs.append(output)
+        return x_BTD, layer_caches, outputs
 
     def _angles(self, positions_BT: jax.Array) -> list[Angles]:
         """Returns the rotary angles of each layer; layers with the same rotation share the arrays."""
@@ -292,14 +304,15 @@ class Transformer(nnx.Module):
         output: tuple[jax.Array, Any, tuple[Any, Any]] = gathered(*args, probe, self.parallelism)
         return output
 
-    def _run_stacked(self, x_BTD: jax.Array, shared: tuple[Any, ...], keys: list[Any], inputs: Any) -> tuple[jax.Array, Any]:
+    def _run_stacked(self, x_BTD: jax.Array, common: tuple[Any, ...], keys: list[Any], inputs: Any) -> tuple[jax.Array, Any]:
         """Returns the residual stream after all layers, and their routing; each loop iteration runs one period of layers.
 
         Args:
-          shared: the positions, the rotary angles of each layer, and the layer cache.
+          common: the positions, the rotary angles of each layer, and the layer cache.
           inputs: the per-layer inputs of all layers.
         """
-        period, (positions_BT, angles, no_cache) = self.config.period, shared
+        period = self.config.period
+        positions_BT, angles, no_cache = common
         graphs, states = zip(*(nnx.split(block) for block in self.rolled), strict=True)
         stacked_keys = [None if keys[0] is None else jnp.stack(keys[kind::period]) for kind in range(period)]
         stacked_inputs = [None if self.per_layer is None else inputs[kind::period] for kind in range(period)]

@@ -26,10 +26,9 @@ from dantinox.run import DAMAGED_PREFIX, SAVING_SUFFIX, find_log_damage, find_st
 from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import TrainState
 
-REMOVED_SUFFIX = (
-    ".removed"  # a step is moved here before its deletion, so that a killed process never leaves half a step in place
-)
-
+# A step is moved here before its deletion, so that a killed process never leaves half a step.
+REMOVED_SUFFIX = ".removed"
+# A path that Orbax reads as it is.
 ORDINARY_PATH = re.compile(r"/(?!(gs|s3|az|hf)/)[\w./-]*", re.ASCII)
 READ_BACK_BYTES = 1 << 16  # bytes of a new checkpoint that are read back through Orbax; the manifest covers all bytes
 
@@ -55,15 +54,23 @@ class TrainingProgress:
     rewards_since_log: Sequence[float] = (0.0, 0)
 
     def after(self, val_loss: float, step: int) -> "TrainingProgress":
-        """Returns the progress after an evaluation. A loss equal to the best one is not better."""
-        if self.best_loss is None or val_loss < self.best_loss:
+        """Returns the progress after an evaluation.
+
+        A loss equal to the best one is not better, and NaN is the worst loss.
+        """
+        best = self.best_loss
+        if best is None or val_loss < best or (math.isnan(best) and not math.isnan(val_loss)):
             return replace(self, best_loss=val_loss, best_step=step, evaluations_since_best=0, evaluation_due=None)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1, evaluation_due=None)
 
     def add_reward(self, reward: float) -> "TrainingProgress":
         """Returns the progress after a step with this mean reward."""
-        since_eval, since_log = ((total + reward, n + 1) for total, n in (self.rewards_since_eval, self.rewards_since_log))
-        return replace(self, rewards_since_eval=since_eval, rewards_since_log=since_log)
+
+        def add(sum_and_count: Sequence[float]) -> tuple[float, float]:
+            total, count = sum_and_count
+            return total + reward, count + 1
+
+        return replace(self, rewards_since_eval=add(self.rewards_since_eval), rewards_since_log=add(self.rewards_since_log))
 
     def best(self, is_loss: bool = True) -> dict[str, float | int | None]:
         """Returns the best validation loss, or the best validation reward, and its step, as entries of the summary."""
@@ -151,7 +158,8 @@ class Checkpoints:
         args = orbax.args
         record = facts | {"progress": asdict(progress)}
         arguments = args.Composite(state=args.StandardSave(_state_dict(state)), facts=args.JsonSave(record))
-        updates, small = int(state.step), _smallest_arrays(state.parameters)
+        updates = int(state.step)
+        small = _smallest_arrays(state.parameters)
         metrics = None if val_loss is None else {"val_loss": val_loss}
 
         def begin() -> None:
@@ -308,7 +316,8 @@ class Checkpoints:
 
     def _set_aside(self, step: int) -> Path:
         """Renames a step and returns its new path. This frees the number, because the run will save that step again."""
-        names = (f"{DAMAGED_PREFIX}{step}" + f"-{number}" * (number > 1) for number in itertools.count(1))
+        name = f"{DAMAGED_PREFIX}{step}"
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         aside = next(self.path / name for name in names if not (self.path / name).exists())
         return self._guard_disk(lambda: (self.path / str(step)).rename(aside))
 
@@ -332,7 +341,7 @@ class Checkpoints:
         needed = _shapes(expected)
         for name in sorted(needed.keys() | saved.keys()):
             if saved.get(name) != needed.get(name):
-                has, needs = (f"the shape {found[name]}" if name in found else "no such array" for found in (saved, needed))
+                has, needs = _describe_shape(saved.get(name)), _describe_shape(needed.get(name))
                 raise UserError(f"{name} has {has} in checkpoint {step} of {self.path}, and {needs} in this run")
 
     def _guard_disk(self, action: Callable[[], Any]) -> Any:
@@ -379,11 +388,15 @@ def _with_sharding(tree: Any) -> Any:
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of arrays, or of their metadata, by path: `optimizer/1/momentum/blocks/0/…`."""
-
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
 
 
+def _describe_shape(shape: tuple[int, ...] | None) -> str:
+    return "no such array" if shape is None else f"the shape {shape}"
+
+
 def _val_loss(metrics: Any) -> float:
+    """Returns the validation loss by which Orbax finds the best step; NaN counts as infinite."""
     value = float(metrics["val_loss"])
     return value if math.isfinite(value) else math.inf

@@ -48,8 +48,9 @@ def count_passed_tests(code: str, tests: Sequence[str], seconds: float, memory_m
         tempfile.TemporaryFile() as stdin,
         tempfile.TemporaryFile() as stdout,
     ):
-        for name, text in (("answer", code), *((f"test_{number}", test) for number, test in enumerate(tests))):
-            Path(folder, f"{name}.py").write_bytes(text.encode("utf-8", "replace"))
+        sources = {"answer": code} | {f"test_{number}": test for number, test in enumerate(tests)}
+        for name, source in sources.items():
+            Path(folder, f"{name}.py").write_bytes(source.encode("utf-8", "replace"))
         stdin.write(json.dumps(request).encode())
         stdin.seek(0)
         command = [sys.executable, "-I", "-B", str(RUNNER)]

@@ -106,16 +106,15 @@ def analyze_losses(key: str, rates: list[float], losses: list[float]) -> RateTes
     for number, loss in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
         smoothed.append(mean / (1 - SMOOTHING**number))
-        if not smoothed[-1] <= DIVERGENCE_RATIO * min(smoothed):
+        if not smoothed[-1] <= DIVERGENCE_RATIO * min(smoothed):  # also NaN
             break
-    kept = sum(math.isfinite(loss) for loss in smoothed)
+    kept = sum(math.isfinite(loss) for loss in smoothed)  # only the last one may be NaN or infinite
     rates, losses, smoothed = rates[:kept], losses[:kept], smoothed[:kept]
-    low = int(np.argmin(smoothed)) if smoothed else 0
+    if not rates:
+        raise UserError(f"the loss is NaN: lower {key}")
+    low = int(np.argmin(smoothed))
     if low < 2:
-        problem = (
-            f"the loss never fell, starting at {key} {rates[0]:.1g}: lower it" if rates else f"the loss is NaN: lower {key}"
-        )
-        raise UserError(problem)
+        raise UserError(f"the loss never fell, starting at {key} {rates[0]:.1g}: lower it")
     steep = int(np.argmin(np.gradient(smoothed[: low + 1])))
     return RateTest(key, rates, losses, smoothed, rates[low], rates[steep], min(rates[steep], rates[low] / 3))
 

@@ -107,21 +107,34 @@ def launch(config: Config | str | Path, *, run_dir: str | Path | None = None, re
         settings, tokenizer, store, sample = prepared or _load_prepared(run)
         console.note(f"run directory {run.path}")
         if settings.training.max_minutes is not None:
-            console.note("compiling the training step, and measuring its time")
-            steps = total_steps(settings, store.windows_per_epoch)
-            settings = limit_steps(settings, tokenizer.vocab_size, steps, console.note)
-            if is_rank0():
-                save_config(run, settings)
+            settings = _limit_minutes(settings, run, tokenizer, store, console)
         for line in plan_lines(settings, tokenizer, store):
             console.note(line)
-        try:
+        with _cleared_if_not_started(run, resume):
             train(settings, run, tokenizer, store, console, resume=resume, sample=sample)
-        except Exception:
-            started = run.metrics.exists() or any(run.checkpoints.glob("*"))
-            if not (resume or started) and is_rank0():  # the command can be repeated with other settings
-                clear_failed_start(run)
-            raise
     return run
+
+
+@contextlib.contextmanager
+def _cleared_if_not_started(run: RunDirectory, resume: bool) -> Iterator[None]:
+    """Clears a new run that fails before its first log row, so that the command can be repeated."""
+    try:
+        yield
+    except Exception:
+        started = run.metrics.exists() or any(run.checkpoints.glob("*"))
+        if not (resume or started) and is_rank0():
+            clear_failed_start(run)
+        raise
+
+
+def _limit_minutes(settings: Config, run: RunDirectory, tokenizer: Tokenizer, store: TokenStore, console: Console) -> Config:
+    """Measures a step, and replaces `training.max_minutes` by a number of steps, also on disk."""
+    console.note("compiling the training step, and measuring its time")
+    steps = total_steps(settings, store.windows_per_epoch)
+    settings = limit_steps(settings, tokenizer.vocab_size, steps, console.note)
+    if is_rank0():
+        save_config(run, settings)
+    return settings
 
 
 def _read_settings(config: Config | str | Path, resume: bool) -> Config:
@@ -240,22 +253,7 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
     if m.experts is not None:
         feed_forward += f", {m.experts.top_k} of {m.experts.count} experts"
     steps = total_steps(config, store.windows_per_epoch)
-    tokens = steps * t.batch_size * m.max_context
-    text = f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"
-    epochs = tokens / store.train.tokens
-    rows = f"{t.batch_size} × {m.max_context} tokens"
-    if isinstance(store, PromptStore):
-        samples = rows_per_step(config) // t.batch_size
-        answers = f"{t.batch_size} prompts with {samples} answers of at most {store.answer_tokens} tokens each"
-        text = f"{human_count(store.train.documents)} training prompts, {human_count(store.val.documents)} for validation"
-        text += f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
-        epochs = steps * t.batch_size / store.windows_per_epoch
-        rows = answers
-    elif isinstance(store, ConversationStore):
-        what = {"conversation": "conversations", "pair": "pairs", "label": "labeled completions"}[store.form]
-        text += f" in {store.conversations} {what}" + f", {store.left_out} of them too long and skipped" * (store.left_out > 0)
-        epochs = steps * t.batch_size / store.windows_per_epoch
-        rows = f"{t.batch_size} {what} of {m.max_context} tokens" if store.pairs else rows
+    text, rows, epochs = _describe_data(config, store, steps)
     adapters = []
     lora = config.trained_architecture(tokenizer.vocab_size).lora
     if lora is not None:
@@ -274,8 +272,30 @@ def plan_lines(config: Config, tokenizer: Tokenizer, store: TokenStore) -> Itera
         ("optimizer", f"{t.optimizer}, lr {t.lr:g}, {t.schedule} schedule, seed {t.seed}"),
     ]).rstrip()  # fmt: skip
     if t.steps is None and steps < MIN_STEPS:
-        rows = f"{store.windows_per_epoch} rows, {t.batch_size} per step"
-        yield (
-            f"warning: training.epochs {t.epochs:g} with this corpus ({rows}) gives only {steps} step{'s' * (steps > 1)}: "
-            "raise training.epochs or lower training.batch_size"
-        )
+        corpus = f"this corpus ({store.windows_per_epoch} rows, {t.batch_size} per step)"
+        few = "1 step" if steps == 1 else f"{steps} steps"
+        remedy = "raise training.epochs or lower training.batch_size"
+        yield f"warning: training.epochs {t.epochs:g} with {corpus} gives only {few}: {remedy}"
+
+
+def _describe_data(config: Config, store: TokenStore, steps: int) -> tuple[str, str, float]:
+    """Returns phrases about the data and about the rows of a step, and the number of epochs."""
+    batch = config.training.batch_size
+    context = config.model.max_context
+    epochs = steps * batch / store.windows_per_epoch
+    if isinstance(store, PromptStore):
+        text = f"{human_count(store.train.documents)} training prompts, {human_count(store.val.documents)} for validation"
+        samples = rows_per_step(config) // batch
+        rows = f"{batch} prompts with {samples} answers of at most {store.answer_tokens} tokens each"
+        return text + _left_out(store.left_out), rows, epochs
+    text = f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for validation"
+    rows = f"{batch} × {context} tokens"
+    if not isinstance(store, ConversationStore):
+        return text, rows, steps * batch * context / store.train.tokens
+    examples = {"conversation": "conversations", "pair": "pairs", "label": "labeled completions"}[store.form]
+    text += f" in {store.conversations} {examples}" + _left_out(store.left_out)
+    return text, f"{batch} {examples} of {context} tokens" if store.pairs else rows, epochs
+
+
+def _left_out(count: int) -> str:
+    return f", {count} of them too long and skipped" if count else ""

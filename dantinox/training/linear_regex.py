@@ -62,16 +62,20 @@ def _with_any_text_around(pattern: str) -> str:
 
 def _has_alternatives(pattern: str) -> bool:
     """Whether an expression contains `|` outside of groups and character classes."""
-    depth = 0
-    in_class = False
+    groups = classes = 0  # that are open
+    starts_class = False  # whether the next character begins a class, where `]` is literal
     characters = iter(pattern)
     for character in characters:
+        first, starts_class = starts_class, character == "["
         if character == "\\":
             next(characters, None)
-        elif in_class or character == "[":
-            in_class = character != "]"
-        elif character == "|" and depth == 0:
+        elif character == "[":
+            classes += 1
+        elif classes:
+            starts_class = first and character == "^"
+            classes -= character == "]" and not first
+        elif character == "|" and groups == 0:
             return True
         else:
-            depth += (character == "(") - (character == ")")
+            groups += (character == "(") - (character == ")")
     return False

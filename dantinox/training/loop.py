@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -39,10 +39,10 @@ from dantinox.report import Console
 from dantinox.run import RunDirectory, open_base, weights_digest, write_file
 from dantinox.text import Batch, ConversationStore, PromptStore, Tokenizer, TokenStore
 from dantinox.training.batch_source import BatchSource, SamplingInterrupted, StoredBatches
-from dantinox.training.checkpoint_store import Checkpoints, TrainingProgress
+from dantinox.training.checkpoint_store import Checkpoints, RestoredCheckpoint, TrainingProgress
 from dantinox.training.memory import check_memory, limit_kept_memory, out_of_memory
 from dantinox.training.reference_logprobs import compute_reference_logprobs, load_or_compute_logprobs
-from dantinox.training.results import export_weights, write_answers, write_summary
+from dantinox.training.results import export_weights, write_answers, write_plot, write_summary
 from dantinox.training.rollout_batches import RolloutBatches, rollout_length
 from dantinox.training.sampled_batches import SampledBatches
 from dantinox.training.signals import StopRequest, stop_request
@@ -112,7 +112,13 @@ class Trainer:
         sample: Sampler | None,
         stop: StopRequest,
     ):
-        self.config, self.run, self.store, self.console, self.sample, self.stop = config, run, store, console, sample, stop
+        self.config = config
+        self.run = run
+        self.tokenizer = tokenizer
+        self.store = store
+        self.console = console
+        self.sample = sample
+        self.stop = stop
         self.steps = total_steps(config, store.windows_per_epoch)
         self.model = config.trained_architecture(tokenizer.vocab_size)
         self.layout = make_layout(config, self.model)
@@ -125,14 +131,14 @@ class Trainer:
         self.log = TrainingLog(config, self.model, self.layout, run, console, self.train_step.tokens, teacher_model)
         self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))
         self.stop_sync = StopSync()
-        self.step, self.progress = 0, TrainingProgress()
+        self.step = 0
+        self.progress = TrainingProgress()
         self.state: TrainState
         self.on_cpu = get_platform().name == "cpu"
         self.frozen: Parameters = {}  # the frozen weights under adapters
         self.teacher_weights: Parameters = {}  # the weights of the teacher
         self.rollouts: RolloutBatches | None = None
         self.sampled: SampledBatches | None = None
-        self.tokenizer = tokenizer
         self.val_loss: float | None = None  # of the current step; in training with rewards, the mean reward times -1
         self.saved_step: int | None = None
         self.rewinds = 0  # since the last checkpoint
@@ -158,12 +164,7 @@ class Trainer:
             base = None if restored else weights_digest(open_base(self.config.training.init_from, self.run))
             self.store.reference = load_or_compute_logprobs(self.run, self.store, base, compute, self.console.note)
         if isinstance(self.store, PromptStore):
-            read = partial(starting_weights, self.config, self.model, self.facts["tokenizer_sha256"])
-            is_stopped = lambda: self.stop.signal is not None  # noqa: E731
-            if self.teacher is None:
-                self.rollouts = RolloutBatches(self.train_step, self.store, self.tokenizer, self.frozen, read, is_stopped)
-            else:
-                self.sampled = SampledBatches(self.train_step, self.store, self.tokenizer, self.frozen, is_stopped)
+            self._prepare_sampling(self.store)
         if self.on_cpu:
             release_free_memory()
         self.log.files.truncate(self._last_row())
@@ -172,6 +173,18 @@ class Trainer:
         self.run_until_done()
         self._finish()
         return self.progress
+
+    def _prepare_sampling(self, store: PromptStore) -> None:
+        """Prepares the source of batches whose answers the model itself samples."""
+
+        def is_stopped() -> bool:
+            return self.stop.signal is not None
+
+        if self.teacher is not None:
+            self.sampled = SampledBatches(self.train_step, store, self.tokenizer, self.frozen, is_stopped)
+            return
+        read = partial(starting_weights, self.config, self.model, self.facts["tokenizer_sha256"])
+        self.rollouts = RolloutBatches(self.train_step, store, self.tokenizer, self.frozen, read, is_stopped)
 
     def run_until_done(self) -> None:
         """Trains to the end, restarting the loop after each rewind."""
@@ -185,13 +198,14 @@ class Trainer:
             if self.config.training.nan_policy != "rewind":
                 self.checkpoints.wait()
                 good = self.checkpoints.newest()
-                hint = f"the last good checkpoint is step {good}" if good else "there is no checkpoint yet"
+                hint = "there is no checkpoint yet" if good is None else f"the last good checkpoint is step {good}"
                 raise UserError(f"{bad}; {hint}") from bad
             self._rewind(bad)
 
     def _open_batches(self) -> BatchSource:
         """Returns the source of the batches from the current step on."""
-        t, skipped = self.config.training, self.progress.skipped_batches
+        t = self.config.training
+        skipped = self.progress.skipped_batches
         source = self.rollouts or self.sampled
         if source is not None:
             source.skipped_batches = skipped
@@ -207,11 +221,12 @@ class Trainer:
         self.rewinds += 1
         if self.rewinds > MAX_REWINDS:
             raise UserError(f"{bad}; {MAX_REWINDS} rewinds to the same checkpoint did not help")
-        before, self.val_loss = self.progress, None
+        before = self.progress
+        self.val_loss = None
         del self.state  # memory may not hold two states
         self.checkpoints.wait()
         if restored := self.checkpoints.restore(self.train_step.shapes):
-            self.step, self.state, self.progress = restored.step, restored.state, restored.progress
+            self._set_position(restored)
         else:
             self._init_state()
         self.progress = replace(self.progress, skipped_batches=before.skipped_batches + bad.step - self.step)
@@ -226,7 +241,8 @@ class Trainer:
 
     def _init_state(self) -> None:
         weights = starting_weights(self.config, self.model, self.facts["tokenizer_sha256"])
-        self.step, self.progress = 0, TrainingProgress()
+        self.step = 0
+        self.progress = TrainingProgress()
         self.state = self.train_step.initial_state(weights, self.frozen)
 
     def _restore(self) -> bool:
@@ -238,9 +254,14 @@ class Trainer:
         notes = check_facts(restored.facts, self.facts, self.config.training.deterministic)
         for note in [*restored.notes, *notes, f"resumed from step {restored.step}"]:
             self.console.note(note)
-        self.state, self.progress = restored.state, restored.progress
-        self.step = self.saved_step = restored.step
+        self._set_position(restored)
+        self.saved_step = self.step
         return True
+
+    def _set_position(self, restored: RestoredCheckpoint) -> None:
+        self.step = restored.step
+        self.state = restored.state
+        self.progress = restored.progress
 
     def _loop(self, batches: BatchSource) -> None:
         if self._evaluates_start() or self.progress.evaluation_due:
@@ -250,7 +271,7 @@ class Trainer:
             try:
                 batch = batches.batch(self.step, self.state)
             except SamplingInterrupted:
-                self._stop_if_requested()
+                self._save_and_stop()
             for _ in range(self.updates):
                 self.state, metrics = self.programs.train(self.state, batch, self.frozen, self.teacher_weights)
             self.step += 1
@@ -274,7 +295,8 @@ class Trainer:
 
     def _after_step(self) -> None:
         """Runs the actions that are due after this step: a log row, an evaluation, a sample, a checkpoint."""
-        t, last = self.config.training, self.step == self.steps
+        t = self.config.training
+        last = self.step == self.steps
         evaluates = self.step % t.eval_every == 0 or last
         if self.train_step.is_logged(self.step):
             mean_loss = _mean(self.state.loss_since_log)
@@ -290,11 +312,12 @@ class Trainer:
                 if self.rollouts is not None:
                     write_answers(self.run, self.step, self.rollouts.samples())
                     self._show_sample(self.rollouts.example())
-                elif self.sample and self.stop.signal is None:
+                elif self.sample and not self._all_agree_to_stop():
                     self._write_sample(self.sample)
         if last or self._is_finished():
             return  # `_finish` writes the last checkpoint after everything else
-        if (self.step % t.checkpoint_every == 0) if t.checkpoint_every else evaluates:
+        saves = self.step % t.checkpoint_every == 0 if t.checkpoint_every else evaluates
+        if saves:
             self._save()
 
     def _is_finished(self) -> bool:
@@ -314,9 +337,9 @@ class Trainer:
             if mean is not None:
                 self.log.check(self.step, mean)
             self.state = self.state._replace(loss_since_eval=self._zeros())
-            per_token, nats = self.train_step.objective.per_token, metrics.get("val_data_loss", loss)
             bits = None
-            if per_token and self.sampled is None and self._bytes_per_target:
+            if self.train_step.objective.per_token and self.sampled is None and self._bytes_per_target:
+                nats = metrics.get("val_data_loss", loss)
                 bits = nats / math.log(2) / self._bytes_per_target
             row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | row_metrics
             if self.rollouts is not None:
@@ -325,7 +348,8 @@ class Trainer:
                 self.progress = replace(self.progress, rewards_since_eval=(0.0, 0))
                 row |= {"val_loss": None} | rewards
             self.log.evaluation(row, metrics)
-            self.val_loss, self.progress = loss, self.progress.after(loss, self.step)
+            self.val_loss = loss
+            self.progress = self.progress.after(loss, self.step)
             if self.progress.best_step == self.step:
                 self._export(self.state)
 
@@ -335,16 +359,19 @@ class Trainer:
         Returns:
           The loss, and the metrics of the objective with the prefix `val_`. The loss is None if a stop signal arrived.
         """
-        nats, count, metrics, rows = 0.0, 0.0, None, self.programs.eval_rows
+        nats = 0.0
+        count = 0.0
+        metrics = None
+        rows = self.programs.eval_rows
         try:
             for batch in self._validation_batches(rows):
                 placed = self.layout.put_batch(partial(select_rows, batch), rows)
                 part = jax.device_get(self.programs.evaluate(self.state.weights, placed, self.frozen, self.teacher_weights))
-                nats, count = nats + float(part.nats), count + float(part.num_targets)
+                nats += float(part.nats)
+                count += float(part.num_targets)
                 if part.metrics is not None:
                     metrics = np.asarray(part.metrics, np.float64) + (0 if metrics is None else metrics)
-                self.stop.signal = all_reduce_max(self.stop.signal or 0) or None
-                if self.stop.signal is not None:
+                if self._all_agree_to_stop():
                     return None, {}
         except SamplingInterrupted:
             return None, {}
@@ -363,7 +390,8 @@ class Trainer:
         size = count = 0
         for batch in self._validation_batches(self.programs.eval_rows):
             targets_N = batch.targets_BT[batch.mask_BT > 0]
-            size, count = size + self.tokenizer.count_bytes(targets_N), count + len(targets_N)
+            size += self.tokenizer.count_bytes(targets_N)
+            count += len(targets_N)
         return size / max(count, 1)
 
     def _write_sample(self, sample: Sampler) -> None:
@@ -391,12 +419,26 @@ class Trainer:
         with self.log.paused():
             self.log.check(self.step, float(self.state.loss_since_eval[0]))
             self.checkpoints.save(self.step, self.state, self.progress, self.facts, self.val_loss)
-        self.saved_step, self.rewinds = self.step, 0
+        self.saved_step = self.step
+        self.rewinds = 0
+
+    def _all_agree_to_stop(self) -> bool:
+        """Returns whether any process has received a stop signal; all processes call it together."""
+        number = all_reduce_max(self.stop.signal or 0)
+        if number:  # else a signal that has arrived meanwhile stays in `stop`
+            self.stop.signal = number
+        return number > 0
 
     def _stop_if_requested(self) -> None:
-        self.stop.signal = self.stop_sync.poll(self.stop.signal)
-        if self.stop.signal is None:
-            return
+        # All processes know the signal that interrupted an evaluation already. They learn of others
+        # a few steps later.
+        requested = self.stop.signal if self.progress.evaluation_due else self.stop_sync.poll(self.stop.signal)
+        if requested is None:
+            return  # a signal that has arrived meanwhile stays in `stop`
+        self.stop.signal = requested
+        self._save_and_stop()
+
+    def _save_and_stop(self) -> NoReturn:
         self._save()
         self.checkpoints.wait()
         self.console.note(f"stopped by a signal; step {self.step} is saved, continue with --resume")
@@ -407,13 +449,14 @@ class Trainer:
         self._export_missing()
         if is_rank0():
             tokens = self.step * self.train_step.tokens
-            write_summary(
-                self.config, self.run, self.model, self.state, self.step, tokens, self.progress, self.facts, self.console
-            )
+            write_summary(self.config, self.run, self.model, self.state, self.step, tokens, self.progress, self.facts)
+            if self.config.logging.plot:
+                write_plot(self.config, self.run, self.console)
         self._save()
         self.checkpoints.wait()
-        (name, best), (_, best_step) = self.progress.best(self.rollouts is None).items()
-        self.console.note(f"finished at step {self.step}: best {name} {best:.4f} at {best_step}")
+        best = self.progress.best(self.rollouts is None)
+        name = next(iter(best))
+        self.console.note(f"finished at step {self.step}: best {name} {best[name]:.4f} at {best['best_step']}")
 
     def _export_missing(self) -> None:
         """Exports the best weights, or else the last ones, if the exported file is missing."""

@@ -142,8 +142,11 @@ def limit_kept_memory(plan: MemoryPlan) -> None:
 
 
 def used_gb() -> float | None:
-    """Returns the peak memory in use on the device, or the resident memory of this process on a CPU, in 10⁹ bytes."""
-    device = jax.devices()[0]
+    """Returns the peak memory in use on a device of this process, in 10⁹ bytes.
+
+    On a CPU it is the resident memory of this process.
+    """
+    device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats:
         return stats.get("peak_bytes_in_use", stats.get("bytes_in_use", 0)) / 1e9

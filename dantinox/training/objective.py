@@ -68,9 +68,15 @@ class Objective(NamedTuple):
 
     def named_metrics(self, means: Any, prefix: str = "") -> dict[str, float]:
         """Returns the means of the metrics by column name, without those of which the batch has no example."""
-        values = dict(zip(self.metrics, () if means is None else np.asarray(means, np.float64).tolist(), strict=True))
-        weights = {name: values[self.metric_weights[name]] if name in self.metric_weights else 1.0 for name in values}
-        return {f"{prefix}{name}": values[name] / weights[name] for name in values if weights[name]}
+        if means is None:
+            return {}
+        values = dict(zip(self.metrics, np.asarray(means, np.float64).tolist(), strict=True))
+        named = {}
+        for name, value in values.items():
+            weight = values[self.metric_weights[name]] if name in self.metric_weights else 1.0
+            if weight:
+                named[f"{prefix}{name}"] = value / weight
+        return named
 
 
 def random_batch(shapes: Any, vocab_size: int) -> Any:
@@ -89,7 +95,8 @@ def random_batch(shapes: Any, vocab_size: int) -> Any:
 
 def abstract_windows(rows: int, length: int) -> Any:
     """Returns the shapes of a `Batch`."""
-    return Batch(*(jax.ShapeDtypeStruct((rows, length), t) for t in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))  # type: ignore[arg-type]
+    int32, float32 = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.float32))
+    return Batch(int32, int32, int32, float32)  # type: ignore[arg-type]
 
 
 def abstract_pairs(rows: int, length: int) -> Any:

@@ -120,6 +120,8 @@ def _orthogonalize_local(
     """Runs `orthogonalize` on the shards of one device, or on whole matrices without a mesh."""
     matmul = partial(jnp.matmul, precision=PRECISION[polynomials])
     matrices: Parameters = {}
+    # The names of matrices with the same height, and with the same mesh axes over their columns and
+    # over their stack.
     groups: dict[tuple[int, tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for name, g in gradients.items():
         x = g.reshape(matrix_shape(name, g.shape) or g.shape)
@@ -132,18 +134,18 @@ def _orthogonalize_local(
         grams = [matmul(matrices[name], matrices[name].mT).reshape(-1, height, height) for name in names]
         ends = np.cumsum([len(gram) for gram in grams])
         others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in (*columns, *stack))
-        group_roots = jnp.split(
-            _sharded_inverse_roots(jnp.concatenate(grams), columns, others, sizes, polynomials)[: ends[-1]], ends[:-1]
-        )
-        roots |= {n: root.reshape(*matrices[n].shape[:-1], height) for n, root in zip(names, group_roots, strict=True)}
+        padded_roots = _sharded_inverse_roots(jnp.concatenate(grams), columns, others, sizes, polynomials)
+        group_roots = jnp.split(padded_roots[: ends[-1]], ends[:-1])
+        for name, root in zip(names, group_roots, strict=True):
+            roots[name] = root.reshape(*matrices[name].shape[:-1], height)
     result: Parameters = {}
     for name, g in gradients.items():
-        side, root = sides[name], roots[name]
-        if side.rows:
+        side = sides[name]
+        root = roots[name]
+        if side.rows:  # only this device's rows of the result
             local_rows = side.height // math.prod(sizes[axis] for axis in side.rows)
-            root = jax.lax.dynamic_slice_in_dim(
-                root, jax.lax.axis_index(side.rows) * local_rows, local_rows, axis=root.ndim - 2
-            )
+            first = jax.lax.axis_index(side.rows) * local_rows
+            root = jax.lax.dynamic_slice_in_dim(root, first, local_rows, axis=root.ndim - 2)
         x = matmul(root, matrices[name])
         result[name] = (side.scale * (x.mT if side.transposed else x)).reshape(g.shape)
     return result
@@ -183,7 +185,7 @@ def _inverse_root(grams_MNN: jax.Array, polynomials: int) -> jax.Array:
     identity = root_MNN = jnp.eye(a_MNN.shape[-1])
     for index, (a, b, c) in enumerate(steps):
         p_MNN = a * identity + b * a_MNN + c * matmul(a_MNN, a_MNN)
-        root_MNN = matmul(p_MNN, root_MNN) if index else p_MNN
+        root_MNN = matmul(p_MNN, root_MNN) if index else p_MNN  # the first root is the identity
         if index + 1 < len(steps):
             a_MNN = matmul(matmul(p_MNN, a_MNN), p_MNN)
     return root_MNN * jax.lax.rsqrt(norm_M11)

@@ -147,7 +147,8 @@ def _mean_logprobs(logp_P2: jax.Array, pairs: Preferences) -> jax.Array:
 
 def _conversation(examples: LabeledCompletions, index: int) -> Batch:
     """Returns the first or second conversation of every example."""
-    return Batch(*(array[:, index] for array in examples[:4]))
+    arrays = examples.tokens_P2T, examples.targets_P2T, examples.segments_P2T, examples.mask_P2T
+    return Batch(*(array_P2T[:, index] for array_P2T in arrays))
 
 
 def _pair_logprobs_and_aux(

@@ -37,14 +37,14 @@ def compute_reference_logprobs(
 def load_or_compute_logprobs(
     run: RunDirectory,
     store: ConversationStore,
-    weights: str | None,
+    weights_sha256: str | None,
     compute: Callable[[], np.ndarray],
     note: Callable[[str], None] = lambda line: None,
 ) -> np.ndarray:
     """Loads the log-probabilities of the run's tokens, float32 `[pairs, 2]`, or computes and saves them.
 
     Args:
-      weights: the SHA-256 of the reference weights, which are the weights before training. None when a run is
+      weights_sha256: the SHA-256 of the reference weights, which are the weights before training. None when a run is
         resumed: training has then changed the weights of the run, so the file must exist.
 
     Raises:
@@ -56,19 +56,19 @@ def load_or_compute_logprobs(
         try:
             record = json.loads(path.read_bytes())
             logprobs = np.array(record["log_probabilities"], np.float32)
-            same = record["tokens"] == store.name and weights in (None, record["weights"])
+            same = record["tokens"] == store.name and weights_sha256 in (None, record["weights"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is not a valid file of log-probabilities: {error}") from None
         if same and logprobs.shape == store.reference.shape:
             return logprobs
-    if weights is None:
+    if weights_sha256 is None:
         raise UserError(
             f"{run.data} has no log-probabilities of its tokens under the starting weights: restore {REFERENCE_FILE}"
         )
     note("computing the log-probabilities of all answers under the starting weights")
     logprobs = compute()
     if is_rank0():
-        record = {"tokens": store.name, "weights": weights, "log_probabilities": logprobs.tolist()}
+        record = {"tokens": store.name, "weights": weights_sha256, "log_probabilities": logprobs.tolist()}
         write_file(run.path, f"{run.data.name}/{REFERENCE_FILE}", json.dumps(record) + "\n")
     barrier()
     return logprobs

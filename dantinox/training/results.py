@@ -47,14 +47,12 @@ def write_summary(
     tokens: int,
     progress: TrainingProgress,
     facts: dict[str, Any],
-    console: Console,
 ) -> None:
-    """Writes the summary of a finished training run and, with `logging.plot`, a plot of its loss or its rewards.
+    """Writes the summary of a finished training run.
 
     Args:
       tokens: the tokens of all steps.
     """
-    has_loss = OBJECTIVES[config.training.objective].has_validation_loss
     sizes = {name: math.prod(leaf.shape) for name, leaf in abstract_model(replace(model_config, lora=None))[1].items()}
     embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm")))
     summary = {
@@ -63,12 +61,19 @@ def write_summary(
         "parameters_without_embeddings": sum(sizes.values()) - embeddings,
         "steps": step,
         "tokens": tokens,
-        **progress.best(has_loss),
+        **progress.best(_has_loss(config)),
         "model": asdict(model_config),
     }
     write_file(run.path, run.summary(config).name, json.dumps(summary | facts, indent=1) + "\n")
-    if config.logging.plot:
-        try:
-            plot_loss(run.log(config), run.metrics, run.plots / ("loss.png" if has_loss else "reward.png"))
-        except UserError as error:
-            console.note(f"no plot: {error}")
+
+
+def write_plot(config: Config, run: RunDirectory, console: Console) -> None:
+    """Writes a plot of the loss or the rewards of a training run, or notes why it cannot."""
+    try:
+        plot_loss(run.log(config), run.metrics, run.plots / ("loss.png" if _has_loss(config) else "reward.png"))
+    except UserError as error:
+        console.note(f"no plot: {error}")
+
+
+def _has_loss(config: Config) -> bool:
+    return OBJECTIVES[config.training.objective].has_validation_loss

@@ -73,14 +73,16 @@ def build_rewards(section: GRPOSection) -> RewardFunction:
       UserError: an expression or a schema is invalid, a file or a function does not exist, a library is missing, or
         `python_tests` is not allowed or not possible on this platform.
     """
-    scores, weights = dict[str, Score](), dict[str, float]()
+    scores: dict[str, Score] = {}
+    weights: dict[str, float] = {}
     for entry in section.rewards:
         options = parse_reward(entry)
         if isinstance(options, PythonTests) and not section.allow_code_execution:
             raise UserError("the reward python_tests needs grpo.allow_code_execution: true")
         same = [name for name in scores if name.partition("#")[0] == options.name]
         name = f"{options.name}#{len(same) + 1}" if same else options.name
-        scores[name], weights[name] = BUILDERS[type(options)](options), options.weight
+        scores[name] = BUILDERS[type(options)](options)
+        weights[name] = options.weight
     return RewardFunction(scores, weights)
 
 
@@ -118,18 +120,16 @@ def find_number(text: str, after: str | None = None, required: bool = False) -> 
       required: whether a text without `after` has no number. Otherwise its last number is returned.
     """
     text = text.replace("\u2212", "-")  # the minus sign
-    begin = text.rfind(after) if after else -1
-    if after and begin < 0 and required:
+    match = None
+    if after and after in text:
+        match = NUMBER.search(text, text.rindex(after) + len(after))
+    elif not (after and required):
+        for number in NUMBER.finditer(text):
+            match = number  # in the end the last one
+    if match is None:
         return None
-    if after and begin >= 0:
-        first = NUMBER.search(text, begin + len(after))
-        found = first[0] if first else None
-    else:
-        found = None
-        for match in NUMBER.finditer(text):
-            found = match[0]
-    number = None if found is None else float(found.replace(",", ""))
-    return number if number is not None and math.isfinite(number) else None
+    value = float(match[0].replace(",", ""))
+    return value if math.isfinite(value) else None
 
 
 def regex(options: Regex) -> Score:

@@ -20,7 +20,7 @@ from dantinox.training.policy_objective import answer_logprobs
 from dantinox.training.rewards import build_rewards
 from dantinox.training.rollout import Rollout, answer_rows, token_weights
 from dantinox.training.rollout_sampler import Answer, RolloutSampler, rollout_seed
-from dantinox.training.step import TrainState, TrainStep, select_rows
+from dantinox.training.step import TrainState, TrainStep
 
 LENGTH_MULTIPLE = 8  # the length of the rows is a multiple of this number
 SAVED_GROUPS = 8  # groups in a file of samples
@@ -112,10 +112,9 @@ class RolloutBatches:
         self._is_logged = step.is_logged
         self._pad = tokenizer.pad_id or 0
         self._length = step.length
-        self._rollouts, self._greedy = (
-            RolloutSampler(config, step.model, tokenizer, store.longest, samples=samples, prompts=prompts)
-            for samples, prompts in ((config.grpo.samples, store.batch_size), (1, store.validation_rows))
-        )
+        sampler = partial(RolloutSampler, config, step.model, tokenizer, store.longest)
+        self._rollouts = sampler(samples=config.grpo.samples, prompts=store.batch_size)
+        self._greedy = sampler(samples=1, prompts=store.validation_rows)
         self.skipped_batches = 0
         self.metrics: dict[str, float] = {}
         self.groups: list[Group] = []
@@ -133,11 +132,8 @@ class RolloutBatches:
         groups, rounds = self._sample_groups(step + self.skipped_batches, weights)
         sampled = time.perf_counter()
         rows, sampled_RT = rollout_rows(groups, self._length, self._config, self._pad)
-        t = self._config.training
-        placed, sampled_RT = self._layout.put_batch(
-            lambda numbers=None: (select_rows(rows, numbers), sampled_RT if numbers is None else sampled_RT[numbers]),
-            len(sampled_RT),
-            t.grad_accum,
+        placed, sampled_RT = self._layout.put_batch(  # on one device, which reads all rows
+            lambda: (rows, sampled_RT), len(sampled_RT), self._config.training.grad_accum
         )
         metrics = _group_metrics(groups)
         updates = self._config.grpo.updates
@@ -185,13 +181,19 @@ class RolloutBatches:
 
     def samples(self) -> str:
         """Returns answers of the newest batch with their rewards as JSON Lines, `SAVED_GROUPS` groups."""
-        lines = [
-            {"prompt": group.prompt.text, "answer": answer.text, "reward": float(reward), "rewards": scores}
-            | {"finish_reason": answer.finish_reason, "tokens": len(answer.ids)}
-            for group in self.groups[:SAVED_GROUPS]
-            for answer, scores, reward in zip(group.answers, group.scores, group.rewards_N, strict=True)
-        ]
-        return "".join(json.dumps(line) + "\n" for line in lines)
+        lines = []
+        for group in self.groups[:SAVED_GROUPS]:
+            for answer, scores, reward in zip(group.answers, group.scores, group.rewards_N, strict=True):
+                record = {
+                    "prompt": group.prompt.text,
+                    "answer": answer.text,
+                    "reward": float(reward),
+                    "rewards": scores,
+                    "finish_reason": answer.finish_reason,
+                    "tokens": len(answer.ids),
+                }
+                lines.append(json.dumps(record) + "\n")
+        return "".join(lines)
 
     def example(self) -> str:
         """Returns the first prompt of the newest batch with an answer and its reward."""
@@ -216,6 +218,7 @@ class RolloutBatches:
                 if not self._config.grpo.options.dynamic_sampling:
                     return found, 1
             else:
+                # Each of these replaces one group.
                 useful = iter([group for group in groups if not group.is_uniform])
                 found = [next(useful, group) if group.is_uniform else group for group in found]
             rounds += 1

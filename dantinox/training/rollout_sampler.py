@@ -13,7 +13,7 @@ import numpy as np
 from dantinox.config import Config, KVSection, ModelConfig, with_generation
 from dantinox.config.generation_settings import active_steps
 from dantinox.generation import LoadedModel
-from dantinox.generation.api.offline_run import BatchRun
+from dantinox.generation.api.result import Result
 from dantinox.sampling import StepInfo
 from dantinox.text import Tokenizer
 from dantinox.training.batch_source import SamplingInterrupted
@@ -103,19 +103,18 @@ class RolloutSampler:
                 for number in (*numbers, *padding)
             ]
             (run,) = loaded.start(requests, pad=lambda length: self._longest, slots=self._slots)
-            assert isinstance(run, BatchRun)
             for _ in run.parts():
                 if stop():
                     raise SamplingInterrupted
-            answers += list(self._answers(run))[: len(numbers)]
+            answers += list(self._answers(run.results))[: len(numbers)]
         return answers
 
-    def _answers(self, run: BatchRun) -> Iterator[list[Answer]]:
+    def _answers(self, results: Sequence[Result]) -> Iterator[list[Answer]]:
         """Yields the answers to each prompt of a finished batch."""
-        for start in range(0, len(run.results), self.samples):
+        for start in range(0, len(results), self.samples):
             yield [
                 Answer(tuple(result.tokens), result.text, self._logprobs(result.steps), result.finish_reason)
-                for result in run.results[start : start + self.samples]
+                for result in results[start : start + self.samples]
                 if result.steps is not None
             ]
 

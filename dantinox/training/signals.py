@@ -44,9 +44,8 @@ def stop_request() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    handled = [
-        number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
-    ]  # `nohup` and `&` ignore some
+    # `nohup` and `&` let a process ignore some signals; it keeps ignoring them.
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, request.receive) for number in handled}
     try:
         yield request

@@ -104,16 +104,18 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], deterministic: bool)
     versions = saved.get("versions", {})
     before = saved.get("devices", ONE_DEVICE)
     here = now["devices"]
-    devices_changed = (
-        f"the run was trained on {before} and continues on {here}, where sums have another order: results will not be bit-exact"
-    )
-    unordered = "this GPU does not sum in a fixed order: results may not be bit-exact (set training.deterministic: true)"
-    notes = [devices_changed] * (before != here) + [unordered] * (get_platform().name == "gpu" and not deterministic)
-    return notes + [
-        f"{name} was {versions.get(name)} when the checkpoint was written and is {version} now: results may not be bit-exact"
-        for name, version in now["versions"].items()
-        if versions.get(name) != version
-    ]
+    notes = []
+    if before != here:
+        change = f"the run was trained on {before} and continues on {here}"
+        notes.append(f"{change}, where sums have another order: results will not be bit-exact")
+    if get_platform().name == "gpu" and not deterministic:
+        remedy = "set training.deterministic: true"
+        notes.append(f"this GPU does not sum in a fixed order: results may not be bit-exact ({remedy})")
+    for name, current in now["versions"].items():
+        if (saved_version := versions.get(name)) != current:
+            change = f"{name} was {saved_version} when the checkpoint was written and is {current} now"
+            notes.append(f"{change}: results may not be bit-exact")
+    return notes
 
 
 def starting_tokenizer(config: Config) -> Tokenizer | None:
@@ -140,10 +142,9 @@ def trained_vocab_size(config: Config) -> int:
 def starting_weights(config: Config, model: ModelConfig, fingerprint: str) -> dict[str, np.ndarray] | None:
     """Returns the weights of the run `training.init_from`, or with `distill.init_from_teacher` of the teacher's layers.
 
-    Returns None if the trained parameters are freshly initialized: without these settings, and for adapters.
-
     Returns:
-      The weights in host memory.
+      The weights in host memory; None if the trained parameters have random initial values: without
+      these settings, and for adapters.
 
     Raises:
       UserError: that run has another tokenizer or architecture.
@@ -228,11 +229,9 @@ def _select_layers(source: RunDirectory, model: ModelConfig) -> dict[str, np.nda
         from_name = f"blocks/{int(layer) * deeper.num_blocks // model.num_blocks}/{inner}" if head == "blocks" else name
         array = arrays.get(from_name)
         if model.num_blocks > deeper.num_blocks or array is None or array.shape != leaf.shape:
-            found = (
-                f"{deeper.num_blocks} layers"
-                if array is None
-                else f"{deeper.num_blocks} layers and {from_name} of {array.shape}"
-            )
+            found = f"{deeper.num_blocks} layers"
+            if array is not None:
+                found += f" and {from_name} of {array.shape}"
             raise UserError(
                 f"distill.init_from_teacher: the teacher {source.path} has {found}, and this model {model.num_blocks} layers "
                 f"and {name} of {leaf.shape}: only the number of layers may be smaller"

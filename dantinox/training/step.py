@@ -1,4 +1,4 @@
-"""The state of a training (`TrainState`), and its compiled programs: the optimizer step, beside that of an evaluation batch."""
+"""The state of a training run and its programs: the optimizer step, beside the evaluation."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -181,8 +181,8 @@ class TrainStep:
         parameters = self.initial_parameters(weights, frozen)
         shardings = None if layout.mesh is None else layout.shardings(self.shapes)
         moments = jax.jit(self.optimizer.init, out_shardings=None if shardings is None else shardings.optimizer)(parameters)
-        zero, *sums = (layout.replicate(np.zeros(*of)) for of in (((), np.int32), (2, np.float32), (2, np.float32)))
-        return TrainState(zero, parameters, moments, *sums)
+        loss_since_eval, loss_since_log = (layout.replicate(np.zeros(2, np.float32)) for _ in range(2))
+        return TrainState(layout.replicate(np.zeros((), np.int32)), parameters, moments, loss_since_eval, loss_since_log)
 
     @property
     def tokens(self) -> int:
@@ -274,6 +274,7 @@ class TrainStep:
         layout = self.layout
         t = self.config.training
         rows, length = self.rows, self.length
+        # That many for each of the devices that share a row.
         tokens = EVAL_TOKENS_PER_CALL * layout.row_shards
         eval_rows = max(1, tokens // (self.objective.conversations * length)) * layout.batch_shards
         if validation_rows is not None:
@@ -310,9 +311,10 @@ def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: flo
     """
     moves_LE = rate * jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
     updated = {}
-    for name in [name for name in parameters if name.endswith("ffn/router/bias")]:
-        bias = parameters[name]
-        kind = int(name.split("/")[1])
+    for name, bias in parameters.items():
+        if not name.endswith("ffn/router/bias"):
+            continue
+        kind = int(name.split("/")[1])  # the index of the layer, or of its stack
         updated[name] = bias + moves_LE[kind::kinds].reshape(bias.shape)
     return parameters | updated
 

@@ -91,8 +91,9 @@ def sum_routing(model: Transformer, aux: dict, num_targets: jax.Array) -> Routin
     routing: Routing | None = aux.get("routing")
     if routing is None:
         return None
-    L, experts = model.config.num_blocks, model.config.experts
-    routed = L - (len(experts.dense_layers) if experts else 0)  # balance loss and z-loss of dense layers are zero
+    experts = model.config.experts
+    dense = len(experts.dense_layers) if experts else 0
+    routed = model.config.num_blocks - dense  # balance loss and z-loss of dense layers are zero
     balance, z = (num_targets * model.parallelism.copy_to_tp(jnp.sum(part) / routed) for part in (routing.balance, routing.z))
     return Routing(balance, z, routing.counts_E)
 

@@ -22,6 +22,7 @@ from dantinox.training.objective import OBJECTIVES
 from dantinox.training.step import Metrics
 
 TIMED_STEPS = 3  # timed for the estimate of the duration, after one step that is not timed
+MAX_SKIPPED = 3  # consecutive steps; after more of them, a row of the log must have a mean loss
 MIN_ESTIMATE = 60  # seconds; a shorter estimate is not printed
 
 
@@ -80,9 +81,13 @@ class TrainingLog:
         tokens_per_step: int,
         teacher: ModelConfig | None = None,
     ):
-        self.config, self.layout, self.console, self.tokens_per_step = config, layout, console, tokens_per_step
+        self.config = config
+        self.layout = layout
+        self.console = console
+        self.tokens_per_step = tokens_per_step
         context = config.model.max_context
-        self.flops = training_flops(model, context) + (0 if teacher is None else forward_flops(teacher, context))  # per token
+        teacher_flops = 0 if teacher is None else forward_flops(teacher, context)
+        self.flops = training_flops(model, context) + teacher_flops  # per token
         self.objective = OBJECTIVES[config.training.objective]
         paths = run.log(config), run.metrics
         self.files: Any = MetricsLog(*paths, trackers(config, run.path)) if is_rank0() else NullOutput()
@@ -90,10 +95,12 @@ class TrainingLog:
 
     def restart(self, step: int) -> None:
         """Starts counting from a step, at the start of training and after a rewind."""
-        self.clock, self._estimate = Clock(), Clock()
+        self.clock = Clock()
+        self._estimate = Clock()  # of the first steps, for the estimate of the duration
         self.recent: list[Metrics] = []
-        self._checked = step
-        self._first: int | None = None
+        self._checked = step  # the last step that `check` has read
+        self._skipped = 0  # consecutive skipped steps until `_checked`
+        self._first: int | None = None  # the first step that was added
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -105,7 +112,7 @@ class TrainingLog:
         self.recent.append(metrics)
         self.clock.steps += 1
         self._first = self._first or step
-        if step - self._first not in (0, TIMED_STEPS):
+        if step - self._first not in (0, TIMED_STEPS):  # before and after the timed steps
             return
         metrics.loss.block_until_ready()
         self._estimate.steps = step - self._first
@@ -165,14 +172,22 @@ class TrainingLog:
     def check(self, step: int, mean_loss: float) -> None:
         """Checks the steps since the last check, up to `step`. Every checkpoint is preceded by a check.
 
+        Args:
+          mean_loss: the mean over the steps of a row that were not skipped; NaN if all were skipped.
+
         Raises:
-          NonFiniteLoss: a loss or gradient is NaN or infinite, and `training.nan_policy` is not `skip`.
+          NonFiniteLoss: a loss or gradient is NaN or infinite. With `training.nan_policy: skip` only
+            if `mean_loss` is, and more than `MAX_SKIPPED` steps in a row were skipped.
         """
-        skips = self.config.training.nan_policy == "skip"
-        if skips:
+        newest = self.recent[-1:]
+        fails = not math.isfinite(mean_loss)
+        if self.config.training.nan_policy == "skip":
             self._report_skipped(step)
-        if math.isfinite(mean_loss) and (skips or all(math.isfinite(float(m.grad_norm)) for m in self.recent[-1:])):
-            self.recent = self.recent[-1:]
+            fails = fails and self._skipped > MAX_SKIPPED
+        else:
+            fails = fails or not all(math.isfinite(float(metrics.grad_norm)) for metrics in newest)
+        if not fails:
+            self.recent = newest
             return
         recent = jax.device_get(self.recent)
         bad = next((i for i, metrics in enumerate(recent) if not _finite(metrics)), 0)
@@ -181,7 +196,10 @@ class TrainingLog:
     def _report_skipped(self, step: int) -> None:
         recent = jax.device_get(self.recent)
         for number, metrics in enumerate(recent, step - len(recent) + 1):
-            if number > self._checked and not _finite(metrics):
+            if number <= self._checked:
+                continue
+            self._skipped = 0 if _finite(metrics) else self._skipped + 1
+            if self._skipped:
                 self.console.note(f"step {number} was skipped: loss {metrics.loss}, gradient norm {metrics.grad_norm}")
                 self.files.event("skip", {"step": number})
         self._checked = step

@@ -100,6 +100,21 @@ def test_router_and_its_losses():
     np.testing.assert_allclose(routing.z, np.mean(np.log(np.exp(logits_NE).sum(axis=1)) ** 2), rtol=1e-5)
 
 
+def test_router_whose_sigmoid_scores_are_all_zero_has_finite_results_and_gradients():
+    """The logistic function of −200 is 0 in float32."""
+    model_config = config(experts=ExpertsConfig(5, 2, score="sigmoid", normalize=True))
+    graph, state = drawn(lambda: moe.Router(model_config, rngs=nnx.Rngs(0)))
+    state = jax.tree.map(lambda kernel: jnp.full_like(kernel, -200 / 12), state)
+
+    def total(state):
+        _, weights_NK, routing = nnx.merge(graph, state)(np.ones((3, 12), np.float32), SINGLE_DEVICE)
+        return jnp.sum(weights_NK) + routing.balance, weights_NK
+
+    (balance, weights_NK), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(state)
+    assert balance == 0 and not np.any(weights_NK)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient))
+
+
 def test_gradients_equal_those_of_a_dense_sum():
     """A sum over every expert with zero weights for unused ones. The bias and experts without tokens get no gradient."""
     model_config = config(experts=ExpertsConfig(6, 2, bias=True))

@@ -1,5 +1,7 @@
 import importlib
+import io
 import json
+import math
 import re
 import signal
 from types import SimpleNamespace
@@ -11,15 +13,20 @@ import pytest
 from flax import nnx
 
 from dantinox.config import Config, UserError
+from dantinox.distributed import Layout, StopSync
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
-from dantinox.report import read_csv, read_jsonl
+from dantinox.report import Console, read_csv, read_jsonl
 from dantinox.run import RunDirectory, load_weights, save_tokenizer
 from dantinox.text import TokenStore
-from dantinox.training import training_log
+from dantinox.training import loop, training_log
+from dantinox.training.checkpoint_store import TrainingProgress
 from dantinox.training.eval_step import make_eval_step
+from dantinox.training.memory import used_gb
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.starting_point import starting_weights
+from dantinox.training.step import Metrics
+from dantinox.training.training_log import NonFiniteLoss, TrainingLog
 from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, Tokens, Workshop, copy_until, small_config, small_store
@@ -220,25 +227,70 @@ def test_nan_loss_stops_the_run_and_keeps_the_good_checkpoint(workshop):
     assert [row["step"] for row in read_csv(fixed.log(config))] == [6, 12, 18, 24]
 
 
-def test_signal_during_an_evaluation_postpones_it(workshop, logged):
+class DelayedStopSync:
+    """Delivers a signal two calls later, as between processes."""
+
+    def __init__(self):
+        self.reported = [None, None]
+
+    def poll(self, signal):
+        self.reported.append(signal)
+        return self.reported[-3]
+
+
+@pytest.mark.parametrize(
+    ("sync", "call", "step"),
+    [(StopSync, 1, 6), (DelayedStopSync, 1, 6), (DelayedStopSync, 5, 24)],
+    ids=["one process", "several processes", "last step"],
+)
+def test_signal_during_an_evaluation_postpones_it(workshop, logged, monkeypatch, sync, call, step):
+    """It stops before the next step: all processes know it, and the last step has no next batch."""
+    monkeypatch.setattr(loop, "StopSync", sync)
     config = small_config(training__eval_tokens=None)
     store = small_store(config)
     validation, calls = store.validation, []
 
     def interrupted(*arguments):
-        for batch in validation(*arguments):
-            calls.append(1)
-            if len(calls) == 1:
-                signal.raise_signal(signal.SIGTERM)
-            yield batch
+        calls.append(1)  # one per evaluation; the second call counts the bytes of the targets
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        yield from validation(*arguments)
 
     store.validation = interrupted
     with pytest.raises(SystemExit) as stopped:
         workshop.train("run", config, store=store)
-    assert stopped.value.code == 143 and not (workshop.path / "run" / "training_log.csv").exists()
+    assert stopped.value.code == 143 and f"step {step} is saved" in workshop.notes.getvalue()
+    assert (workshop.path / "run" / "training_log.csv").exists() == (step > 6)
     rows = read_csv(workshop.train("run", config, resume=True).log(config))
     keep = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens")
     assert [[row[k] for k in keep] for row in rows] == [[row[k] for k in keep] for row in logged.rows]
+
+
+def test_signal_that_arrives_while_processes_agree_is_kept(workshop, monkeypatch):
+    """Agreeing on a signal takes time in a run of several processes."""
+
+    class Interrupted(StopSync):
+        calls = 0
+
+        def poll(self, received):
+            self.calls += 1
+            if self.calls == 5:
+                signal.raise_signal(signal.SIGTERM)
+            return received
+
+    monkeypatch.setattr(loop, "StopSync", Interrupted)
+    with pytest.raises(SystemExit):
+        workshop.train("run", small_config())
+    assert "stopped by a signal; step 6 is saved" in workshop.notes.getvalue()
+
+
+def test_signal_of_another_process_skips_the_sample_in_all_processes(workshop, monkeypatch):
+    """A sample needs all processes, so one of them must not skip it alone."""
+    texts = []
+    monkeypatch.setattr(loop, "all_reduce_max", lambda number: signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        workshop.train("run", small_config(training__sample_every=5), sample=texts.append)
+    assert texts == [] and "stopped by a signal; step 5 is saved" in workshop.notes.getvalue()
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -293,6 +345,48 @@ def test_interrupt_raises_keyboard_interrupt_after_the_step_is_saved(workshop):
         workshop.train("run", config, store=small_store(config, Interrupted))
     saved = [int(path.name) for path in (workshop.path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
     assert saved and f"stopped by a signal; step {max(saved)} is saved" in workshop.notes.getvalue()
+
+
+def test_a_few_skipped_steps_do_not_end_a_run_that_logs_every_step(tmp_path):
+    """A row whose steps were all skipped has no mean loss."""
+    config = small_config(training__nan_policy="skip", logging__log_every=1)
+    model = config.architecture(VOCABULARY)
+    log = TrainingLog(config, model, Layout(model), RunDirectory(tmp_path), Console(io.StringIO()), 32)
+    numbers = [1.0, math.nan, 1.0, *[math.nan] * 3, 1.0, *[math.nan] * 4]
+
+    def check(step):
+        value = jax.device_put(np.float32(numbers[step - 1]))
+        log.add(step, 24, Metrics(value, value, {}))
+        log.check(step, float(value))
+
+    for step in range(1, 11):
+        check(step)
+    with pytest.raises(NonFiniteLoss, match="not a finite number in step 10 "):
+        check(11)
+
+
+class Accelerator(SimpleNamespace):
+    platform = "gpu"
+
+    def memory_stats(self):
+        if not self.is_local:
+            raise RuntimeError("MemoryStats is only supported for addressable PjRt devices.")
+        return {"bytes_in_use": 1e9, "peak_bytes_in_use": 3e9}
+
+
+def test_used_memory_is_that_of_a_device_of_this_process(monkeypatch):
+    remote, local = Accelerator(is_local=False), Accelerator(is_local=True)
+    monkeypatch.setattr(jax, "devices", lambda: [remote, local])
+    monkeypatch.setattr(jax, "local_devices", lambda: [local])
+    assert used_gb() == 3
+
+
+def test_nan_validation_loss_is_worse_than_any_number():
+    """Otherwise no later loss would be better than a first one that is NaN."""
+    progress = TrainingProgress()
+    for step, loss in enumerate([math.nan, math.nan, 3.0, math.nan, 2.0, math.nan], start=1):
+        progress = progress.after(loss, step)
+    assert (progress.best_loss, progress.best_step, progress.evaluations_since_best) == (2.0, 5, 1)
 
 
 def test_rows_of_one_step_name_both_means_of_the_training_loss(logged):

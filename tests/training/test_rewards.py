@@ -112,6 +112,12 @@ def test_regex(options, answer, expected):
     assert time.process_time() - started < 5
 
 
+@pytest.mark.parametrize("pattern", ["^[]|x]$", "^[^]y|]$", "^[x[:digit:]|]$", r"^[\]|x]$"])
+def test_bar_in_a_character_class_does_not_separate_alternatives(pattern):
+    """A closing bracket is literal as the first character of a class; classes can be nested."""
+    assert [score_of({"name": "regex", "pattern": pattern, "match": "search"}, answer) for answer in ("x", "yx")] == [1, 0]
+
+
 SCHEMA = {
     "type": "object",
     "required": ["name"],

@@ -52,7 +52,7 @@ def unpack(kind: str, raw: jax.Array) -> jax.Array:
     return form.decode(blocks).reshape(*raw.shape[:-1], -1)
 
 
-def _half(pair: jax.Array) -> jax.Array:
+def _float16(pair: jax.Array) -> jax.Array:
     """Converts the two bytes of a float16, `[..., 2]`, to float32 `[..., 1]`."""
     return jax.lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[..., None]
 
@@ -79,41 +79,47 @@ def _bits(packed: jax.Array) -> jax.Array:
     return _fields(packed, 1).swapaxes(-1, -2).reshape(*packed.shape[:-1], -1)
 
 
-def _signed(values: jax.Array, offset: int) -> jax.Array:
+def _subtract(values: jax.Array, offset: int) -> jax.Array:
+    """Returns unsigned values minus an offset, in float32."""
     return (values.astype(jnp.int32) - offset).astype(jnp.float32)
 
 
 def _five_bits(qs: jax.Array, qh: jax.Array) -> jax.Array:
+    """Joins the lower four bits of values, two per byte, with their fifth bits, eight per byte."""
     return _nibbles(qs) | _bits(qh) << jnp.uint8(4)
 
 
 def _q4_0(b: jax.Array) -> jax.Array:
-    return _half(b[..., :2]) * _signed(_nibbles(b[..., 2:]), 8)
+    return _float16(b[..., :2]) * _subtract(_nibbles(b[..., 2:]), 8)
 
 
 def _q4_1(b: jax.Array) -> jax.Array:
-    return _half(b[..., :2]) * _nibbles(b[..., 4:]) + _half(b[..., 2:4])
+    return _float16(b[..., :2]) * _nibbles(b[..., 4:]) + _float16(b[..., 2:4])
 
 
 def _q5_0(b: jax.Array) -> jax.Array:
-    return _half(b[..., :2]) * _signed(_five_bits(b[..., 6:], b[..., 2:6]), 16)
+    return _float16(b[..., :2]) * _subtract(_five_bits(b[..., 6:], b[..., 2:6]), 16)
 
 
 def _q5_1(b: jax.Array) -> jax.Array:
-    return _half(b[..., :2]) * _five_bits(b[..., 8:], b[..., 4:8]) + _half(b[..., 2:4])
+    return _float16(b[..., :2]) * _five_bits(b[..., 8:], b[..., 4:8]) + _float16(b[..., 2:4])
 
 
 def _q8_0(b: jax.Array) -> jax.Array:
-    return _half(b[..., :2]) * jax.lax.bitcast_convert_type(b[..., 2:], jnp.int8)
+    return _float16(b[..., :2]) * jax.lax.bitcast_convert_type(b[..., 2:], jnp.int8)
 
 
 def _scales_and_minima(b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the scales and minima of the eight groups of a Q4_K or Q5_K block, each `[..., 8, 1]`."""
+    # Groups 0 to 3 have their 6 bits in one byte. Groups 4 to 7 have the lower 4 bits in `rest`, and
+    # the upper 2 bits above the 6 bits of another group.
     low, high, rest = b[..., 4:8], b[..., 8:12], b[..., 12:16]
-    six, two, four = jnp.uint8(63), jnp.uint8(6), jnp.uint8(4)
-    scales = jnp.concatenate([low & six, rest & jnp.uint8(15) | low >> two << four], -1)
-    minima = jnp.concatenate([high & six, rest >> four | high >> two << four], -1)
-    return (_half(b[..., :2]) * scales)[..., None], (_half(b[..., 2:4]) * minima)[..., None]
+    lowest_6_bits = jnp.uint8(63)
+    lowest_4_bits = jnp.uint8(15)
+    by_6, by_4 = jnp.uint8(6), jnp.uint8(4)  # shifts
+    scales = jnp.concatenate([low & lowest_6_bits, rest & lowest_4_bits | low >> by_6 << by_4], -1)
+    minima = jnp.concatenate([high & lowest_6_bits, rest >> by_4 | high >> by_6 << by_4], -1)
+    return (_float16(b[..., :2]) * scales)[..., None], (_float16(b[..., 2:4]) * minima)[..., None]
 
 
 def _q4_k(b: jax.Array) -> jax.Array:
@@ -130,8 +136,8 @@ def _q6_k(b: jax.Array) -> jax.Array:
     lead = b.shape[:-1]
     low = _groups(b[..., :128], 64, 4).reshape(*lead, 16, 16)
     high = _groups(b[..., 128:192], 32, 2).reshape(*lead, 16, 16)
-    scales = _half(b[..., 208:]) * jax.lax.bitcast_convert_type(b[..., 192:208], jnp.int8)
-    return scales[..., None] * _signed(low | high << jnp.uint8(4), 32)
+    scales = _float16(b[..., 208:]) * jax.lax.bitcast_convert_type(b[..., 192:208], jnp.int8)
+    return scales[..., None] * _subtract(low | high << jnp.uint8(4), 32)
 
 
 def _tq1_0(b: jax.Array) -> jax.Array:
@@ -143,11 +149,11 @@ def _tq1_0(b: jax.Array) -> jax.Array:
         return (fractions * jnp.uint16(3) >> jnp.uint16(8)).reshape(*part.shape[:-1], -1)
 
     parts = digits(b[..., :32], 5), digits(b[..., 32:48], 5), digits(b[..., 48:52], 4)
-    return _half(b[..., 52:]) * _signed(jnp.concatenate(parts, -1), 1)
+    return _float16(b[..., 52:]) * _subtract(jnp.concatenate(parts, -1), 1)
 
 
 def _tq2_0(b: jax.Array) -> jax.Array:
-    return _half(b[..., 64:]) * _signed(_groups(b[..., :64], 32, 2).reshape(*b.shape[:-1], -1), 1)
+    return _float16(b[..., 64:]) * _subtract(_groups(b[..., :64], 32, 2).reshape(*b.shape[:-1], -1), 1)
 
 
 FORMATS = {
