@@ -68,7 +68,7 @@ def pack_parameters(source: Source, model: ModelConfig, arrays: LazyArrays) -> t
     parts: dict[str, PackedPart] = {}
     widened: dict[str, list[str]] = {}
     for name, tensor in arrays.tensors.items():
-        # The float weights of ternary projections are not those of the file (`gguf_bitnet`).
+        # The float weights of ternary projections are not those of the file (`gguf_matrices`).
         ternary = model.projections == "ternary" and name.startswith("blocks/")
         if ternary or not (name in ("embed", "per_layer/embed") or name.endswith("/kernel")):
             kinds[name] = tensor

@@ -18,7 +18,6 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, UserError, build_config
 from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.files import escape_name, quote
-from dantinox.interop.gguf.gguf_bitnet import check_ternary_types, is_projection, split_scales, ternary_values
 from dantinox.interop.gguf.gguf_config import (
     count_mtp_layers,
     frequency_tensors,
@@ -35,7 +34,6 @@ from dantinox.interop.gguf.gguf_file import (
     Shape,
     StoredTensor,
     read_rows,
-    read_tensor,
     write_gguf,
 )
 from dantinox.interop.gguf.gguf_keys import LLAMA3, LONG, SHORT, Metadata
@@ -69,8 +67,7 @@ def source_from_gguf(file: GGUFFile) -> Source:
         raise UserError(f"{path} has general.type: {quote(file.metadata['general.type'])}, expected 'model'")
     file = _split_qkv(_drop_mrope(file))
     family, config = gguf_to_hf_config(file)
-    ternary = family.arch == "bitnet"
-    file, read_array = split_scales(file) if ternary else (file, partial(read_tensor, file))
+    file, read_array = family.matrices.open(file)
     locations = _locate_tensors(file, family)
     config["tie_word_embeddings"] = "lm_head.weight" not in locations
     vocabulary = read_vocabulary(file.metadata, str(path))
@@ -82,7 +79,8 @@ def source_from_gguf(file: GGUFFile) -> Source:
     for name, (stored_names, expert) in locations.items():
         stored = [file.tensors[stored_name] for stored_name in stored_names]
         dtypes = {PLAIN_DTYPES[tensor.kind].name if tensor.kind in PLAIN_DTYPES else "float32" for tensor in stored}
-        dtypes = {"float32"} if ternary and is_projection(stored_names[0]) else dtypes
+        if family.matrices.is_converted(stored_names[0]):
+            dtypes = {"float32"}
         if merged := family.merged.get(_generalize(name)):
             shape = _merged_shape(merged, config, [t.shape for t in stored], f"{path} has {' and '.join(stored_names)}")
         else:
@@ -243,8 +241,6 @@ def _convert(family: Family, config: Mapping[str, Any], name: str, array: np.nda
     """Converts a tensor from GGUF to transformers or, if `back` is true, from transformers to GGUF."""
     if _is_transposed(family, name, array.ndim):
         return array.T
-    if back and family.arch == "bitnet" and name.endswith("_proj.weight"):
-        return ternary_values(array)
     if family.norms_plus_one and name.endswith("norm.weight"):
         return np.asarray(array, np.float32) + (1 if back else -1)
     if heads := _permuted_heads(family, config, name):
@@ -283,7 +279,8 @@ def export_gguf(
       tensors: the tensors, with transformers' names.
       tokenizer: the tokenizer.
       kind: the type of matrices, a key of `FILE_TYPES`. Vectors are float32. In a quantized file some matrices have other
-        types, see `tensor_types`. None: the type with the formats in `packed`, or f32 if there are none; tq2_0 for bitnet.
+        types, see `tensor_types`. None: the default type of the family, or the type with the formats in `packed`, or f32 if
+        there are none.
       packed: the number of weights of the run in each block format.
       chat_template: the Jinja template, or None.
       name: the name of the model in the metadata.
@@ -294,8 +291,8 @@ def export_gguf(
         written.
     """
     family = select_family(hf_config)
-    if family.arch == "bitnet" and not config.model.weight_tying:
-        raise UserError("llama.cpp's bitnet does not support model.weight_tying: false")
+    if "output" not in family.names and not config.model.weight_tying:
+        raise UserError(f"llama.cpp's {family.arch} does not support model.weight_tying: false")
     tied = {"lm_head.weight"} if config.model.weight_tying else set()
     sources = _group_by_stored(family, [name for name in tensors if name not in tied])
     model = config.architecture(tokenizer.vocab_size)
@@ -310,11 +307,9 @@ def export_gguf(
             shapes |= {stored: (shapes[stored][0], type_name) for stored, type_name in types.items()}
         return shapes
 
-    if family.arch == "bitnet":
-        kind = kind or "tq2_0"
-        check_ternary_types(kind, shapes_of(kind))
-    kind = kind or _type_of_blocks(packed or {}, shapes_of)
+    kind = kind or family.matrices.default_type or _type_of_blocks(packed or {}, shapes_of)
     shapes = shapes_of(kind)
+    family.matrices.check_types(kind, shapes)
     rows = shapes["token_embd.weight"][0][0]
     if feature := unsupported_feature(model, family, hf_config):
         raise UserError(f"llama.cpp's {family.arch} does not support {feature}")
@@ -340,7 +335,10 @@ def export_gguf(
                 yield np.ascontiguousarray(merged.parts(tensors[names[0]], hf_config)[index])
                 continue
             converted = (_convert(family, hf_config, name, tensors[name], back=True) for name in names)
-            yield np.stack(list(converted)) if "_exps" in stored else next(converted)
+            if "_exps" in stored:
+                yield np.stack(list(converted))
+            else:
+                yield family.matrices.encode(stored, next(converted))
         yield from extra.values()
 
     write_gguf(path, metadata, shapes, arrays(), find_blocks)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dantinox.interop.gguf.gguf_matrices import PLAIN, TERNARY, MatrixFormat
 from dantinox.interop.hf.hf_families import BITNET
 
 LAYER, EXPERT = "model.layers.{}.", "experts.{e}."
@@ -132,6 +133,7 @@ class Family(NamedTuple):
       epsilon_key: the key of `config.json` for the epsilon of norms; a key other than `rms_norm_eps` means layer norms.
       keys: maps each metadata key to a key of `config.json`, a type, and a default (None: the metadata key is required).
       merged: transformers tensors that GGUF splits or stores with other axes, by name, with `{}` for the layer index.
+      matrices: how the weight matrices are stored.
     """
 
     model_type: str
@@ -144,6 +146,7 @@ class Family(NamedTuple):
     epsilon_key: str = "rms_norm_eps"
     keys: Mapping[str, tuple[str, type[Any], Any]] = {}
     merged: Mapping[str, MergedTensor] = {}
+    matrices: MatrixFormat = PLAIN
 
 
 GPT2 = {
@@ -479,12 +482,13 @@ FAMILIES = (
     ),
     GRANITE_MOE_SHARED,
     GRANITE_MOE_SHARED._replace(model_type="granitemoehybrid"),
-    Family("bitnet", "bitnet", BITNET_NAMES, SILU | NO_BIAS | {"quantization_config": BITNET}),
+    Family("bitnet", "bitnet", BITNET_NAMES, SILU | NO_BIAS | {"quantization_config": BITNET}, matrices=TERNARY),
     Family(
         "bitnet_b1_58",
         "bitnet",
         BITNET_DENSE | _sub_norms("inner_attn_ln", "ffn_layernorm"),
         SILU | NO_BIAS | {"quantization_config": BITNET},
+        matrices=TERNARY,
     ),
     Family("gpt2", "gpt2", GPT2, {"activation_function": "gelu_new"}),
 )

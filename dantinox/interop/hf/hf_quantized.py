@@ -16,7 +16,7 @@ import numpy as np
 from dantinox.files import UserError, escape_name, quote
 from dantinox.interop.hf.hf_families import BITNET
 from dantinox.interop.source import LazyArrays, Tensor
-from dantinox.model.ternary import MIN_SCALE
+from dantinox.model.ternary import MIN_SCALE, magnitude_with_scale
 
 CHUNK = 1 << 20  # values dequantized at a time
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -430,10 +430,7 @@ def _bitnet(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequan
 
 
 def _unpack_ternary(tensors: LazyArrays, name: str, scale: str, divides: bool) -> np.ndarray:
-    """Returns float weights that `dantinox.model.ternary` quantizes to the packed weights and their scale.
-
-    The scale of float weights is their mean absolute value. So if a share s of the weights is not 0, they are ±scale / s.
-    """
+    """Returns float weights that `dantinox.model.ternary` quantizes to the packed weights and their scale."""
     factor = float(tensors[scale].astype(np.float64).reshape(()))
     factor = 1 / factor if divides and factor else factor
     if not MIN_SCALE <= factor < np.inf:
@@ -442,9 +439,8 @@ def _unpack_ternary(tensors: LazyArrays, name: str, scale: str, divides: bool) -
     codes = np.concatenate([packed >> np.uint8(shift) & np.uint8(3) for shift in (0, 2, 4, 6)])
     if (codes == 3).any():
         raise UserError(f"the checkpoint has {escape_name(name)} with the bits 11, which are not a ternary weight")
-    share = np.count_nonzero(codes != 1) / max(codes.size, 1)
-    level = np.float32(factor / share if share else 0)
-    return np.array([-level, 0, level, 0], np.float32)[codes]
+    magnitude = magnitude_with_scale(factor, np.count_nonzero(codes != 1), codes.size)
+    return np.array([-magnitude, 0, magnitude], np.float32)[codes]
 
 
 class _GroupedSizes(NamedTuple):
