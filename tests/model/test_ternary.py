@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from dantinox.config import ExpertsConfig
-from dantinox.generation.decode.quantized_weights import LowPrecisionLinear, TernaryIntegers, permute_heads, prepare
+from dantinox.generation.decode.low_precision_layers import LowPrecisionLinear, TernaryIntegers
+from dantinox.generation.decode.prepared_model import permute_heads, prepare
 from dantinox.kernels import load_kernels
 from dantinox.model.layers import FixedTernaryLinear, TernaryLinear
 from dantinox.model.moe import ExpertRows, FixedTernaryExperts, TernaryExpertLinear
