@@ -132,14 +132,14 @@ def _replace_linears(model: Transformer, storage: str, matmul_dtype: str, matmul
     def change(linear: Linear | ExpertLinear) -> Any:
         if storage == "compute":
             return _cast_kernel(linear, linear.dtype)
-        experts = isinstance(linear, ExpertLinear)
         # The native kernels also multiply float32 weights, in the layout of `LowPrecisionLinear`.
-        if storage == "float32" and (experts or not native or linear.dtype != jnp.float32):
+        if storage == "float32" and (isinstance(linear, ExpertLinear) or not native or linear.dtype != jnp.float32):
             return _cast_kernel(linear, jnp.float32)
-        dtype = "int8" if storage == "int4" and (experts or linear is head) else storage
+        in_int8 = storage == "int4" and (linear is head or isinstance(linear, ExpertLinear))
+        dtype = "int8" if in_int8 else storage
         if storage != "bfloat16":
             linear = _cast_kernel(linear, jnp.float32)
-        if experts:
+        if isinstance(linear, ExpertLinear):
             return LowPrecisionExperts(linear, dtype, min_rows)
         return LowPrecisionLinear(linear, dtype, min_rows, native)
 
@@ -266,7 +266,7 @@ def _permute_linear(linear: Any, index_K: jax.Array, by_output: bool) -> Any:
     """Permutes the outputs (`by_output`) or the inputs of a projection, whose first output or input axis is the key head."""
     if not isinstance(linear, Linear | FixedTernaryLinear):
         return linear.permute_heads(index_K, by_output)
-    permuted = nnx.clone(linear)
+    permuted: Any = nnx.clone(linear)
     if by_output and linear.bias is not None:
         permuted.bias = nnx.Param(linear.bias[...][index_K])
     if isinstance(linear, FixedTernaryLinear):

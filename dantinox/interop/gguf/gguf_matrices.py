@@ -83,7 +83,7 @@ def _read_ternary(file: GGUFFile, name: str, expert: int | None = None) -> np.nd
     scale = float(magnitudes.max(initial=0))
     if not ((stored == 0) | (magnitudes == scale)).all():
         raise UserError(f"{where} with more than three different weights, but bitnet has ternary weights")
-    nonzero = np.count_nonzero(stored)
+    nonzero = int(np.count_nonzero(stored))
     if nonzero and not MIN_SCALE <= scale < np.inf:
         raise UserError(f"{where} with weights of ±{scale:g}, expected at least {MIN_SCALE:g}")
     return np.sign(stored) * magnitude_with_scale(scale, nonzero, stored.size)

@@ -439,7 +439,7 @@ def _unpack_ternary(tensors: LazyArrays, name: str, scale: str, divides: bool) -
     codes = np.concatenate([packed >> np.uint8(shift) & np.uint8(3) for shift in (0, 2, 4, 6)])
     if (codes == 3).any():
         raise UserError(f"the checkpoint has {escape_name(name)} with the bits 11, which are not a ternary weight")
-    magnitude = magnitude_with_scale(factor, np.count_nonzero(codes != 1), codes.size)
+    magnitude = magnitude_with_scale(factor, int(np.count_nonzero(codes != 1)), codes.size)
     return np.array([-magnitude, 0, magnitude], np.float32)[codes]
 
 
