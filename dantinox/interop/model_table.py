@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dantinox.interop.gguf import gguf_families
 from dantinox.interop.hf import hf_families
-from dantinox.interop.hf.hf_families import Family
+from dantinox.interop.hf.hf_family import Family
 
 BEGIN, END = "<!-- begin of the model table, which `make models` writes -->", "<!-- end of the model table -->"
 HEADER = ("family", "HF in", "HF out", "GGUF in", "GGUF out", "LoRA", "compressed cache", "sharded")

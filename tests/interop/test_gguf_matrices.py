@@ -7,7 +7,7 @@ from dantinox.config import UserError, build_config
 from dantinox.interop.gguf.gguf_checkpoint import export_gguf, source_from_gguf
 from dantinox.interop.gguf.gguf_file import open_gguf, read_tensor
 from dantinox.interop.hf.hf_config import hf_config_to_settings
-from dantinox.interop.hf.hf_families import BITNET
+from dantinox.interop.hf.hf_family import BITNET
 from dantinox.interop.hf.hf_weights import from_hf, to_hf
 from dantinox.interop.packed_import import pack_parameters
 from tests.error_texts import ERRORS

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dantinox.interop.gguf.gguf_matrices import PLAIN, TERNARY, MatrixFormat
-from dantinox.interop.hf.hf_families import BITNET
+from dantinox.interop.hf.hf_family import BITNET
 
 LAYER, EXPERT = "model.layers.{}.", "experts.{e}."
 EMBEDDINGS_AND_HEAD = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from dantinox.files import UserError, escape_name, quote
-from dantinox.interop.hf.hf_families import BITNET
+from dantinox.interop.hf.hf_family import BITNET
 from dantinox.interop.source import LazyArrays, Tensor
 from dantinox.model.ternary import MIN_SCALE, magnitude_with_scale
 

@@ -11,7 +11,8 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import escape_name
 from dantinox.interop.hf.hf_config import MAX_LAYERS, find_family, hf_config_to_settings, settings_to_hf_config
-from dantinox.interop.hf.hf_families import MTP, Family
+from dantinox.interop.hf.hf_expert_families import MTP
+from dantinox.interop.hf.hf_family import Family
 from dantinox.interop.hf.hf_tensors import Axes
 from dantinox.interop.source import LazyArrays, Tensor, storage_dtype
 from dantinox.model.parameters import abstract_model
