@@ -1,4 +1,7 @@
-"""Families of dense Hugging Face models. Gemma 4 also has models with experts next to a dense branch."""
+"""Families of dense Hugging Face models.
+
+Gemma 4 also has models with experts next to a dense branch.
+"""
 
 from dantinox.interop.hf.hf_family import (
     BIASES,
@@ -12,6 +15,7 @@ from dantinox.interop.hf.hf_family import (
     UNGATED,
     UNTIED,
     Family,
+    without,
 )
 from dantinox.interop.hf.hf_tensors import (
     ATTENTION,
@@ -57,87 +61,110 @@ GEMMA_KEYS = HEAD_SIZES | {
     "attn_logit_softcapping": "attention.attn_logit_softcapping",
     "final_logit_softcapping": "model.final_logit_softcapping",
 }
-GEMMA_SETTINGS = {"model.norm_placement": "both", "model.norm_zero_centered": True, "model.scale_embeddings": True}
+GEMMA_SETTINGS = {
+    "model.norm_placement": "both",
+    "model.norm_zero_centered": True,
+    "model.scale_embeddings": True,
+}
 QK_PROJECTIONS = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
-LAYER_NORM_KEYS = {key: path for key, path in SIZES.items() if key != "rms_norm_eps"} | {"layer_norm_eps": "model.norm_epsilon"}
+LAYER_NORM_KEYS = without(SIZES, "rms_norm_eps") | {"layer_norm_eps": "model.norm_epsilon"}
 LAYER_NORM = {"model.norm": "layernorm"}
 COHERE_DEFAULTS = TIED | {"logit_scale": 0.0625, "layer_norm_eps": 1e-5, "max_position_embeddings": 8192}
 COHERE_SETTINGS = LAYER_NORM | {"model.norm_bias": False, "model.parallel_blocks": True}
 # Keys of older files for properties that all models of the family share, or for training.
-COHERE_SUPPORTED = {"use_gated_activation": True, "use_parallel_block": True, "use_qk_norm": False, "rotary_pct": 1.0,
-               "position_embedding_type": "rope_gptj", "order_of_interleaved_layers": "local_attn_first"}  # fmt: skip
+COHERE_SUPPORTED = {
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_qk_norm": False,
+    "rotary_pct": 1.0,
+    "position_embedding_type": "rope_gptj",
+    "order_of_interleaved_layers": "local_attn_first",
+}
 COHERE_IGNORED = ("use_parallel_embedding", "use_embedding_sharing", "layer_switch")
 
 DENSE_FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
         DENSE + NORMS_BEFORE,
-        HEAD_SIZES | {"attention_bias": BIASES, "mlp_bias": "model.mlp_bias"},
-        UNTIED | {"max_position_embeddings": 2048},
+        keys=HEAD_SIZES | {"attention_bias": BIASES, "mlp_bias": "model.mlp_bias"},
+        defaults=UNTIED | {"max_position_embeddings": 2048},
         bitlinear=True,
     ),
     "mistral": Family(
         "MistralForCausalLM",
         DENSE + NORMS_BEFORE,
-        HEAD_SIZES,
-        UNTIED | {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        keys=HEAD_SIZES,
+        defaults=UNTIED | {
+            "num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072,
+        },
         window="all",
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         DENSE + NORMS_BEFORE,
-        HEAD_SIZES,
-        QWEN_DEFAULTS,
-        {"attention.qkv_bias": True},
+        keys=HEAD_SIZES,
+        defaults=QWEN_DEFAULTS,
+        settings={"attention.qkv_bias": True},
         window="optional layers",
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         DENSE + NORMS_BEFORE + HEAD_NORMS,
-        HEAD_SIZES | {"attention_bias": BIASES},
-        QWEN_DEFAULTS | {"head_dim": 128},
-        {"model.qk_norm": True},
+        keys=HEAD_SIZES | {"attention_bias": BIASES},
+        defaults=QWEN_DEFAULTS | {"head_dim": 128},
+        settings={"model.qk_norm": True},
         window="optional layers",
     ),
     "ministral": Family(
         "MinistralForCausalLM",
         DENSE + NORMS_BEFORE,
-        HEAD_SIZES,
-        UNTIED | {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        keys=HEAD_SIZES,
+        defaults=UNTIED | {
+            "num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072,
+        },
         window="layers",
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         DENSE + NORMS_BEFORE,
-        HEAD_SIZES | {"attention_bias": BIASES, "mlp_bias": "model.mlp_bias"},
-        TIED | {"rope_theta": 2e6, "num_key_value_heads": 4, "use_sliding_window": False, "no_rope_layer_interval": 4,
-                "max_position_embeddings": 32768},
+        keys=HEAD_SIZES | {"attention_bias": BIASES, "mlp_bias": "model.mlp_bias"},
+        defaults=TIED | {
+            "rope_theta": 2e6, "num_key_value_heads": 4, "use_sliding_window": False,
+            "no_rope_layer_interval": 4, "max_position_embeddings": 32768,
+        },
         rope="listed layers",
         window="optional layers",
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
         EMBEDDINGS_AND_HEAD + FUSED_PROJECTIONS + NORMS_BEFORE,
-        HEAD_SIZES,
-        UNTIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+        keys=HEAD_SIZES,
+        defaults=UNTIED | {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
         rope="longrope",
         window="all",
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         DENSE + NORMS_AFTER + WHOLE_LAYER_NORMS,
-        SIZES | {"attention_bias": BIASES},
-        UNTIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-        {"model.norm_placement": "after", "model.qk_norm": True, "model.qk_norm_scope": "layer"},
+        keys=SIZES | {"attention_bias": BIASES},
+        defaults=UNTIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        settings={
+            "model.norm_placement": "after", "model.qk_norm": True, "model.qk_norm_scope": "layer",
+        },
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         DENSE + NORMS_BOTH,
-        GEMMA_KEYS,
-        GEMMA_DEFAULTS | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "num_key_value_heads": 4,
-                 "max_position_embeddings": 8192},
-        GEMMA_SETTINGS,
-        ("hidden_activation", GATED),
+        keys=GEMMA_KEYS,
+        defaults=GEMMA_DEFAULTS | {
+            "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+            "num_key_value_heads": 4, "max_position_embeddings": 8192,
+        },
+        settings=GEMMA_SETTINGS,
+        activation=("hidden_activation", GATED),
         window="layers",
         full_every=2,
         ignored=("hidden_act",),
@@ -145,11 +172,14 @@ DENSE_FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         DENSE + NORMS_BOTH + HEAD_NORMS,
-        {key: path for key, path in GEMMA_KEYS.items() if key != "attn_logit_softcapping"},  # transformers never uses it
-        GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "num_key_value_heads": 4,
-                          "max_position_embeddings": 131072},
-        GEMMA_SETTINGS | {"model.qk_norm": True},
-        ("hidden_activation", GATED),
+        # transformers never uses `attn_logit_softcapping`
+        keys=without(GEMMA_KEYS, "attn_logit_softcapping"),
+        defaults=GEMMA_DEFAULTS | {
+            "rope_theta": 1e6, "rope_local_base_freq": 1e4, "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+        },
+        settings=GEMMA_SETTINGS | {"model.qk_norm": True},
+        activation=("hidden_activation", GATED),
         rope="local",
         window="layers",
         full_every=6,
@@ -157,28 +187,33 @@ DENSE_FAMILIES: dict[str, Family] = {
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
-        EMBEDDINGS_AND_HEAD + GEMMA4_ATTENTION + FEED_FORWARD + NORMS_BOTH + HEAD_NORMS + PER_LAYER_EMBEDDINGS + GEMMA4_EXPERTS,
-        KEYS_WITHOUT_MLP_SIZE | {
-            "attention_bias": BIASES,
-            "final_logit_softcapping": "model.final_logit_softcapping",
+        EMBEDDINGS_AND_HEAD + GEMMA4_ATTENTION + FEED_FORWARD + NORMS_BOTH + HEAD_NORMS
+        + PER_LAYER_EMBEDDINGS + GEMMA4_EXPERTS,
+        keys=KEYS_WITHOUT_MLP_SIZE | {
+            "attention_bias": BIASES, "final_logit_softcapping": "model.final_logit_softcapping",
             "attention_k_eq_v": "attention.k_eq_v",
             "num_kv_shared_layers": "attention.kv_shared_layers",
             "use_double_wide_mlp": "model.double_wide_mlp",
             "hidden_size_per_layer_input": "model.per_layer_dim",
         },
-        TIED | {
-            "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 512, "hidden_activation": "gelu_pytorch_tanh",
-            "max_position_embeddings": 131072, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
-            "use_double_wide_mlp": False, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+        defaults=TIED | {
+            "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 512,
+            "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
+            "attention_k_eq_v": False, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
             "global_head_dim": 512, "intermediate_size": 9216,
             "rope_parameters": {
-                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                "full_attention": {
+                    "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+                },
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
-        {"model.norm_placement": "both", "model.scale_embeddings": True, "model.qk_norm": True, "model.v_norm": True,
-         "model.layer_scalar": True, "attention.attention_multiplier": 1.0},
-        ("hidden_activation", GATED),
+        settings={
+            "model.norm_placement": "both", "model.scale_embeddings": True, "model.qk_norm": True,
+            "model.v_norm": True, "model.layer_scalar": True, "attention.attention_multiplier": 1.0,
+        },
+        activation=("hidden_activation", GATED),
         rope="local",
         window="layers",
         full_every=6,
@@ -190,10 +225,14 @@ DENSE_FAMILIES: dict[str, Family] = {
     "olmo3": Family(
         "Olmo3ForCausalLM",
         DENSE + NORMS_AFTER + WHOLE_LAYER_NORMS,
-        SIZES | {"attention_bias": BIASES},
-        UNTIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096, "rope_theta": 5e5,
-                  "rope_local_base_freq": 5e5},
-        {"model.norm_placement": "after", "model.qk_norm": True, "model.qk_norm_scope": "layer"},
+        keys=SIZES | {"attention_bias": BIASES},
+        defaults=UNTIED | {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096,
+            "rope_theta": 5e5, "rope_local_base_freq": 5e5,
+        },
+        settings={
+            "model.norm_placement": "after", "model.qk_norm": True, "model.qk_norm_scope": "layer",
+        },
         rope="local",
         window="layers",
         full_every=4,
@@ -201,80 +240,106 @@ DENSE_FAMILIES: dict[str, Family] = {
     "olmo": Family(
         "OlmoForCausalLM",
         DENSE,
-        {key: path for key, path in SIZES.items() if key != "rms_norm_eps"} | {"attention_bias": BIASES},
-        UNTIED | {"max_position_embeddings": 2048},
-        LAYER_NORM | {"model.norm_scale": False, "model.norm_epsilon": 1e-5},
+        keys=without(SIZES, "rms_norm_eps") | {
+            "attention_bias": BIASES,
+        },
+        defaults=UNTIED | {"max_position_embeddings": 2048},
+        settings=LAYER_NORM | {"model.norm_scale": False, "model.norm_epsilon": 1e-5},
     ),
     "gemma": Family(
         "GemmaForCausalLM",
         DENSE + NORMS_BEFORE,
-        HEAD_SIZES | {"attention_bias": BIASES},
-        TIED | {"head_dim": 256, "num_key_value_heads": 16, "max_position_embeddings": 8192, "hidden_act": "gelu_pytorch_tanh"},
-        {"model.norm_zero_centered": True, "model.scale_embeddings": True},
-        ("hidden_act", GATED | {"gelu": "geglu"}),  # in this family, transformers takes `gelu` as the tanh approximation
+        keys=HEAD_SIZES | {"attention_bias": BIASES},
+        defaults=TIED | {
+            "head_dim": 256, "num_key_value_heads": 16, "max_position_embeddings": 8192,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+        settings={"model.norm_zero_centered": True, "model.scale_embeddings": True},
+        # in this family, transformers takes `gelu` as the tanh approximation
+        activation=("hidden_act", GATED | {"gelu": "geglu"}),
         supported={"hidden_activation": "gelu_pytorch_tanh"},
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
         DENSE + NORMS_BEFORE,
-        HEAD_SIZES,
-        UNTIED | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144},
+        keys=HEAD_SIZES,
+        defaults=UNTIED | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128,
+            "max_position_embeddings": 262144,
+        },
         window="all",
         query_scaling=True,
     ),
     "glm": Family(
         "GlmForCausalLM",
         EMBEDDINGS_AND_HEAD + ATTENTION + FUSED_MLP + NORMS_BEFORE,
-        HEAD_SIZES | {"attention_bias": "attention.qkv_bias"},
-        UNTIED | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True,
-                  "partial_rotary_factor": 0.5, "max_position_embeddings": 131072},
+        keys=HEAD_SIZES | {"attention_bias": "attention.qkv_bias"},
+        defaults=UNTIED | {
+            "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07,
+            "attention_bias": True, "partial_rotary_factor": 0.5, "max_position_embeddings": 131072,
+        },
         rope="partial",
         interleaved_rope=QK_PROJECTIONS,
     ),
     "glm4": Family(
         "Glm4ForCausalLM",
         EMBEDDINGS_AND_HEAD + ATTENTION + FUSED_MLP + NORMS_GLM4,
-        HEAD_SIZES | {"attention_bias": "attention.qkv_bias"},
-        UNTIED | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True,
-                  "partial_rotary_factor": 0.5, "max_position_embeddings": 131072},
-        {"model.norm_placement": "both"},
+        keys=HEAD_SIZES | {"attention_bias": "attention.qkv_bias"},
+        defaults=UNTIED | {
+            "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07,
+            "attention_bias": True, "partial_rotary_factor": 0.5, "max_position_embeddings": 131072,
+        },
+        settings={"model.norm_placement": "both"},
         rope="partial",
         interleaved_rope=QK_PROJECTIONS,
     ),
     "stablelm": Family(
         "StableLmForCausalLM",
         DENSE + NORMS_BEFORE + NORM_BIASES,
-        LAYER_NORM_KEYS | {"use_qkv_bias": "attention.qkv_bias", "use_parallel_residual": "model.parallel_blocks"},
-        UNTIED | {"layer_norm_eps": 1e-5, "num_key_value_heads": 32, "partial_rotary_factor": 0.25, "use_qkv_bias": False,
-                  "use_parallel_residual": False, "max_position_embeddings": 4096},
-        LAYER_NORM,
+        keys=LAYER_NORM_KEYS | {
+            "use_qkv_bias": "attention.qkv_bias", "use_parallel_residual": "model.parallel_blocks",
+        },
+        defaults=UNTIED | {
+            "layer_norm_eps": 1e-5, "num_key_value_heads": 32, "partial_rotary_factor": 0.25,
+            "use_qkv_bias": False, "use_parallel_residual": False, "max_position_embeddings": 4096,
+        },
+        settings=LAYER_NORM,
         rope="partial",
         supported={"qk_layernorm": False},
         ignored=("hidden_dropout",),
     ),
     "phi": Family(
         "PhiForCausalLM",
-        rename_modules(EMBEDDINGS_AND_HEAD + ATTENTION + NORMS_BEFORE + NORM_BIASES, {"model.norm.": "model.final_layernorm.",
-                                                                   ".o_proj.": ".dense."})
+        rename_modules(
+            EMBEDDINGS_AND_HEAD + ATTENTION + NORMS_BEFORE + NORM_BIASES,
+            {"model.norm.": "model.final_layernorm.", ".o_proj.": ".dense."},
+        )
         + plain_mlp("fc1", "fc2") + rows("", {"lm_head.bias": ("head_bias", Axes("V", "V"))}),
-        LAYER_NORM_KEYS,
-        UNTIED | {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new",
-                  "max_position_embeddings": 2048},
-        LAYER_NORM | {"model.parallel_blocks": True, "model.mlp_bias": True, "attention.qkv_bias": True,
-                      "attention.out_bias": True, "model.head_bias": True},
-        ("hidden_act", UNGATED),
+        keys=LAYER_NORM_KEYS,
+        defaults=UNTIED | {
+            "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new",
+            "max_position_embeddings": 2048,
+        },
+        settings=LAYER_NORM | {
+            "model.parallel_blocks": True, "model.mlp_bias": True, "attention.qkv_bias": True,
+            "attention.out_bias": True, "model.head_bias": True,
+        },
+        activation=("hidden_act", UNGATED),
         rope="partial",
         supported={"qk_layernorm": False},
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
         EMBEDDINGS_AND_HEAD + ATTENTION + NORMS_BEFORE + NORM_BIASES + plain_mlp("c_fc", "c_proj"),
-        {key: path for key, path in HEAD_SIZES.items() if key != "rms_norm_eps"}
-        | {"norm_epsilon": "model.norm_epsilon", "use_bias": (*BIASES, "model.mlp_bias")},
-        TIED | {"num_key_value_heads": 2, "norm_epsilon": 1e-5, "use_bias": True, "hidden_act": "gelu_pytorch_tanh",
-                "max_position_embeddings": 4096},
-        LAYER_NORM,
-        ("hidden_act", UNGATED),
+        keys=without(HEAD_SIZES, "rms_norm_eps") | {
+            "norm_epsilon": "model.norm_epsilon", "use_bias": (*BIASES, "model.mlp_bias"),
+        },
+        defaults=TIED | {
+            "num_key_value_heads": 2, "norm_epsilon": 1e-5, "use_bias": True,
+            "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096,
+        },
+        settings=LAYER_NORM,
+        activation=("hidden_act", UNGATED),
         window="all",
         supported={"mlp_type": "default", "norm_type": "layer_norm"},
         ignored=("residual_dropout", "embedding_dropout"),
@@ -282,9 +347,12 @@ DENSE_FAMILIES: dict[str, Family] = {
     "cohere": Family(
         "CohereForCausalLM",
         DENSE + NORMS_BEFORE[:1],
-        LAYER_NORM_KEYS | {"head_dim": "model.head_size", "attention_bias": BIASES, "logit_scale": "model.logits_scaling"},
-        COHERE_DEFAULTS | {"rope_theta": 5e5},
-        COHERE_SETTINGS,
+        keys=LAYER_NORM_KEYS | {
+            "head_dim": "model.head_size", "attention_bias": BIASES,
+            "logit_scale": "model.logits_scaling",
+        },
+        defaults=COHERE_DEFAULTS | {"rope_theta": 5e5},
+        settings=COHERE_SETTINGS,
         interleaved_rope=QK_PROJECTIONS,
         supported=COHERE_SUPPORTED,
         ignored=COHERE_IGNORED,
@@ -292,9 +360,9 @@ DENSE_FAMILIES: dict[str, Family] = {
     "cohere2": Family(
         "Cohere2ForCausalLM",
         DENSE + NORMS_BEFORE[:1],
-        LAYER_NORM_KEYS | {"attention_bias": BIASES, "logit_scale": "model.logits_scaling"},
-        COHERE_DEFAULTS | {"sliding_window": 4096},
-        COHERE_SETTINGS,
+        keys=LAYER_NORM_KEYS | {"attention_bias": BIASES, "logit_scale": "model.logits_scaling"},
+        defaults=COHERE_DEFAULTS | {"sliding_window": 4096},
+        settings=COHERE_SETTINGS,
         rope="sliding layers",
         window="layers",
         full_every=4,
@@ -305,9 +373,12 @@ DENSE_FAMILIES: dict[str, Family] = {
     "exaone4": Family(
         "Exaone4ForCausalLM",
         DENSE + NORMS_AFTER + HEAD_NORMS,
-        HEAD_SIZES,
-        UNTIED | {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 2048},
-        {"model.norm_placement": "after", "model.qk_norm": True},
+        keys=HEAD_SIZES,
+        defaults=UNTIED | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096,
+            "max_position_embeddings": 2048,
+        },
+        settings={"model.norm_placement": "after", "model.qk_norm": True},
         rope="windowed layers",
         window="layers",
         full_every=4,
@@ -315,18 +386,25 @@ DENSE_FAMILIES: dict[str, Family] = {
     "nanochat": Family(
         "NanoChatForCausalLM",
         EMBEDDINGS_AND_HEAD + ATTENTION + plain_mlp("fc1", "fc2"),
-        HEAD_SIZES | {"attention_bias": BIASES, "final_logit_softcapping": "model.final_logit_softcapping"},
-        UNTIED | {"hidden_act": "relu2", "final_logit_softcapping": 15.0, "max_position_embeddings": 2048},
-        {"model.norm_scale": False, "model.norm_embeddings": True, "model.qk_norm": True, "model.qk_norm_after_rope": True},
-        ("hidden_act", UNGATED),
+        keys=HEAD_SIZES | {
+            "attention_bias": BIASES, "final_logit_softcapping": "model.final_logit_softcapping",
+        },
+        defaults=UNTIED | {
+            "hidden_act": "relu2", "final_logit_softcapping": 15.0, "max_position_embeddings": 2048,
+        },
+        settings={
+            "model.norm_scale": False, "model.norm_embeddings": True, "model.qk_norm": True,
+            "model.qk_norm_after_rope": True,
+        },
+        activation=("hidden_act", UNGATED),
         reversed_rope=QK_PROJECTIONS,
     ),
     "hunyuan_v1_dense": Family(
         "HunYuanDenseV1ForCausalLM",
         DENSE + NORMS_BEFORE + HEAD_NORMS_AFTER_ROPE,
-        HEAD_SIZES | {"attention_bias": BIASES},
-        UNTIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-        {"model.qk_norm": True, "model.qk_norm_after_rope": True},
+        keys=HEAD_SIZES | {"attention_bias": BIASES},
+        defaults=UNTIED | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        settings={"model.qk_norm": True, "model.qk_norm_after_rope": True},
         ntk_alpha=True,
         supported={"use_qk_norm": True, "use_cla": False},
         ignored=("eod_token_id", "attention_head_dim"),
@@ -334,71 +412,96 @@ DENSE_FAMILIES: dict[str, Family] = {
     "seed_oss": Family(
         "SeedOssForCausalLM",
         DENSE + NORMS_BEFORE,
-        HEAD_SIZES | {"attention_bias": "attention.qkv_bias", "attention_out_bias": "attention.out_bias",
-                 "mlp_bias": "model.mlp_bias"},
-        UNTIED | {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_out_bias": False,
-                  "max_position_embeddings": 524288},
+        keys=HEAD_SIZES | {
+            "attention_bias": "attention.qkv_bias", "attention_out_bias": "attention.out_bias",
+            "mlp_bias": "model.mlp_bias",
+        },
+        defaults=UNTIED | {
+            "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True,
+            "attention_out_bias": False, "max_position_embeddings": 524288,
+        },
         ignored=("residual_dropout",),
     ),
     "helium": Family(
         "HeliumForCausalLM",
         DENSE + NORMS_BEFORE,
-        HEAD_SIZES | {"attention_bias": "attention.qkv_bias", "mlp_bias": "model.mlp_bias"},
-        UNTIED | {"rms_norm_eps": 1e-8, "num_key_value_heads": 20, "head_dim": 128, "rope_theta": 1e5,
-                  "max_position_embeddings": 4096},
+        keys=HEAD_SIZES | {"attention_bias": "attention.qkv_bias", "mlp_bias": "model.mlp_bias"},
+        defaults=UNTIED | {
+            "rms_norm_eps": 1e-8, "num_key_value_heads": 20, "head_dim": 128, "rope_theta": 1e5,
+            "max_position_embeddings": 4096,
+        },
         interleaved_rope=QK_PROJECTIONS,
     ),
     "ernie4_5": Family(
         "Ernie4_5ForCausalLM",
         DENSE + NORMS_BEFORE,
-        HEAD_SIZES | {"use_bias": (*BIASES, "model.mlp_bias")},
-        TIED | {"rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 128, "use_bias": False, "rope_theta": 5e5,
-                "max_position_embeddings": 131072},
+        keys=HEAD_SIZES | {"use_bias": (*BIASES, "model.mlp_bias")},
+        defaults=TIED | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 128, "use_bias": False,
+            "rope_theta": 5e5, "max_position_embeddings": 131072,
+        },
         interleaved_rope=QK_PROJECTIONS,
     ),
     "arcee": Family(
         "ArceeForCausalLM",
         EMBEDDINGS_AND_HEAD + ATTENTION + NORMS_BEFORE + plain_mlp("up_proj", "down_proj"),
-        HEAD_SIZES | {"attention_bias": BIASES, "mlp_bias": "model.mlp_bias"},
-        UNTIED | {"rms_norm_eps": 1e-5, "hidden_act": "relu2", "max_position_embeddings": 4096},
+        keys=HEAD_SIZES | {"attention_bias": BIASES, "mlp_bias": "model.mlp_bias"},
+        defaults=UNTIED | {
+            "rms_norm_eps": 1e-5, "hidden_act": "relu2", "max_position_embeddings": 4096,
+        },
         activation=("hidden_act", UNGATED),
     ),
     "bitnet": Family(
         "BitNetForCausalLM",
         DENSE + NORMS_BEFORE + sub_norms("attn_sub_norm", "ffn_sub_norm"),
-        SIZES | {"attention_bias": BIASES},
-        UNTIED | {"rms_norm_eps": 1e-5, "hidden_act": "relu2", "num_key_value_heads": 5, "rope_theta": 5e5,
-                  "max_position_embeddings": 2048},
-        {"model.sub_norms": True},
-        ("hidden_act", GATED | {"relu2": "squared_reglu"}),
+        keys=SIZES | {"attention_bias": BIASES},
+        defaults=UNTIED | {
+            "rms_norm_eps": 1e-5, "hidden_act": "relu2", "num_key_value_heads": 5,
+            "rope_theta": 5e5, "max_position_embeddings": 2048,
+        },
+        settings={"model.sub_norms": True},
+        activation=("hidden_act", GATED | {"relu2": "squared_reglu"}),
         bitlinear=True,
     ),
     "bitnet_b1_58": Family(
         "BitnetForCausalLM",
         DENSE + NORMS_BEFORE + sub_norms("inner_attn_ln", "ffn_layernorm"),
-        SIZES | {"attention_bias": BIASES},
-        UNTIED | {"max_position_embeddings": 2048},
-        {"model.projections": "ternary", "model.sub_norms": True},
+        keys=SIZES | {"attention_bias": BIASES},
+        defaults=UNTIED | {"max_position_embeddings": 2048},
+        settings={"model.projections": "ternary", "model.sub_norms": True},
         model_type="llama",
         constants={"weight_bits": 1, "input_bits": 8},
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         GPT2,
-        {"n_embd": "model.dim", "n_layer": "model.num_blocks", "n_head": "model.n_heads", "n_inner": "model.hidden_dim",
-         "n_positions": "model.max_context", "layer_norm_epsilon": "model.norm_epsilon",
-         "tie_word_embeddings": "model.weight_tying"},
-        {"n_positions": 1024, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "activation_function": "gelu_new"},
-        {"model.norm": "layernorm", "attention.use_rotary_pos": False, "attention.trainable_pos": True, "model.mlp_bias": True,
-         "attention.qkv_bias": True, "attention.out_bias": True},
-        ("activation_function", UNGATED),
+        keys={
+            "n_embd": "model.dim", "n_layer": "model.num_blocks", "n_head": "model.n_heads",
+            "n_inner": "model.hidden_dim", "n_positions": "model.max_context",
+            "layer_norm_epsilon": "model.norm_epsilon", "tie_word_embeddings": "model.weight_tying",
+        },
+        defaults={
+            "n_positions": 1024, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+            "activation_function": "gelu_new",
+        },
+        settings={
+            "model.norm": "layernorm", "attention.use_rotary_pos": False,
+            "attention.trainable_pos": True, "model.mlp_bias": True, "attention.qkv_bias": True,
+            "attention.out_bias": True,
+        },
+        activation=("activation_function", UNGATED),
         rope=None,
         supported={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
-        ignored=("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
-                "summary_proj_to_labels", "summary_first_dropout"),
+        ignored=(
+            "n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj",
+            "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+        ),
         buffers=(".attn.bias", ".attn.masked_bias"),
     ),
     "granite": Family(
-        "GraniteForCausalLM", DENSE + NORMS_BEFORE, GRANITE_KEYS | {"mlp_bias": "model.mlp_bias"}, GRANITE_DEFAULTS
+        "GraniteForCausalLM",
+        DENSE + NORMS_BEFORE,
+        keys=GRANITE_KEYS | {"mlp_bias": "model.mlp_bias"},
+        defaults=GRANITE_DEFAULTS,
     ),
 }  # fmt: skip

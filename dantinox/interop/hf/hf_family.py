@@ -6,12 +6,14 @@ from typing import Any
 
 from dantinox.interop.hf.hf_tensors import Row
 
+# The names of activations in transformers, and in DantinoX for layers with and without a gate.
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu_fast": "geglu"}
 UNGATED = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "relu2": "relu2"}
 # For keys whose value differs from that of the setting: the function that converts key to setting, and its inverse.
 CONVERSIONS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
     "logit_scale": (lambda factor: 1 / factor, lambda divisor: 1 / divisor),
 }
+# The settings of both biases of attention.
 BIASES = ("attention.qkv_bias", "attention.out_bias")
 SIZES: dict[str, str | tuple[str, ...]] = {
     "hidden_size": "model.dim",
@@ -22,6 +24,36 @@ SIZES: dict[str, str | tuple[str, ...]] = {
     "max_position_embeddings": "model.max_context",
     "rms_norm_eps": "model.norm_epsilon",
     "tie_word_embeddings": "model.weight_tying",
+}
+
+
+def without(keys: Mapping[str, Any], *excluded: str) -> dict[str, Any]:
+    """Returns a table of keys without some of them."""
+    return {key: path for key, path in keys.items() if key not in excluded}
+
+
+HEAD_SIZES = SIZES | {"head_dim": "model.head_size"}
+# Default values that many families share, without and with tied embeddings.
+UNTIED = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+TIED = UNTIED | {"tie_word_embeddings": True}
+# The `quantization_config` of ternary projections whose weights are stored as floats.
+BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+KEYS_WITHOUT_MLP_SIZE = without(HEAD_SIZES, "intermediate_size")
+GRANITE_KEYS = HEAD_SIZES | {
+    "attention_bias": BIASES,
+    "embedding_multiplier": "model.embedding_multiplier",
+    "residual_multiplier": "model.residual_multiplier",
+    "logits_scaling": "model.logits_scaling",
+    "attention_multiplier": "attention.attention_multiplier",
+}
+GRANITE_DEFAULTS = UNTIED | {
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "attention_multiplier": 1.0,
+    "max_position_embeddings": 2048,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
 }
 
 
@@ -72,7 +104,7 @@ class Family:
 
     architecture: str
     tensors: tuple[Row, ...]
-    keys: Mapping[str, str | tuple[str, ...]] = field(default_factory=lambda: SIZES | {"head_dim": "model.head_size"})
+    keys: Mapping[str, str | tuple[str, ...]] = field(default_factory=lambda: HEAD_SIZES)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     activation: tuple[str, Mapping[str, str]] = ("hidden_act", GATED)
@@ -92,27 +124,3 @@ class Family:
     supported: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
-
-
-HEAD_SIZES = SIZES | {"head_dim": "model.head_size"}
-UNTIED = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
-TIED = UNTIED | {"tie_word_embeddings": True}
-# The `quantization_config` of ternary projections whose weights are stored as floats.
-BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
-KEYS_WITHOUT_MLP_SIZE = {key: path for key, path in HEAD_SIZES.items() if key != "intermediate_size"}
-GRANITE_KEYS = HEAD_SIZES | {
-    "attention_bias": BIASES,
-    "embedding_multiplier": "model.embedding_multiplier",
-    "residual_multiplier": "model.residual_multiplier",
-    "logits_scaling": "model.logits_scaling",
-    "attention_multiplier": "attention.attention_multiplier",
-}
-MULTIPLIER_DEFAULTS = {
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "attention_multiplier": 1.0,
-}
-GRANITE_DEFAULTS = (
-    UNTIED | MULTIPLIER_DEFAULTS | {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2}
-)
