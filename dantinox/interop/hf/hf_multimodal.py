@@ -31,8 +31,10 @@ class Multimodal(NamedTuple):
 
 
 IDEFICS = ("vision_model", "connector")
-QWEN_KEYS = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-             "vision_token_id")  # fmt: skip
+QWEN_KEYS = (
+    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "vision_token_id",
+)  # fmt: skip
 MULTIMODAL = {
     "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text"),
     "gemma4": Multimodal(
@@ -57,7 +59,7 @@ MULTIMODAL = {
 # Text models with multimodal rotary positions (M-RoPE), and the equivalent families without M-RoPE. The three positions of a
 # text token are equal, so plain RoPE gives the same rotations.
 MROPE_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-SECTIONS = ("mrope_section", "mrope_interleaved")
+MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 # Transformers' defaults for a `text_config`. Older versions do not write keys that have the default value.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 QWEN_VL: dict[str, Any] = dict(zip(SIZES, (152064, 8192, 29568, 80, 64), strict=True)) | {
@@ -120,10 +122,10 @@ def extract_text_model(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[
         )
     names, skipped = _text_names(tensors, multimodal)
     text = _text_config(config, multimodal, HEAD in names)
-    kinds = {plain: tensors.tensors[stored] for plain, stored in names.items()}
+    text_tensors = {plain: tensors.tensors[stored] for plain, stored in names.items()}
     parts = ", ".join(f"{part} ({count})" for part, count in skipped.items()) or "no other part"
-    line = f"{name}: its text model, {text['model_type']}, is imported; tensors left out: {parts}"
-    return text, LazyArrays(kinds, lambda plain: tensors[names[plain]]), line
+    message = f"{name}: its text model, {text['model_type']}, is imported; tensors left out: {parts}"
+    return text, LazyArrays(text_tensors, lambda plain: tensors[names[plain]]), message
 
 
 def _text_names(tensors: LazyArrays, multimodal: Multimodal) -> tuple[dict[str, str], Counter[str]]:
@@ -152,9 +154,8 @@ def _text_config(config: Mapping[str, Any], multimodal: Multimodal, has_head: bo
     """Returns the `config.json` of the text model, with transformers' defaults for absent sizes."""
     text_config = config.get("text_config")
     if text_config is None and multimodal.flat:
-        text_config = {
-            key: value for key, value in config.items() if key not in (*multimodal.flat, "model_type", "architectures")
-        }
+        others = (*multimodal.flat, "model_type", "architectures")
+        text_config = {key: value for key, value in config.items() if key not in others}
     if not isinstance(text_config, dict):
         raise UserError(f"config.json has text_config: {quote(text_config)}, expected an object")
     kind = text_config.get("model_type", multimodal.text)
@@ -172,14 +173,17 @@ def _text_config(config: Mapping[str, Any], multimodal: Multimodal, has_head: bo
     for key in INHERITED_KEYS:
         if config.get(key) is not None and text.get(key) is None:
             text[key] = config[key]
-    if stored := {key: config[key] for key in DTYPES if config.get(key) is not None}:
-        text = {key: value for key, value in text.items() if key not in DTYPES} | stored
+    # The top-level dtype overrides that of the text model.
+    if dtypes := {key: config[key] for key in DTYPES if config.get(key) is not None}:
+        text = {key: value for key, value in text.items() if key not in DTYPES} | dtypes
     if kind in MROPE_MODELS:
         text |= {key: _drop_mrope(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
     # Some versions of transformers read the text model's `tie_word_embeddings`, other versions the top-level key. If the two
     # differ, the embeddings are regarded as tied if and only if the checkpoint has no output layer.
-    ties = [value for value in (text_config.get("tie_word_embeddings"), config.get("tie_word_embeddings")) if value is not None]
-    text["tie_word_embeddings"] = ties[0] if ties and ties.count(ties[0]) == len(ties) else not has_head
+    ties = [settings.get("tie_word_embeddings") for settings in (text_config, config)]
+    ties = [value for value in ties if value is not None]
+    agree = bool(ties) and all(value == ties[0] for value in ties)
+    text["tie_word_embeddings"] = ties[0] if agree else not has_head
     return text | {"model_type": family, "architectures": [FAMILIES[family].architecture]}
 
 
@@ -187,7 +191,7 @@ def _drop_mrope(rope: Any) -> Any:
     """Returns RoPE settings without the head sections of M-RoPE."""
     if not isinstance(rope, dict):
         return rope
-    plain = {key: value for key, value in rope.items() if key not in SECTIONS}
+    plain = {key: value for key, value in rope.items() if key not in MROPE_KEYS}
     for key in ("type", "rope_type"):
         if plain.get(key) == "mrope":
             plain[key] = "default"
