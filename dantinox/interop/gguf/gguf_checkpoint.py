@@ -26,7 +26,7 @@ from dantinox.interop.gguf.gguf_config import (
     select_family,
     unsupported_feature,
 )
-from dantinox.interop.gguf.gguf_families import FAMILIES, Family, MergedTensor
+from dantinox.interop.gguf.gguf_families import FAMILIES, Family
 from dantinox.interop.gguf.gguf_file import (
     PLAIN_DTYPES,
     FindBlocks,
@@ -37,6 +37,7 @@ from dantinox.interop.gguf.gguf_file import (
     write_gguf,
 )
 from dantinox.interop.gguf.gguf_keys import LLAMA3, LONG, SHORT, Metadata
+from dantinox.interop.gguf.gguf_tensors import MergedTensor
 from dantinox.interop.gguf.gguf_vocabulary import read_vocabulary, vocabulary_metadata
 from dantinox.interop.gguf.quantization_recipes import FILE_TYPES, tensor_types
 from dantinox.interop.hf.hf_config import hf_config_to_settings

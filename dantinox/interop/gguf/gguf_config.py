@@ -11,7 +11,7 @@ import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import quote
-from dantinox.interop.gguf.gguf_families import FAMILIES, LATENT_ATTENTION, Family
+from dantinox.interop.gguf.gguf_families import FAMILIES, Family
 from dantinox.interop.gguf.gguf_file import GGUFFile, read_tensor
 from dantinox.interop.gguf.gguf_gemma4 import gemma4_config, gemma4_metadata
 from dantinox.interop.gguf.gguf_keys import LLAMA3, LONG, MAX_NUMBER, SHORT, SIZES, Metadata, key_type
@@ -82,7 +82,7 @@ def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
         raise UserError(f"{file.path} has {layers} layers, of which {mtp_layers} are multi-token prediction layers")
     config["num_hidden_layers"] = layers - mtp_layers
     config |= {hf_key: meta(key, default, kind) for key, (hf_key, kind, default) in family.keys.items()}
-    if family.names is LATENT_ATTENTION:
+    if family.latent:
         config |= _latent_config(meta, heads, config["num_key_value_heads"])
         head_size = config["head_dim"]
     else:
@@ -284,7 +284,7 @@ def _rope_config(meta: Metadata, family: Family, file: GGUFFile, config: dict[st
             rope["truncate"] = False
         if family.arch == "mistral3":
             rope |= _query_scaling(meta)
-        if family.names is LATENT_ATTENTION:  # llama.cpp has a single key for `mscale` and `mscale_all_dim`
+        if family.latent:  # llama.cpp has a single key for `mscale` and `mscale_all_dim`
             rope["mscale"] = rope["mscale_all_dim"] = round(10 * meta("rope.scaling.yarn_log_multiplier", kind=float), 6)
     elif kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
@@ -454,7 +454,7 @@ def unsupported_feature(model: ModelConfig, family: Family, hf_config: Mapping[s
     if family.arch == "deepseek2" and experts is not None and experts.groups > 1 and experts.group_score == "max":
         return "moe.group_score: max (it uses the sum of the best two)"
     if (
-        family.names is LATENT_ATTENTION
+        family.latent
         and model.latent is not None
         and model.latent.query_rank is None
         and model.num_blocks not in DEEPSEEK_LITE_LAYERS
@@ -470,10 +470,10 @@ def unsupported_feature(model: ModelConfig, family: Family, hf_config: Mapping[s
         sources = {model.kv_source(i): first - (1 if model.windows[i] is None else 2) for i in range(first, model.num_blocks)}
         if any(source != expected for source, expected in sources.items()) or first < 2:
             return "attention.kv_shared_layers, unless the two layers before them are sliding and full"
-    yarn = family.names is LATENT_ATTENTION and scaling is not None and scaling.kind == "yarn"
+    yarn = family.latent and scaling is not None and scaling.kind == "yarn"
     if yarn and scaling is not None and (not scaling.mscale or scaling.mscale != scaling.mscale_all_dim):
         return "attention.rope_mscale: other than attention.rope_mscale_all_dim"
-    if family.names is LATENT_ATTENTION and hf_config.get("rope_interleave") is False:
+    if family.latent and hf_config.get("rope_interleave") is False:
         return "rope_interleave: false"
     if family.arch == "mistral3" and model.query_scaling_beta is not None and (scaling is None or scaling.kind != "yarn"):
         return "attention.query_scaling_beta without attention.rope_scaling: yarn"

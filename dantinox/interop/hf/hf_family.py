@@ -27,9 +27,9 @@ SIZES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def without(keys: Mapping[str, Any], *excluded: str) -> dict[str, Any]:
-    """Returns a table of keys without some of them."""
-    return {key: path for key, path in keys.items() if key not in excluded}
+def without(table: Mapping[str, Any], *excluded: str) -> dict[str, Any]:
+    """Returns a table without some of its keys."""
+    return {key: value for key, value in table.items() if key not in excluded}
 
 
 HEAD_SIZES = SIZES | {"head_dim": "model.head_size"}

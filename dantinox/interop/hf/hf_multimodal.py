@@ -60,24 +60,35 @@ MULTIMODAL = {
 # text token are equal, so plain RoPE gives the same rotations.
 MROPE_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 MROPE_KEYS = ("mrope_section", "mrope_interleaved")
+
+
+def _sizes(vocabulary: int, width: int, mlp_width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": mlp_width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
 # Transformers' defaults for a `text_config`. Older versions do not write keys that have the default value.
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-QWEN_VL: dict[str, Any] = dict(zip(SIZES, (152064, 8192, 29568, 80, 64), strict=True)) | {
+QWEN_VL = _sizes(152064, 8192, 29568, 80, 64) | {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6,
 }  # fmt: skip
-QWEN_7B = dict(zip(SIZES, (151936, 4096, 22016, 32, 32), strict=True)) | {"num_key_value_heads": 32}
+QWEN_7B = _sizes(151936, 4096, 22016, 32, 32) | {"num_key_value_heads": 32}
 MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": dict(zip(SIZES, (32000, 4096, 11008, 32, 32), strict=True)),
-    "mistral": dict(zip(SIZES, (32000, 4096, 14336, 32, 32), strict=True)),
-    "ministral3": dict(zip(SIZES, (131072, 4096, 14336, 34, 32), strict=True)) | {"rope_parameters": MINISTRAL3_ROPE},
+    "llama": _sizes(32000, 4096, 11008, 32, 32),
+    "mistral": _sizes(32000, 4096, 14336, 32, 32),
+    "ministral3": _sizes(131072, 4096, 14336, 34, 32) | {"rope_parameters": MINISTRAL3_ROPE},
     "qwen2": QWEN_7B,
     "qwen3": QWEN_7B,
-    "gemma3_text": dict(zip(SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
-    "gemma4_text": dict(zip(SIZES, (262144, 2304, 9216, 30, 8), strict=True)),
+    "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
+    "gemma4_text": _sizes(262144, 2304, 9216, 30, 8),
     "qwen2_vl_text": QWEN_VL,
     "qwen2_5_vl_text": QWEN_VL,
     "qwen3_vl_text": QWEN_7B | {"max_position_embeddings": 128000, "rope_theta": 5e5},
