@@ -12,9 +12,9 @@ import pytest
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.interop.gguf.gguf_checkpoint import export_gguf, source_from_gguf
-from dantinox.interop.gguf.gguf_config import llama3_factors
 from dantinox.interop.gguf.gguf_families import FAMILIES
 from dantinox.interop.gguf.gguf_file import open_gguf, read_tensor, write_gguf
+from dantinox.interop.gguf.gguf_rope import llama3_factors
 from dantinox.interop.gguf.quantization_recipes import FILE_TYPES, SMALL_BLOCK_TYPES
 from dantinox.interop.hf import hf_families as families
 from dantinox.interop.hf.hf_config import hf_config_to_settings

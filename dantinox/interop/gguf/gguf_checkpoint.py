@@ -20,7 +20,6 @@ from dantinox.config.model import ARCHITECTURE, SETTING_OF
 from dantinox.files import escape_name, quote
 from dantinox.interop.gguf.gguf_config import (
     count_mtp_layers,
-    frequency_tensors,
     gguf_metadata,
     gguf_to_hf_config,
     select_family,
@@ -37,6 +36,7 @@ from dantinox.interop.gguf.gguf_file import (
     write_gguf,
 )
 from dantinox.interop.gguf.gguf_keys import LLAMA3, LONG, SHORT, Metadata
+from dantinox.interop.gguf.gguf_rope import frequency_tensors
 from dantinox.interop.gguf.gguf_tensors import MergedTensor
 from dantinox.interop.gguf.gguf_vocabulary import read_vocabulary, vocabulary_metadata
 from dantinox.interop.gguf.quantization_recipes import FILE_TYPES, tensor_types
