@@ -95,7 +95,7 @@ def _llama_config(meta: Metadata, file: GGUFFile, family: Family) -> dict[str, A
             raise UserError(f"{file.path} has expert_shared_feed_forward_length {found}, expected {expected}")
     config |= _bias_config(file, family)
     config |= _window_config(meta, family, config["num_hidden_layers"])
-    config |= rope_config(meta, family, file, family.fixed | config)
+    config |= rope_config(meta, family, file, dict(family.fixed) | config)
     if family.arch in WIDE_QUERY_SCALE_LAYERS:
         wide = WIDE_QUERY_SCALE_LAYERS[family.arch] == config["num_hidden_layers"]
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else head_size
