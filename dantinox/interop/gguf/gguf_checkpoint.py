@@ -216,26 +216,29 @@ def _generalize(name: str) -> str:
 def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, Location]:
     """Returns the location of each tensor, by its name in transformers."""
     locations: dict[str, Location] = {}
-    merged = {stored: hf_name for hf_name, tensor in family.merged.items() for stored in tensor.stored}
+    merged = {}  # for each part of a merged tensor, its name in transformers
+    for hf_name, tensor in family.merged.items():
+        merged |= dict.fromkeys(tensor.stored, hf_name)
     meta = Metadata(file)
     layers = meta("block_count")
-    skipped = tuple(f"blk.{layer}." for layer in range(layers - count_mtp_layers(meta), layers))
+    mtp_layers = tuple(f"blk.{layer}." for layer in range(layers - count_mtp_layers(meta), layers))
     for name, stored in file.tensors.items():
-        if name in (LLAMA3, LONG, SHORT) or name.startswith(skipped):
+        # Divisors of frequencies become settings, and multi-token prediction layers are not imported.
+        if name in (LLAMA3, LONG, SHORT) or name.startswith(mtp_layers):
             continue
-        if hf_name := merged.get(_generalize_stored(name)):
+        if whole := merged.get(_generalize_stored(name)):
             layer = name.split(".")[1]
-            parts = tuple(part.replace("{}", layer) for part in family.merged[hf_name].stored)
-            if missing := next((part for part in parts if part not in file.tensors), None):
-                raise UserError(f"{file.path} has {name} and lacks {missing}")
-            locations[hf_name.replace("{}", layer)] = Location(parts)
+            parts = tuple(part.replace("{}", layer) for part in family.merged[whole].stored)
+            if missing := [part for part in parts if part not in file.tensors]:
+                raise UserError(f"{file.path} has {name} and lacks {missing[0]}")
+            locations[whole.replace("{}", layer)] = Location(parts)
             continue
         module, _, suffix = name.rpartition(".")
-        hf_name = family.names.get(_generalize_stored(module))
-        if hf_name is None or suffix not in ("weight", "bias"):
+        hf_module = family.names.get(_generalize_stored(module))
+        if hf_module is None or suffix not in ("weight", "bias"):
             raise UserError(f"{file.path} has the tensor {escape_name(name)}, which is unknown for {family.arch}")
         match = re.match(r"blk\.(\d+)\.", module)
-        hf_name = f"{hf_name}.{suffix}".replace("{}", match[1] if match else "")
+        hf_name = f"{hf_module}.{suffix}".replace("{}", match[1] if match else "")
         if "{e}" not in hf_name:
             locations[hf_name] = Location((name,))
             continue

@@ -59,7 +59,7 @@ def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     elif family.arch == "gemma4":
         config |= gemma4_config(meta, file, _window_config(meta, family, meta("block_count")))
     else:
-        config |= _llama_config(meta, file, family)
+        config |= _common_config(meta, file, family)
         if not meta("attention.causal", True, bool):
             raise UserError(f"{file.path} contains a model without causal attention, which is not supported")
     meta.check_all_used()
@@ -67,6 +67,7 @@ def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
 
 
 def _gpt2_config(meta: Metadata, file: GGUFFile) -> dict[str, Any]:
+    """Returns the keys of GPT-2, which has other names for sizes than all other families."""
     config = {hf_key: meta(key, kind=key_type(key)) for key, hf_key in GPT2_SIZES.items()}
     if meta("attention.head_count_kv", config["n_head"]) != config["n_head"]:
         raise UserError(f"{file.path} has fewer key heads than heads, which GPT-2 does not support")
@@ -74,7 +75,7 @@ def _gpt2_config(meta: Metadata, file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def _llama_config(meta: Metadata, file: GGUFFile, family: Family) -> dict[str, Any]:
+def _common_config(meta: Metadata, file: GGUFFile, family: Family) -> dict[str, Any]:
     """Returns the keys of a family other than GPT-2 and Gemma 4, without the fixed ones."""
     config = _sizes(meta, file, family)
     heads = config["num_attention_heads"]
@@ -89,9 +90,10 @@ def _llama_config(meta: Metadata, file: GGUFFile, family: Family) -> dict[str, A
     if family.model_type == "deepseek_v2":
         config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
     if family.arch == "ernie4_5-moe":
-        shared = config["moe_num_shared_experts"] * config["moe_intermediate_size"]
-        if (found := meta("expert_shared_feed_forward_length", shared)) != shared:
-            expected = f"{shared} (number of shared experts × their width)"
+        shared_width = config["moe_num_shared_experts"] * config["moe_intermediate_size"]
+        found = meta("expert_shared_feed_forward_length", shared_width)
+        if found != shared_width:
+            expected = f"{shared_width} (number of shared experts × their width)"
             raise UserError(f"{file.path} has expert_shared_feed_forward_length {found}, expected {expected}")
     config |= _bias_config(file, family)
     config |= _window_config(meta, family, config["num_hidden_layers"])
@@ -192,6 +194,7 @@ def count_mtp_layers(meta: Metadata) -> int:
 
 
 def _check_head_lengths(meta: Metadata, head_size: int) -> None:
+    """Raises a `UserError` if the keys or values of a head have another size."""
     lengths = {meta(f"attention.{part}_length", head_size) for part in ("key", "value")}
     if lengths != {head_size}:
         raise UserError(f"{meta.name} has keys and values of different lengths, which is not supported")

@@ -26,7 +26,7 @@ from dantinox.interop.hf.hf_keys import ConfigKeys, check_integer, check_positiv
 from dantinox.interop.hf.hf_unsupported import UNSUPPORTED_FAMILIES
 
 MAX_LAYERS = 10_000
-# Keys that a `config.json` must have, even though DantinoX has a default for the setting.
+# Keys that a `config.json` must have, even if DantinoX can derive the setting from others.
 REQUIRED_KEYS = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "intermediate_size")
 
 

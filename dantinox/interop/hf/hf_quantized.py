@@ -320,6 +320,7 @@ def _mxfp4(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequant
 
 
 def _make_mxfp4(tensors: LazyArrays, blocks: str, scales: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a tensor of this shape, one expert after another; bfloat16 represents its values exactly."""
     result = np.empty(shape, ml_dtypes.bfloat16)
     for codes, exponents, matrix in zip(tensors[blocks], tensors[scales], result, strict=True):
         values = E2M1[unpack_nibbles(codes)] * float_scale(exponents)[..., None]
