@@ -29,14 +29,15 @@ EPSILON = 1e-6  # of LayerNorm and RMSNorm
 EMBED = ("embed/embedding", "wte/embedding")  # names of the embedding matrix
 # Supported values by setting. A run may omit any of these settings.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "mla": (False,), "attention": ("mha", "gqa"), "use_moe": (False,), "ffn": ("mlp",), "use_lora": (False,),
-    "causal": (True,), "model_type": ("autoregressive",), "paradigm": (None, "ar"), "embed_dim": (0,),
-    "activation": ("gelu",),
+    "mla": (False,), "attention": ("mha", "gqa"), "use_moe": (False,), "ffn": ("mlp",),
+    "use_lora": (False,), "causal": (True,), "model_type": ("autoregressive",),
+    "paradigm": (None, "ar"), "embed_dim": (0,), "activation": ("gelu",),
 }  # fmt: skip
 POSITION_SETTINGS = {"rotary": "use_rotary_pos", "learned": "trainable_pos", "absolute": "absolute_pos"}
 # Arrays that the conversion ignores: attention masks, RoPE angles, dropout state, latent projections of MLA.
 UNUSED_ARRAYS = (
-    "*/tril", "*/window", "*/angle", "wpe", "*/rngs/*", "emb_dropout/*", "*_dropout/*", "*/dropout/*",
+    "*/tril", "*/window", "*/angle", "wpe", "*/rngs/*", "emb_dropout/*", "*_dropout/*",
+    "*/dropout/*",
     *(f"*/attention/{name}/*" for name in ("down_q", "down_kv", "up_q", "up_k", "up_v")),
 )  # fmt: skip
 

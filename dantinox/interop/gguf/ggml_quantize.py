@@ -352,6 +352,6 @@ def _tq2_0(x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 ENCODERS: dict[str, Callable[[np.ndarray], Mapping[str, np.ndarray]]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-    "TQ1_0": _tq1_0, "TQ2_0": _tq2_0,
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k,
+    "Q5_K": _q5_k, "Q6_K": _q6_k, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0,
 }  # fmt: skip

@@ -45,9 +45,9 @@ KNOWN_KEYS = frozenset((
 UNSUPPORTED_FLAGS = ("add_eos_token", "add_sep_token", "remove_extra_whitespaces")  # must be absent or false
 # Names of tokens that always end generation (`special_eog_ids` in llama.cpp's llama-vocab.cpp).
 END_TOKENS = frozenset((
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
-    "<turn|>", "<｜end▁of▁sentence｜>",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<｜end▁of▁sentence｜>",
 ))  # fmt: skip
 ID_KEYS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
 ABSENT_IDS = (-1, 0xFFFFFFFF)  # ids that mean "no token"

@@ -165,8 +165,8 @@ ALIASES = {
 }
 # Names for which llama.cpp adds the BOS token to a text, unless the file disables it.
 ADDS_BOS = frozenset((
-    "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
-    "chameleon",
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+    "jina-v5-nano", "tekken", "chameleon",
 ))  # fmt: skip
 # SentencePiece tokens with BPE merges: the space is ▁, and text is not split into words.
 UNSPLIT_NAMES = ("gemma4", "sarvam-moe")

@@ -30,8 +30,9 @@ SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model")  # files of 
 TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # The files that are downloaded from a repository.
 DOWNLOAD_PATTERNS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "chat_template.json", "*.safetensors", "model.safetensors.index.json",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "*.safetensors",
+    "model.safetensors.index.json",
 )  # fmt: skip
 
 

@@ -78,8 +78,9 @@ QWEN_VL = _sizes(152064, 8192, 29568, 80, 64) | {
 }  # fmt: skip
 QWEN_7B = _sizes(151936, 4096, 22016, 32, 32) | {"num_key_value_heads": 32}
 MINISTRAL3_ROPE = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
-    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0,
+    "original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _sizes(32000, 4096, 11008, 32, 32),

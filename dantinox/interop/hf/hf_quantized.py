@@ -38,20 +38,22 @@ from dantinox.model.ternary import MIN_SCALE, magnitude_with_scale
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # for each of the eight outputs in a word, its position in the word
 # Suffixes of activation and cache scales, which are not imported.
 ACTIVATION_SCALES = (
-    ".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale",
-    ".k_scale", ".v_scale", ".q_scale",
+    ".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale",
+    ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
 )  # fmt: skip
 
 
+# The formats, strategies and ignored options of the library compressed-tensors.
 CT_FORMATS = (
-    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
-    "mixed-precision", "dense",
+    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense",
 )  # fmt: skip
 CT_STRATEGIES = tuple("tensor channel group block tensor_group".split())  # noqa: SIM905, one of them is also a mesh axis
 CT_IGNORED = (
-    "symmetric", "group_size", "block_structure", "dynamic", "actorder", "observer", "observer_kwargs", "scale_dtype",
-    "zp_dtype",
+    "symmetric", "group_size", "block_structure", "dynamic", "actorder", "observer",
+    "observer_kwargs", "scale_dtype", "zp_dtype",
 )  # fmt: skip
+# Options of several methods, for the programs that quantize or run a model.
 TOOLS = ("modules_to_not_convert", "ignored_layers", "dequantize")
 
 
@@ -457,35 +459,57 @@ def _gptq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequanti
 
 
 METHODS = {
-    "fp8": Method(_fp8, {"fmt": ("e4m3", "e5m2"), "weight_block_size": ()}, (*TOOLS, "activation_scheme", "scale_fmt")),
-    "fbgemm_fp8": Method(_fp8, {}, (*TOOLS, "activation_scale_ub")),
+    "fp8": Method(
+        _fp8,
+        supported={"fmt": ("e4m3", "e5m2"), "weight_block_size": ()},
+        ignored=(*TOOLS, "activation_scheme", "scale_fmt"),
+    ),
+    "fbgemm_fp8": Method(_fp8, supported={}, ignored=(*TOOLS, "activation_scale_ub")),
     "compressed-tensors": Method(
         _compressed_tensors,
-        {"config_groups": (), "format": CT_FORMATS, "quantization_status": ("compressed",), "sparsity_config": ({},),
-         "transform_config": ({},)},
-        ("ignore", "kv_cache_scheme", "global_compression_ratio", "version", "run_compressed"),
+        supported={
+            "config_groups": (), "format": CT_FORMATS, "quantization_status": ("compressed",),
+            "sparsity_config": ({},), "transform_config": ({},),
+        },
+        ignored=(
+            "ignore", "kv_cache_scheme", "global_compression_ratio", "version", "run_compressed",
+        ),
     ),
     "awq": Method(
         _awq,
-        {"bits": (4,), "w_bit": (4,), "group_size": (), "q_group_size": (), "zero_point": (True,), "version": ("gemm", "GEMM"),
-         "format": ("gemm", "GEMM")},
-        (*TOOLS, "backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config"),
+        supported={
+            "bits": (4,), "w_bit": (4,), "group_size": (), "q_group_size": (),
+            "zero_point": (True,), "version": ("gemm", "GEMM"), "format": ("gemm", "GEMM"),
+        },
+        ignored=(
+            *TOOLS, "backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config",
+        ),
     ),
     "gptq": Method(
         _gptq,
-        {"bits": (2, 3, 4, 8), "group_size": (), "desc_act": (True, False), "checkpoint_format": ("gptq", "gptq_v2"),
-         "format": ("gptq", "gptq_v2"), "pack_dtype": ("int32",), "dynamic": ({},), "is_marlin_format": (False,)},
-        (*TOOLS, "sym", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "act_group_aware", "lm_head",
-         "meta", "model_name_or_path", "model_file_base_name", "tokenizer", "dataset", "backend", "max_input_length", "mse",
-         "cache_block_outputs", "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize",
-         "batch_size", "pad_token_id", "model_seqlen", "use_cuda_fp16", "use_exllama", "exllama_config", "disable_exllama"),
+        supported={
+            "bits": (2, 3, 4, 8), "group_size": (), "desc_act": (True, False),
+            "checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2"),
+            "pack_dtype": ("int32",), "dynamic": ({},), "is_marlin_format": (False,),
+        },
+        ignored=(
+            *TOOLS, "sym", "damp_percent", "damp_auto_increment", "true_sequential",
+            "static_groups", "act_group_aware", "lm_head", "meta", "model_name_or_path",
+            "model_file_base_name", "tokenizer", "dataset", "backend", "max_input_length", "mse",
+            "cache_block_outputs", "block_name_to_quantize", "module_name_preceding_first_block",
+            "modules_in_block_to_quantize", "batch_size", "pad_token_id", "model_seqlen",
+            "use_cuda_fp16", "use_exllama", "exllama_config", "disable_exllama",
+        ),
     ),
-    "mxfp4": Method(_mxfp4, {}, TOOLS),
+    "mxfp4": Method(_mxfp4, supported={}, ignored=TOOLS),
     "bitnet": Method(
         _bitnet,
-        {"linear_class": ("bitlinear", "autobitlinear"), "quantization_mode": ("offline", "online"), "use_rms_norm": (False,),
-         "modules_to_not_convert": (["lm_head"],)},
-        ("rms_norm_eps",),
-        BITNET,
+        supported={
+            "linear_class": ("bitlinear", "autobitlinear"),
+            "quantization_mode": ("offline", "online"), "use_rms_norm": (False,),
+            "modules_to_not_convert": (["lm_head"],),
+        },
+        ignored=("rms_norm_eps",),
+        result=BITNET,
     ),
 }  # fmt: skip

@@ -79,30 +79,41 @@ EMBEDDINGS_AND_HEAD = rows("", {
     "lm_head.weight": ("head/kernel", HEAD),
 })  # fmt: skip
 ATTENTION = rows(LAYER + "self_attn.", {
-    "q_proj.weight": ("qkv/kernel", QUERY), "k_proj.weight": ("qkv/kernel", KEY), "v_proj.weight": ("qkv/kernel", VALUE),
-    "q_proj.bias": ("qkv/bias", QUERY_BIAS), "k_proj.bias": ("qkv/bias", KEY_BIAS), "v_proj.bias": ("qkv/bias", VALUE_BIAS),
-    "o_proj.weight": ("out/kernel", Axes("KGHD", "D KGH")), "o_proj.bias": ("out/bias", VECTOR),
+    "q_proj.weight": ("qkv/kernel", QUERY),
+    "k_proj.weight": ("qkv/kernel", KEY),
+    "v_proj.weight": ("qkv/kernel", VALUE),
+    "q_proj.bias": ("qkv/bias", QUERY_BIAS),
+    "k_proj.bias": ("qkv/bias", KEY_BIAS),
+    "v_proj.bias": ("qkv/bias", VALUE_BIAS),
+    "o_proj.weight": ("out/kernel", Axes("KGHD", "D KGH")),
+    "o_proj.bias": ("out/bias", VECTOR),
 }, BLOCK + "attention/")  # fmt: skip
 FEED_FORWARD = rows(LAYER + "mlp.", {
-    "gate_proj.weight": ("gate_up/kernel", GATE), "gate_proj.bias": ("gate_up/bias", Axes("F", "F", np.s_[0])),
-    "up_proj.weight": ("gate_up/kernel", UP), "up_proj.bias": ("gate_up/bias", Axes("F", "F", np.s_[1])),
+    "gate_proj.weight": ("gate_up/kernel", GATE),
+    "gate_proj.bias": ("gate_up/bias", Axes("F", "F", np.s_[0])),
+    "up_proj.weight": ("gate_up/kernel", UP),
+    "up_proj.bias": ("gate_up/bias", Axes("F", "F", np.s_[1])),
     "down_proj.weight": ("down/kernel", DOWN), "down_proj.bias": ("down/bias", VECTOR),
 }, BLOCK + "ffn/")  # fmt: skip
 NORMS_BEFORE = rows(LAYER, {
-    "input_layernorm.weight": ("norm1/scale", VECTOR), "post_attention_layernorm.weight": ("norm2/scale", VECTOR),
+    "input_layernorm.weight": ("norm1/scale", VECTOR),
+    "post_attention_layernorm.weight": ("norm2/scale", VECTOR),
 }, BLOCK)  # fmt: skip
 NORMS_AFTER = rows(LAYER, {
     "post_attention_layernorm.weight": ("post_norm1/scale", VECTOR),
     "post_feedforward_layernorm.weight": ("post_norm2/scale", VECTOR),
 }, BLOCK)  # fmt: skip
 NORMS_BOTH = NORMS_AFTER + rows(LAYER, {
-    "input_layernorm.weight": ("norm1/scale", VECTOR), "pre_feedforward_layernorm.weight": ("norm2/scale", VECTOR),
+    "input_layernorm.weight": ("norm1/scale", VECTOR),
+    "pre_feedforward_layernorm.weight": ("norm2/scale", VECTOR),
 }, BLOCK)  # fmt: skip
 HEAD_NORMS = rows(LAYER + "self_attn.", {
-    "q_norm.weight": ("q_norm/scale", Axes("H", "H")), "k_norm.weight": ("k_norm/scale", Axes("H", "H")),
+    "q_norm.weight": ("q_norm/scale", Axes("H", "H")),
+    "k_norm.weight": ("k_norm/scale", Axes("H", "H")),
 }, BLOCK + "attention/")  # fmt: skip
 WHOLE_LAYER_NORMS = rows(LAYER + "self_attn.", {
-    "q_norm.weight": ("q_norm/scale", Axes("KGH", "KGH")), "k_norm.weight": ("k_norm/scale", Axes("KH", "KH")),
+    "q_norm.weight": ("q_norm/scale", Axes("KGH", "KGH")),
+    "k_norm.weight": ("k_norm/scale", Axes("KH", "KH")),
 }, BLOCK + "attention/")  # fmt: skip
 FUSED_PROJECTIONS = rows(LAYER, {
     "self_attn.qkv_proj.weight": ("attention/qkv/kernel", [QUERY, KEY, VALUE]),
@@ -120,9 +131,12 @@ LATENT_QUERIES = (
         condition=f"{BLOCK}attention/q_a/kernel"),
 )  # fmt: skip
 LATENT_ATTENTION = rows(LAYER + "self_attn.", {
-    "kv_a_proj_with_mqa.weight": ("kv_a/kernel", Axes("DR", "R D")), "kv_a_layernorm.weight": ("kv_norm/scale", VECTOR),
-    "kv_b_proj.weight": ("kv_b/kernel", Axes("RNH", "NH R")), "o_proj.weight": ("out/kernel", Axes("NHD", "D NH")),
-    "q_a_proj.weight": ("q_a/kernel", Axes("DR", "R D")), "q_a_layernorm.weight": ("q_norm/scale", VECTOR),
+    "kv_a_proj_with_mqa.weight": ("kv_a/kernel", Axes("DR", "R D")),
+    "kv_a_layernorm.weight": ("kv_norm/scale", VECTOR),
+    "kv_b_proj.weight": ("kv_b/kernel", Axes("RNH", "NH R")),
+    "o_proj.weight": ("out/kernel", Axes("NHD", "D NH")),
+    "q_a_proj.weight": ("q_a/kernel", Axes("DR", "R D")),
+    "q_a_layernorm.weight": ("q_norm/scale", VECTOR),
 }, BLOCK + "attention/") + LATENT_QUERIES  # fmt: skip
 GPT_OSS = rows(LAYER, {
     "self_attn.sinks": ("attention/sinks", Axes("KG", "KG")),
@@ -166,7 +180,8 @@ GRANITE_EXPERTS = rows(LAYER + "block_sparse_moe.", {
 # The shared expert. In a model without routed experts, it is the whole feed-forward layer.
 GRANITE_SHARED = tuple(
     row for module in ("ffn/shared/", "ffn/") for row in rows(LAYER + "shared_mlp.", {
-        "input_linear.weight": ("gate_up/kernel", Axes("DCF", "CF D")), "output_linear.weight": ("down/kernel", DOWN),
+        "input_linear.weight": ("gate_up/kernel", Axes("DCF", "CF D")),
+        "output_linear.weight": ("down/kernel", DOWN),
     }, BLOCK + module)
 )  # fmt: skip
 
@@ -179,22 +194,29 @@ GPT2 = rows("transformer.", {
     "ln_2.weight": ("norm2/scale", VECTOR), "ln_2.bias": ("norm2/bias", VECTOR),
     "attn.c_attn.weight": ("attention/qkv/kernel", Axes("DKCH", "D CKH")),
     "attn.c_attn.bias": ("attention/qkv/bias", Axes("KCH", "CKH")),
-    "attn.c_proj.weight": ("attention/out/kernel", Axes("KGHD", "KGH D")), "attn.c_proj.bias": ("attention/out/bias", VECTOR),
-    "mlp.c_fc.weight": ("ffn/up/kernel", Axes("DF", "D F")), "mlp.c_fc.bias": ("ffn/up/bias", Axes("F", "F")),
-    "mlp.c_proj.weight": ("ffn/down/kernel", Axes("FD", "F D")), "mlp.c_proj.bias": ("ffn/down/bias", VECTOR),
+    "attn.c_proj.weight": ("attention/out/kernel", Axes("KGHD", "KGH D")),
+    "attn.c_proj.bias": ("attention/out/bias", VECTOR),
+    "mlp.c_fc.weight": ("ffn/up/kernel", Axes("DF", "D F")),
+    "mlp.c_fc.bias": ("ffn/up/bias", Axes("F", "F")),
+    "mlp.c_proj.weight": ("ffn/down/kernel", Axes("FD", "F D")),
+    "mlp.c_proj.bias": ("ffn/down/bias", VECTOR),
 }, BLOCK)  # fmt: skip
 
 NORM_BIASES = rows(LAYER, {
-    "input_layernorm.bias": ("norm1/bias", VECTOR), "post_attention_layernorm.bias": ("norm2/bias", VECTOR),
+    "input_layernorm.bias": ("norm1/bias", VECTOR),
+    "post_attention_layernorm.bias": ("norm2/bias", VECTOR),
 }, BLOCK) + rows("", {"model.norm.bias": ("norm_f/bias", VECTOR)})  # fmt: skip
 HEAD_NORMS_AFTER_ROPE = rows(LAYER + "self_attn.", {
-    "query_layernorm.weight": ("q_norm/scale", Axes("H", "H")), "key_layernorm.weight": ("k_norm/scale", Axes("H", "H")),
+    "query_layernorm.weight": ("q_norm/scale", Axes("H", "H")),
+    "key_layernorm.weight": ("k_norm/scale", Axes("H", "H")),
 }, BLOCK + "attention/")  # fmt: skip
 FUSED_MLP = rows(LAYER + "mlp.", {
-    "gate_up_proj.weight": ("gate_up/kernel", Axes("DCF", "CF D")), "down_proj.weight": ("down/kernel", DOWN),
+    "gate_up_proj.weight": ("gate_up/kernel", Axes("DCF", "CF D")),
+    "down_proj.weight": ("down/kernel", DOWN),
 }, BLOCK + "ffn/")  # fmt: skip
 NORMS_GLM4 = NORMS_BEFORE + rows(LAYER, {
-    "post_self_attn_layernorm.weight": ("post_norm1/scale", VECTOR), "post_mlp_layernorm.weight": ("post_norm2/scale", VECTOR),
+    "post_self_attn_layernorm.weight": ("post_norm1/scale", VECTOR),
+    "post_mlp_layernorm.weight": ("post_norm2/scale", VECTOR),
 }, BLOCK)  # fmt: skip
 
 
@@ -220,11 +242,13 @@ GEMMA4_ATTENTION = rows(LAYER + "self_attn.", {
     "o_proj.weight": ("out/kernel", Axes("KGHD", "D KGH")), "o_proj.bias": ("out/bias", VECTOR),
 }, BLOCK + "attention/") + _projections(2) + _projections(1) + _projections(0)  # fmt: skip
 GEMMA4_EXPERTS = rows(LAYER, {
-    "router.proj.weight": ("router/kernel", Axes("DE", "E D")), "router.scale": ("router/scale", VECTOR),
+    "router.proj.weight": ("router/kernel", Axes("DE", "E D")),
+    "router.scale": ("router/scale", VECTOR),
     "router.per_expert_scale": ("router/expert_scale", Axes("E", "E")),
     "experts.gate_up_proj": ("experts/gate_up/kernel", Axes("EDCF", "E CF D")),
     "experts.down_proj": ("experts/down/kernel", Axes("EFD", "E D F")),
-    "mlp.gate_proj.weight": ("shared/gate_up/kernel", GATE), "mlp.up_proj.weight": ("shared/gate_up/kernel", UP),
+    "mlp.gate_proj.weight": ("shared/gate_up/kernel", GATE),
+    "mlp.up_proj.weight": ("shared/gate_up/kernel", UP),
     "mlp.down_proj.weight": ("shared/down/kernel", DOWN),
     "pre_feedforward_layernorm.weight": ("shared_norm/scale", VECTOR),
     "post_feedforward_layernorm_1.weight": ("shared_post_norm/scale", VECTOR),
