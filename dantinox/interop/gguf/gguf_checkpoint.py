@@ -216,7 +216,7 @@ def _generalize(name: str) -> str:
 def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, Location]:
     """Returns the location of each tensor, by its name in transformers."""
     locations: dict[str, Location] = {}
-    merged = {}  # for each part of a merged tensor, its name in transformers
+    merged: dict[str, str] = {}  # for each part of a merged tensor, the name of the whole in transformers
     for hf_name, tensor in family.merged.items():
         merged |= dict.fromkeys(tensor.stored, hf_name)
     meta = Metadata(file)
