@@ -45,7 +45,7 @@ def main() -> None:
 
     from dantinox.config import ModelConfig
     from dantinox.generation import prepare
-    from dantinox.generation.decode.quantized_weights import weight_bytes
+    from dantinox.generation.decode.prepared_model import weight_bytes
     from dantinox.generation.static_batch import StaticBatch
     from dantinox.model import Transformer
     from dantinox.sampling import SamplingParams

@@ -184,7 +184,7 @@ def run_static(model: Any, shapes: Shapes, batch: int, settings: dict[str, Any],
 
 def prepared(shapes: Shapes, weights: str = "bfloat16", stored: Any = None) -> tuple[Any, int]:
     """Returns the decoded model and the bytes of weights that a step reads."""
-    from dantinox.generation.decode.quantized_weights import prepare, weight_bytes
+    from dantinox.generation.decode.prepared_model import prepare, weight_bytes
 
     model = prepare(random_model(llama_config(shapes)) if stored is None else stored, weights)
     return model, weight_bytes(model) - model.embed[...].nbytes  # a step reads a few rows of the table

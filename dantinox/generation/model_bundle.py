@@ -15,7 +15,7 @@ from dantinox.files import quote
 from dantinox.generation.decode.adapter_slots import AdapterRows, AdapterSlots
 from dantinox.generation.decode.cache_plan import fall_back_to_uniform
 from dantinox.generation.decode.features import Constants, Features
-from dantinox.generation.decode.quantized_weights import HeadOrder, permute_heads, prepare, weight_bytes
+from dantinox.generation.decode.prepared_model import HeadOrder, permute_heads, prepare, weight_bytes
 from dantinox.generation.decode.request_features import row_features
 from dantinox.generation.guides.bans import TextBan, compile_regexes, find_banned_strings
 from dantinox.generation.guides.constraints import Constraint, ConstraintCompiler, Matcher

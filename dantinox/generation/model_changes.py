@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dantinox.config import UserError
 from dantinox.generation.decode.adapter_slots import AdapterSlots
 from dantinox.generation.decode.prompt_scope import PromptScope
-from dantinox.generation.decode.quantized_weights import SplitModel
+from dantinox.generation.decode.split_model import SplitModel
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.model.row_adapters import Stacks
 from dantinox.run.peft_folder import LoraAdapter

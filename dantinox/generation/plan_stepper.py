@@ -4,7 +4,7 @@ from dantinox.config import Config
 from dantinox.generation.decode.drafts import plan_drafts
 from dantinox.generation.decode.features import Constants
 from dantinox.generation.decode.generate_toks import Stepper
-from dantinox.generation.decode.quantized_weights import split_model
+from dantinox.generation.decode.split_model import split_model
 from dantinox.generation.decode.uncached import UncachedStepper
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.model import Transformer

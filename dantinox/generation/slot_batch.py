@@ -24,9 +24,9 @@ from dantinox.generation.decode.features import Features
 from dantinox.generation.decode.generate_toks import DecodeState, Emitted, init_row
 from dantinox.generation.decode.packing import Layout, PackedParams, pack
 from dantinox.generation.decode.prompt_scope import NO_SCOPE, PromptScope, find_scope, is_current, scope_features
-from dantinox.generation.decode.quantized_weights import SplitModel, split_model
 from dantinox.generation.decode.request_features import row_features
 from dantinox.generation.decode.slot_programs import copy_slot, decode_slots, int32, start_row
+from dantinox.generation.decode.split_model import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.prefix.prefix_cache import PrefixCache, make_prefix_cache, pool_bytes, renew_probe
 from dantinox.generation.prefix.prefix_files import fingerprint, read_blocks, write_blocks

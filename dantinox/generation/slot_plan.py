@@ -12,7 +12,7 @@ from dantinox.generation.decode.adapter_slots import AdapterSlots
 from dantinox.generation.decode.cache_plan import CachePlan, Caches, head_order, plan_cache
 from dantinox.generation.decode.features import Constants
 from dantinox.generation.decode.generate_toks import COMPRESSED_PREFILL_CHUNK, Stepper
-from dantinox.generation.decode.quantized_weights import SplitModel, split_model
+from dantinox.generation.decode.split_model import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.plan_stepper import plan_stepper
 from dantinox.generation.running_batch import restart_slots

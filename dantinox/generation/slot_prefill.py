@@ -9,8 +9,8 @@ import numpy as np
 
 from dantinox.generation.decode.features import Constants
 from dantinox.generation.decode.prompt_scope import NO_SCOPE, PromptScope, scope_constants, scope_features
-from dantinox.generation.decode.quantized_weights import SplitModel
 from dantinox.generation.decode.slot_programs import int32, prefill_part, slot_checksums, write_cache_row
+from dantinox.generation.decode.split_model import SplitModel
 from dantinox.generation.prefix.prefix_cache import PrefixCache, PrefixStatus
 from dantinox.generation.running_batch import Row, RunningBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES

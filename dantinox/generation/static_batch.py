@@ -27,7 +27,7 @@ from dantinox.generation.decode.generate_toks import (
     init_row,
     write_row,
 )
-from dantinox.generation.decode.quantized_weights import split_model
+from dantinox.generation.decode.split_model import split_model
 from dantinox.generation.running_batch import NO_ID, PendingChunk, Recurrent, Row, RowStatus, RunningBatch, restart_slots
 from dantinox.model import KVCache, Transformer
 from dantinox.platform import get_platform

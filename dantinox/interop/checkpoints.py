@@ -100,12 +100,12 @@ def import_checkpoint(
     if max_context is not None and max_context < 1:
         raise UserError(f"max_context must be at least 1, got {max_context}")
     path = Path(source)
-    sampling = dict[str, float]()
+    sampling: dict[str, float] = {}
     if (path / "config.yaml").is_file() and not (path / "config.json").exists():
         if RunDirectory(path).manifest.is_file():
             raise UserError(f"{path} is already a run directory of this version: no import is needed")
-        run, arrays = import_v0(path, run_dir, dtype, max_context)
-        return Imported(run, path, "DantinoX 0", arrays)
+        run, count = import_v0(path, run_dir, dtype, max_context)
+        return Imported(run, path, "DantinoX 0", count)
     if not path.exists() and str(source) in PACKAGED:
         check_new(Path(run_dir))
         path = find_packaged_checkpoint(str(source), note)
@@ -139,18 +139,12 @@ def import_run(
     if type(rows) is not int or rows < 1:
         raise UserError(f"{where} has vocab_size: {quote(rows)}, expected an integer ≥ 1")
     origin = json.dumps(_origin(source), indent=1, ensure_ascii=False) + "\n"
-    template = source.chat_template or ""
-    try:
-        size = len(template.encode())
-        origin.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{source.path} has a string with a lone surrogate, which is not valid Unicode") from None
-    if size > MAX_TEMPLATE_BYTES:
-        raise UserError(f"{source.path} has a chat template of {size} bytes; at most {MAX_TEMPLATE_BYTES} are allowed")
+    _check_texts(source, origin)
     path = Path(run_dir)
     settings = hf_config_to_settings(source.config, max_context)
     vocabulary = _vocabulary_settings(tokenizer, rows, path, where)
-    settings |= vocabulary | {"model": settings["model"] | vocabulary["model"]}
+    settings["model"] |= vocabulary["model"]
+    settings["tokenizer"] = vocabulary["tokenizer"]
     settings["generation"] = _sampling_defaults(source, settings["model"]) | dict(sampling or {})
     config = build_config(settings, source=where)
     model = config.architecture(tokenizer.vocab_size)
@@ -171,10 +165,23 @@ def import_run(
     return RunDirectory(path)
 
 
+def _check_texts(source: Source, origin: str) -> None:
+    """Raises a `UserError` if the chat template or `origin.json` cannot be stored."""
+    try:
+        size = len((source.chat_template or "").encode())
+        origin.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{source.path} has a string with a lone surrogate, which is not valid Unicode") from None
+    if size > MAX_TEMPLATE_BYTES:
+        raise UserError(f"{source.path} has a chat template of {size} bytes; at most {MAX_TEMPLATE_BYTES} are allowed")
+
+
 def _sampling_defaults(source: Source, model_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns generation settings from the checkpoint, or `INSTRUCT_DEFAULTS` if it has none and has a chat template."""
-    settings = {key: source.generation_config.get(key) for key in SAMPLING_KEYS if source.generation_config.get("do_sample")}
-    settings = {key: value for key, value in settings.items() if value is not None}
+    given = source.generation_config
+    settings: dict[str, Any] = {}
+    if given.get("do_sample"):
+        settings = {key: given[key] for key in SAMPLING_KEYS if given.get(key) is not None}
     if settings or source.chat_template is None:
         return settings
     half_context = model_settings.get("max_context", Config().model.max_context) // 2
@@ -189,8 +196,9 @@ def import_v0(folder: Path, run_dir: str | Path, dtype: str, max_context: int | 
     """
     old = read_v0(folder)
     tokenizer = Tokenizer(old.tokenizer, f"{folder}/tokenizer.json")
-    settings: dict[str, Any] = old.settings | _vocabulary_settings(tokenizer, old.rows, Path(run_dir), old.weights)
-    settings["model"] = old.settings["model"] | settings["model"]
+    vocabulary = _vocabulary_settings(tokenizer, old.rows, Path(run_dir), old.weights)
+    settings: dict[str, Any] = old.settings | vocabulary
+    settings["model"] = old.settings["model"] | vocabulary["model"]
     if max_context is not None:
         settings["model"]["max_context"] = max_context
     config = build_config(settings, source="config.yaml")
@@ -230,7 +238,7 @@ def _staged_directory(path: Path) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
     try:
         yield folder
-        mask = os.umask(0)
+        mask = os.umask(0)  # the only way to read the mask is to set it
         os.umask(mask)
         folder.chmod(0o777 & ~mask)
         os.replace(folder, path)
@@ -245,8 +253,10 @@ def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     tokenizer_config = source.tokenizer_config
     ids_of = {**source.config, **source.generation_config}
 
-    def name(index: Any) -> str | None:
-        return tokenizer.core.id_to_token(index) if type(index) is int and 0 <= index < tokenizer.vocab_size else None
+    def token_of(index: Any) -> str | None:
+        if type(index) is not int or not 0 <= index < tokenizer.vocab_size:
+            return None
+        return tokenizer.core.id_to_token(index)
 
     roles: dict[str, Any] = {}
     for role in ROLES:
@@ -254,15 +264,16 @@ def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
         token = token.get("content") if isinstance(token, dict) else token
         if tokenizer.token_to_id(token) is None:
             ids = ids_of.get(f"{role}_id")
-            token = name(ids[0] if isinstance(ids, list) and ids else ids)
+            token = token_of(ids[0] if isinstance(ids, list) and ids else ids)
         roles[role] = token
     stops = ids_of.get("eos_token_id")
-    names = [name(index) for index in (stops if isinstance(stops, list) else [stops])]
-    stop_tokens = names if any(names) else [roles["eos_token"]]
+    stop_tokens = [token_of(index) for index in (stops if isinstance(stops, list) else [stops])]
+    if not any(stop_tokens):
+        stop_tokens = [roles["eos_token"]]
     roles["stop_tokens"] = [stop for stop in stop_tokens if stop is not None]
     add_bos = tokenizer_config.get("add_bos_token")
     if not isinstance(add_bos, bool):
-        ids = tokenizer.core.encode("a").ids
+        ids = tokenizer.core.encode("a").ids  # with the special tokens that the tokenizer itself adds
         add_bos = bool(ids) and ids[0] == tokenizer.token_to_id(roles["bos_token"])
     return roles | {"add_bos_token": add_bos}
 
@@ -316,14 +327,22 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
     bundle = export_bundle(run_dir)
     quantized = kind is None or FILE_TYPES[kind].base not in PLAIN_DTYPES
     packed = packed_arrays(open_run(run_dir).weights) if quantized else {}
-    sizes = Counter[str]()
+    weights = Counter[str]()  # the number of packed weights by format
     for name, array in packed.items():
         block = name.rpartition("/")[2]
-        sizes[block] += array.nbytes // KERNEL_FORMATS[block].bytes * KERNEL_FORMATS[block].values
+        weights[block] += array.nbytes // KERNEL_FORMATS[block].bytes * KERNEL_FORMATS[block].values
     export_gguf(
-        dest, bundle.config, bundle.hf_config, bundle.tensors, bundle.tokenizer, kind=kind, packed=sizes,
-        chat_template=bundle.chat_template, name=Path(run_dir).absolute().name, find_blocks=StoredRows(packed).find,
-    )  # fmt: skip
+        dest,
+        bundle.config,
+        bundle.hf_config,
+        bundle.tensors,
+        bundle.tokenizer,
+        kind=kind,
+        packed=weights,
+        chat_template=bundle.chat_template,
+        name=Path(run_dir).absolute().name,
+        find_blocks=StoredRows(packed).find,
+    )
     return str(bundle.hf_config["model_type"])
 
 
@@ -343,27 +362,39 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
     origin = _origin_of(run, config, tokenizer.vocab_size)
     like = None if origin is None else origin["config"]
     hf_config, tensors = to_hf(config, tokenizer.vocab_size, weights, like)
-    template = read_text(run.chat_template, MAX_JSON_BYTES) if run.chat_template.is_file() else None
+    tokenizer_config = _tokenizer_config(tokenizer, config)
     if origin is None:
         dtypes = {name: tensor.dtype for name, tensor in tensors.tensors.items()}
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
         hf_config |= ids | {"dtype": Counter(dtypes.values()).most_common(1)[0][0]}
-        stops = list(tokenizer.stop_ids)
-        generation = {key: value for key, value in ids.items() if value is not None}
-        generation |= {"eos_token_id": stops} if len(stops) > 1 else {}
-        return ExportBundle(
-            config, hf_config, generation, _tokenizer_config(tokenizer, config), tensors, dtypes, tokenizer, template
-        )
-    if origin["copy_of_table"] and "lm_head.weight" not in tensors:
-        table = next(iter(tensors))
-        kinds = {**tensors.tensors, "lm_head.weight": tensors.tensors[table]}
-        made = tensors
-        tensors = LazyArrays(kinds, lambda name: made[table if name == "lm_head.weight" else name])
-    dtypes = {name: origin["other_dtypes"].get(name, origin["dtype"]) for name in tensors}
-    # Without a tokenizer_config.json, transformers would load the default tokenizer class of the family.
-    original = origin["tokenizer_config"] if origin["format"] == "hf" else {}
-    files = origin["generation_config"], original or _tokenizer_config(tokenizer, config)
-    return ExportBundle(config, hf_config, *files, tensors, dtypes, tokenizer, template)
+        generation: dict[str, Any] = {key: value for key, value in ids.items() if value is not None}
+        if len(tokenizer.stop_ids) > 1:
+            generation["eos_token_id"] = list(tokenizer.stop_ids)
+    else:
+        if origin["copy_of_table"] and "lm_head.weight" not in tensors:
+            tensors = _with_copy_of_table(tensors)
+        dtypes = {name: origin["other_dtypes"].get(name, origin["dtype"]) for name in tensors}
+        generation = origin["generation_config"]
+        # Without a tokenizer_config.json, transformers would load the default tokenizer class of the family.
+        if origin["format"] == "hf":
+            tokenizer_config = origin["tokenizer_config"] or tokenizer_config
+    return ExportBundle(
+        config=config,
+        hf_config=hf_config,
+        generation_config=generation,
+        tokenizer_config=tokenizer_config,
+        tensors=tensors,
+        dtypes=dtypes,
+        tokenizer=tokenizer,
+        chat_template=read_text(run.chat_template, MAX_JSON_BYTES) if run.chat_template.is_file() else None,
+    )
+
+
+def _with_copy_of_table(tensors: LazyArrays) -> LazyArrays:
+    """Returns the tensors with the embeddings also as output layer, as some checkpoints with tied embeddings have them."""
+    table = next(iter(tensors))
+    kinds = {**tensors.tensors, "lm_head.weight": tensors.tensors[table]}
+    return LazyArrays(kinds, lambda name: tensors[table if name == "lm_head.weight" else name])
 
 
 def _origin_of(run: RunDirectory, config: Config, vocab_size: int) -> dict[str, Any] | None:
@@ -379,6 +410,7 @@ def _origin_of(run: RunDirectory, config: Config, vocab_size: int) -> dict[str, 
 
 
 def _tokenizer_config(tokenizer: Tokenizer, config: Config) -> dict[str, Any]:
+    """Returns the content of `tokenizer_config.json` for a run that was not imported from a checkpoint with this file."""
     names: Mapping[str, str] = tokenizer.template_variables
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

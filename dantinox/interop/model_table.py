@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dantinox.interop.gguf import gguf_families
 from dantinox.interop.hf import hf_families
-from dantinox.interop.hf.hf_families import Family
+from dantinox.interop.hf.hf_family import Family
 
 BEGIN, END = "<!-- begin of the model table, which `make models` writes -->", "<!-- end of the model table -->"
 HEADER = ("family", "HF in", "HF out", "GGUF in", "GGUF out", "LoRA", "compressed cache", "sharded")
@@ -37,6 +37,7 @@ def cache_compression(family: Family) -> str:
 
 
 def _cells(name: str, family: Family) -> tuple[str, ...]:
+    """Returns the cells of a family's row, after its name."""
     # The three constant cells: import and export use the same tensor tables, and every parameter has a sharding rule.
     return (YES, YES, *_gguf(name), lora_support(family), cache_compression(family), YES)
 
@@ -51,8 +52,11 @@ def _gguf(name: str) -> tuple[str, str]:
 
 def _read_as(stored: gguf_families.Family) -> str:
     """Returns a family's architecture, or "as" and another family if its files look like those of that other family."""
-    same_names = (f for f in gguf_families.FAMILIES if (f.arch, f.names.keys()) == (stored.arch, stored.names.keys()))
-    imported = next(family for family in same_names if family.keys == stored.keys)
+    imported = next(
+        family
+        for family in gguf_families.FAMILIES
+        if (family.arch, family.names.keys(), family.keys) == (stored.arch, stored.names.keys(), stored.keys)
+    )
     return f"`{stored.arch}`" if imported is stored else f"as `{imported.model_type}`"
 
 

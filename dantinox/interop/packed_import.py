@@ -65,32 +65,33 @@ def pack_parameters(source: Source, model: ModelConfig, arrays: LazyArrays) -> t
     layouts = packable_layouts(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
     find = _RowFinder(source, blocks, model)
     kinds: dict[str, Tensor] = {}
-    parts: dict[str, PackedPart] = {}
+    parts: dict[str, PackedPart] = {}  # by their name in a weights file
     widened: dict[str, list[str]] = {}
     for name, tensor in arrays.tensors.items():
-        # The float weights of ternary projections are not those of the file (`gguf_bitnet`).
+        # The float weights of ternary projections are not those of the file (`gguf_matrices`).
         ternary = model.projections == "ternary" and name.startswith("blocks/")
         if ternary or not (name in ("embed", "per_layer/embed") or name.endswith("/kernel")):
             kinds[name] = tensor
             continue
-        touched, sources = find(name, layouts.get(name))
-        quantized = sorted({blocks.kinds[stored] for stored in touched} - PLAIN_DTYPES.keys())
+        read_tensors, sources = find(name, layouts.get(name))
         found = None if sources is None else _split_rows(blocks, sources, layouts[name])
-        if found is None:
-            kinds[name] = tensor._replace(dtype="bfloat16") if quantized else tensor
-            if quantized:
-                widened[name] = [kind for kind in quantized if kind not in FORMATS] or quantized
-            continue
-        for index, part in enumerate(found):
-            stored = packed_name(name, index, part.kind)
-            kinds[stored], parts[stored] = Tensor(part.shape, "uint8"), part
+        if found is not None:
+            for index, part in enumerate(found):
+                part_name = packed_name(name, index, part.kind)
+                parts[part_name] = part
+                kinds[part_name] = Tensor(part.shape, "uint8")
+        elif quantized := sorted({blocks.kinds[stored] for stored in read_tensors} - PLAIN_DTYPES.keys()):
+            kinds[name] = tensor._replace(dtype="bfloat16")
+            widened[name] = [kind for kind in quantized if kind not in FORMATS] or quantized
+        else:
+            kinds[name] = tensor
     bfloat16 = PLAIN_DTYPES["BF16"]
 
     def make(name: str) -> np.ndarray:
         if name in parts:
             return _read_part(source, blocks, parts[name])
         array = arrays[name]
-        return array.astype(bfloat16) if kinds[name].dtype == "bfloat16" and array.dtype != bfloat16 else array
+        return array.astype(bfloat16, copy=False) if kinds[name].dtype == "bfloat16" else array
 
     return LazyArrays(kinds, make), widened
 
@@ -99,8 +100,11 @@ class _RowFinder:
     """Finds the origin of the rows of each parameter. Layers with equal tensors are converted once."""
 
     def __init__(self, source: Source, blocks: StoredBlocks, model: ModelConfig):
-        self.source, self.blocks, self.model = source, blocks, model
+        self.source = source
+        self.blocks = blocks
+        self.model = model
         self.known: dict[Any, tuple[tuple[str, ...], RowSources | None]] = {}
+        # For each layer, and "" for the rest of the model, the names and shapes of its tensors.
         self.signatures: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for name, shape in blocks.shapes.items():
             match = LAYER.match(name)
@@ -110,14 +114,16 @@ class _RowFinder:
         """Returns the tensors that a parameter reads, and the origin of its rows, or None if it does not consist of rows."""
         match = re.match(r"blocks/(\d+)/", parameter)
         layer = match[1] if match else ""
-        key = parameter.replace(f"blocks/{layer}/", "blocks/{}/"), layout, tuple(sorted(self.signatures.get(layer, [])))
+        signature = tuple(sorted(self.signatures.get(layer, [])))
+        key = parameter.replace(f"blocks/{layer}/", "blocks/{}/"), layout, signature
         if key not in self.known:
             self.known[key] = self._trace(parameter, layout)
         names, sources = self.known[key]
-        here = tuple(LAYER.sub(f"blk.{layer}.", name) for name in names)
-        return here, None if sources is None else sources._replace(names=here)
+        names_here = tuple(LAYER.sub(f"blk.{layer}.", name) for name in names)
+        return names_here, None if sources is None else sources._replace(names=names_here)
 
     def _trace(self, parameter: str, layout: Layout | None) -> tuple[tuple[str, ...], RowSources | None]:
+        """Converts the numbers of rows and columns instead of weights, see `__call__`."""
         starts: dict[str, int] = {}  # the number of the first row of each tensor; rows are numbered across tensors
 
         def row_numbers(name: str) -> np.ndarray:
@@ -134,10 +140,12 @@ class _RowFinder:
         names = tuple(starts)
         if layout is None or sum(map(self._count_rows, names)) >= MAX_NUMBER:
             return names, None
-        form = math.prod(layout.lead), layout.row, math.prod(layout.shape_out)
-        rows, columns = rows.reshape(form), self._convert(parameter, column_numbers).reshape(form)
+        shape = (math.prod(layout.lead), layout.row, math.prod(layout.shape_out))
+        rows = rows.reshape(shape)
+        columns = self._convert(parameter, column_numbers).reshape(shape)
         in_order = (columns == np.arange(layout.row, dtype=np.float32)[:, None]).all()
-        if not in_order or not (rows == rows[:, :1]).all():
+        one_row_per_output = (rows == rows[:, :1]).all()
+        if not in_order or not one_row_per_output:
             return names, None
         numbers = rows[:, 0].reshape(*layout.lead, *layout.shape_out).astype(np.int64)
         first_rows = np.array([starts[name] for name in names])
@@ -160,32 +168,23 @@ def _split_rows(blocks: StoredBlocks, sources: RowSources, layout: Layout) -> li
     if any(kind not in FORMATS or layout.row % FORMATS[kind].values for kind in kinds):
         return None
     kind_O = np.array([kinds.index(kind) for kind in kinds])[sources.tensor_O]  # the first tensor of the same format
+
+    def part(index: tuple[slice, ...]) -> PackedPart:
+        kind = kinds[kind_O[index].flat[0]]
+        part_sources = RowSources(sources.names, sources.tensor_O[index], sources.row_O[index])
+        return PackedPart(kind, (*part_sources.tensor_O.shape, FORMATS[kind].row_bytes(layout.row)), part_sources)
+
     lead = len(layout.lead)
-    for axis in range(lead, max(kind_O.ndim, lead + 1)):
-        if kind_O.ndim == lead:  # a table
-            edges = []
-            size = 1
-            same = (kind_O == kind_O.flat[0]).all()
-        else:
-            lines = np.moveaxis(kind_O, axis, 0).reshape(kind_O.shape[axis], -1)
-            same = (lines == lines[:, :1]).all()
-            size = len(lines)
-            edges = [i for i in range(1, size) if lines[i, 0] != lines[i - 1, 0]]
-        if same:
-            return [
-                _part(kinds, sources, kind_O, axis if kind_O.ndim > lead else None, slice(start, stop), layout)
-                for start, stop in itertools.pairwise([0, *edges, size])
-            ]
+    if kind_O.ndim == lead:  # a table, which has no axes of outputs
+        return [part(())] if (kind_O == kind_O.flat[0]).all() else None
+    for axis in range(lead, kind_O.ndim):
+        slices_SO = np.moveaxis(kind_O, axis, 0).reshape(kind_O.shape[axis], -1)
+        if (slices_SO == slices_SO[:, :1]).all():
+            kind_S = slices_SO[:, 0]
+            edges = [i for i in range(1, len(kind_S)) if kind_S[i] != kind_S[i - 1]]
+            before = (slice(None),) * axis
+            return [part((*before, slice(start, stop))) for start, stop in itertools.pairwise([0, *edges, len(kind_S)])]
     return None
-
-
-def _part(
-    kinds: list[str], sources: RowSources, kind_O: np.ndarray, axis: int | None, part: slice, layout: Layout
-) -> PackedPart:
-    index = () if axis is None else (*[slice(None)] * axis, part)
-    tensor_O, row_O = sources.tensor_O[index], sources.row_O[index]
-    kind = kinds[kind_O[index].flat[0]]
-    return PackedPart(kind, (*tensor_O.shape, FORMATS[kind].row_bytes(layout.row)), RowSources(sources.names, tensor_O, row_O))
 
 
 def _read_part(source: Source, blocks: StoredBlocks, part: PackedPart) -> np.ndarray:
@@ -194,10 +193,10 @@ def _read_part(source: Source, blocks: StoredBlocks, part: PackedPart) -> np.nda
     Raises:
       UserError: a scale is NaN or Inf.
     """
-    names, tensor_O, row_O = part.sources
-    tensor_O, row_O = tensor_O.reshape(-1), row_O.reshape(-1)
+    tensor_O = part.sources.tensor_O.reshape(-1)
+    row_O = part.sources.row_O.reshape(-1)
     result = np.empty((len(row_O), part.shape[-1]), np.uint8)
-    for index, name in enumerate(names):
+    for index, name in enumerate(part.sources.names):
         chosen = np.flatnonzero(tensor_O == index)
         if not len(chosen):
             continue

@@ -20,7 +20,8 @@ class LazyArrays(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], make: Callable[[str], np.ndarray]):
-        self.tensors, self._make = tensors, make
+        self.tensors = tensors
+        self._make = make
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._make(name)
@@ -42,7 +43,9 @@ def storage_dtype(parameter: str, requested: str, found: set[str]) -> str:
     """
     if parameter != "embed" and not parameter.endswith(("/embed", "/kernel")):
         return "float32"  # these arrays are small, and rounding them would change the output
-    return requested if requested != "auto" else "bfloat16" if found == {"bfloat16"} else "float32"
+    if requested != "auto":
+        return requested
+    return "bfloat16" if found == {"bfloat16"} else "float32"
 
 
 class StoredBlocks(NamedTuple):
@@ -51,9 +54,9 @@ class StoredBlocks(NamedTuple):
     Attributes:
       kinds: the ggml type of each tensor.
       shapes: the shape of each tensor in NumPy's axis order.
-      raw: returns the bytes of a tensor, `[rows, bytes of a row]`.
-      convert: returns the checkpoint's tensors (see `Source.tensors`), given a function that reads a tensor of the file, or the
-        slice of one expert.
+      raw: takes the name of a tensor; returns its bytes, `[rows, bytes of a row]`.
+      convert: takes a function that reads a tensor of the file, or the slice of one expert; returns the checkpoint's tensors
+        (see `Source.tensors`).
     """
 
     kinds: Mapping[str, str]
@@ -96,10 +99,12 @@ class ExportBundle(NamedTuple):
     """A run in the format of transformers.
 
     Attributes:
-      hf_config, generation_config, tokenizer_config: the contents of those JSON files.
+      config: the settings of the run.
+      hf_config, generation_config, tokenizer_config: the contents of `config.json` and of those JSON files.
       tensors: the tensors, with transformers' names and the dtypes of the run's parameters.
       dtypes: the dtype of each tensor in the checkpoint from which the run was imported. For a run that was not imported, the
         dtype in the run.
+      tokenizer, chat_template: the tokenizer of the run, and its Jinja template or None.
     """
 
     config: Config

@@ -26,19 +26,23 @@ from dantinox.run.weights import StoredArray, read_arrays
 WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack", "model_weights.msgpack", "checkpoint_latest.msgpack")
 MAX_FILE_BYTES = 128 << 20  # limit for config.yaml and for tokenizer.json
 EPSILON = 1e-6  # of LayerNorm and RMSNorm
-EMBED = "embed/embedding", "wte/embedding"
+EMBED = ("embed/embedding", "wte/embedding")  # names of the embedding matrix
 # Supported values by setting. A run may omit any of these settings.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "mla": (False,), "attention": ("mha", "gqa"), "use_moe": (False,), "ffn": ("mlp",), "use_lora": (False,),
-    "causal": (True,), "model_type": ("autoregressive",), "paradigm": (None, "ar"), "embed_dim": (0,),
-    "activation": ("gelu",),
+    "mla": (False,), "attention": ("mha", "gqa"), "use_moe": (False,), "ffn": ("mlp",),
+    "use_lora": (False,), "causal": (True,), "model_type": ("autoregressive",),
+    "paradigm": (None, "ar"), "embed_dim": (0,), "activation": ("gelu",),
 }  # fmt: skip
 POSITION_SETTINGS = {"rotary": "use_rotary_pos", "learned": "trainable_pos", "absolute": "absolute_pos"}
 # Arrays that the conversion ignores: attention masks, RoPE angles, dropout state, latent projections of MLA.
 UNUSED_ARRAYS = (
-    "*/tril", "*/window", "*/angle", "wpe", "*/rngs/*", "emb_dropout/*", "*_dropout/*", "*/dropout/*",
+    "*/tril", "*/window", "*/angle", "wpe", "*/rngs/*", "emb_dropout/*", "*_dropout/*",
+    "*/dropout/*",
     *(f"*/attention/{name}/*" for name in ("down_q", "down_kv", "up_q", "up_k", "up_v")),
 )  # fmt: skip
+
+
+Conversion = tuple[tuple[str, ...], Callable[[np.ndarray], np.ndarray]]
 
 
 class V0Run(NamedTuple):
@@ -108,7 +112,8 @@ def convert_parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> L
             fits = False
         if not fits:
             raise UserError(f"{run.weights}: {name} has the shape {array.shape}, which does not fit {path} {tuple(leaf.shape)}")
-        found[path], kinds[path] = (array, convert), Tensor(tuple(leaf.shape), storage_dtype(path, dtype, {array.dtype.name}))
+        found[path] = array, convert
+        kinds[path] = Tensor(tuple(leaf.shape), storage_dtype(path, dtype, {array.dtype.name}))
         rest.discard(name)
     if rest:
         raise UserError(f"{run.weights} has {min(rest)}, which a model with these settings does not have")
@@ -120,13 +125,14 @@ def convert_parameters(run: V0Run, model: ModelConfig, dtype: str = "auto") -> L
     return LazyArrays(kinds, make)
 
 
-def _conversion(path: str, model: ModelConfig) -> tuple[tuple[str, ...], Callable[[np.ndarray], np.ndarray]]:
+def _conversion(path: str, model: ModelConfig) -> Conversion:
     """Returns the names that a parameter can have in DantinoX 0, and the function that converts its array."""
     K = model.kv_heads
     G = model.n_heads // model.kv_heads
     H = model.head_size
     F = model.hidden_dim
-    conversions: dict[str, tuple[tuple[str, ...], Callable[[np.ndarray], np.ndarray]]] = {
+    # By the path of a parameter in its block; `*` stands for the last part of both names.
+    conversions: dict[str, Conversion] = {
         "embed": (EMBED, _unchanged),
         "position_embed": (("wpe/embedding",), _unchanged),
         "norm_f/*": (("norm_f/*", "ln_f/*"), _unchanged),
@@ -163,9 +169,8 @@ def _convert_qkv(w_DC: np.ndarray, model: ModelConfig) -> np.ndarray:
     K = model.kv_heads
     G = model.n_heads // model.kv_heads
     H = model.head_size
-    q_DKGH, k_DK1H, v_DK1H = (
-        part.reshape(len(w_DC), K, -1, H) for part in np.split(w_DC, [K * G * H, K * G * H + K * H], axis=1)
-    )
+    parts = np.split(w_DC, [K * G * H, K * G * H + K * H], axis=1)
+    q_DKGH, k_DK1H, v_DK1H = (part.reshape(len(w_DC), K, -1, H) for part in parts)
     if model.position == "rope":
         q_DKGH, k_DK1H = (np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) for x in (q_DKGH, k_DK1H))
     return np.concatenate([q_DKGH, k_DK1H, v_DK1H], axis=2)
@@ -179,8 +184,11 @@ def _config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not YAML: {first_line(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} has no settings")
-    flat = {key: value for section in tree.values() if isinstance(section, dict) for key, value in section.items()}
-    return {key: value for key, value in tree.items() if not isinstance(value, dict)} | flat
+    flat = {key: value for key, value in tree.items() if not isinstance(value, dict)}
+    for section in tree.values():
+        if isinstance(section, dict):
+            flat |= section
+    return flat
 
 
 def _convert_settings(
@@ -190,6 +198,7 @@ def _convert_settings(
     for name, allowed in SUPPORTED_VALUES.items():
         if name in config and config[name] not in allowed:
             raise UserError(f"{path} has {name}: {quote(config[name])}; only {quote(allowed[-1])} is supported")
+    # The sizes are those of the arrays, not those in the settings.
     embed = _find(weights, arrays, *EMBED)
     down = _find(weights, arrays, "blocks/0/ffn/down_proj/kernel", "blocks/0/mlp/down_proj/kernel")
     up = _find(weights, arrays, "blocks/0/ffn/up_proj/kernel", "blocks/0/mlp/up_proj/kernel")
@@ -225,7 +234,9 @@ def _convert_settings(
         "norm_epsilon": EPSILON,
         "dropout_rate": float(config.get("dropout_rate", config.get("dropout", 0.0))),
     }
-    attention: dict[str, Any] = {"use_rotary_pos": False} | ({position: True} if position else {})
+    attention: dict[str, Any] = {"use_rotary_pos": False}
+    if position is not None:
+        attention[position] = True
     if position == "use_rotary_pos":
         attention["rope_theta"] = theta
     if config.get("sliding_window", False):
@@ -237,14 +248,18 @@ def _convert_settings(
 
 
 def _find(weights: Path, arrays: dict[str, StoredArray], *names: str) -> StoredArray:
+    """Returns the matrix that has one of these names."""
     found = next((arrays[name] for name in names if name in arrays), None)
-    if found is None or len(found.shape) != 2:
-        problem = f"lacks {' or '.join(names)}" if found is None else f"has {names[0]} of shape {found.shape}, not a matrix"
-        raise UserError(f"{weights} {problem}: the file is not from a dense model of DantinoX 0")
+    cause = "the file is not from a dense model of DantinoX 0"
+    if found is None:
+        raise UserError(f"{weights} lacks {' or '.join(names)}: {cause}")
+    if len(found.shape) != 2:
+        raise UserError(f"{weights} has {names[0]} of shape {found.shape}, not a matrix: {cause}")
     return found
 
 
 def _count(path: Path, config: dict[str, Any], key: str) -> int:
+    """Returns a setting that must be an integer of at least 1, or of at least 0 for `context_window`."""
     value = config.get(key)
     least = 0 if key == "context_window" else 1
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -302,6 +317,7 @@ def _tokenizer(path: Path) -> str:
 
 
 def _characters(path: Path, vocab: dict[str, Any]) -> str:
+    """Returns the `tokenizer.json` of a map from characters to ids."""
     from tokenizers import Tokenizer, decoders, models
 
     if not all(len(letter) == 1 and isinstance(index, int) for letter, index in vocab.items()):

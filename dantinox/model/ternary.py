@@ -74,3 +74,20 @@ def weight_scales(w: jax.Array, parts: Sequence[int] = (), lead: int = 0) -> jax
 def quantize_weights(w: jax.Array, scales: jax.Array) -> jax.Array:
     """Returns the weights as −1, 0 or 1 in float32; `scales` are those of `weight_scales`."""
     return round_straight_through(w.astype(jnp.float32) * (1 / scales), -1, 1)
+
+
+def ternary_matrix(w: np.ndarray) -> np.ndarray:
+    """Returns the ternary weights −γ, 0 and γ of one matrix of float weights, as float32, computed on the CPU."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        matrix = jnp.asarray(w, jnp.float32)
+        scale = weight_scales(matrix)
+        return np.asarray(quantize_weights(matrix, scale) * scale)
+
+
+def magnitude_with_scale(scale: float, nonzero: int, count: int) -> np.float32:
+    """Returns the m for which a matrix with `nonzero` weights ±m among `count` weights has this scale; 0 if all are 0.
+
+    The scale is the mean of the absolute values, m · nonzero / count. So m is at least the scale, and
+    `quantize_weights` returns ±1 for the weights ±m.
+    """
+    return np.float32(scale * count / nonzero if nonzero else 0)

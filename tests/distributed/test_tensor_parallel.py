@@ -10,7 +10,7 @@ from dantinox.config import UserError, build_config
 from dantinox.distributed import max_tensor_parallel, shard_model, tensor_mesh, weight_shardings
 from dantinox.distributed.tensor_parallel import partition_spec
 from dantinox.generation.decode.cache_plan import plan_cache
-from dantinox.generation.decode.quantized_weights import prepare
+from dantinox.generation.decode.prepared_model import prepare
 from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.model.parameters import abstract_model
 from dantinox.sampling import SamplingParams

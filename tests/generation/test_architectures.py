@@ -7,7 +7,7 @@ from flax import nnx
 
 from dantinox.config import ExpertsConfig, LatentConfig
 from dantinox.generation import generate, prepare
-from dantinox.generation.decode.quantized_weights import dequantize, weight_bytes
+from dantinox.generation.decode.prepared_model import dequantize, weight_bytes
 
 from . import builder
 

@@ -25,7 +25,8 @@ from dantinox.generation.decode.drafts import (
     record,
 )
 from dantinox.generation.decode.generate_toks import Stepper, _generate_toks
-from dantinox.generation.decode.quantized_weights import prepare, split_model
+from dantinox.generation.decode.prepared_model import prepare
+from dantinox.generation.decode.split_model import split_model
 from dantinox.generation.engine import Engine
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import GenerationRequest

@@ -17,7 +17,7 @@ from dantinox.generation.api.generate_ids import _IdsModel
 from dantinox.generation.decode import generate_toks as decode
 from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode.generate_toks import _generate_toks, _prefill_toks
-from dantinox.generation.decode.quantized_weights import permute_heads
+from dantinox.generation.decode.prepared_model import permute_heads
 from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.model import attention, attention_kernels, make_cache
 from dantinox.model.compressed_cache import CompressedLayer

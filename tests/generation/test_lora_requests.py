@@ -11,8 +11,8 @@ from flax import nnx
 from dantinox.config import ExpertsConfig, LatentConfig, UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.decode.adapter_slots import AdapterSlots
+from dantinox.generation.decode.prepared_model import dequantize, permute_heads, prepare
 from dantinox.generation.decode.prompt_scope import find_scope
-from dantinox.generation.decode.quantized_weights import dequantize, permute_heads, prepare
 from dantinox.generation.engine import Engine
 from dantinox.generation.request import GenerationRequest
 from dantinox.interop.gguf.ggml_quantize import quantize

@@ -13,9 +13,10 @@ from flax import nnx
 from dantinox import platform
 from dantinox.config import UserError
 from dantinox.generation import generate, prepare
-from dantinox.generation.decode import quantized_weights as weights_module
+from dantinox.generation.decode import prepared_model
 from dantinox.generation.decode.generate_toks import Stepper, _generate_toks
-from dantinox.generation.decode.quantized_weights import LowPrecisionLinear, dequantize, quantize_int4, weight_bytes
+from dantinox.generation.decode.low_precision_layers import LowPrecisionLinear, quantize_int4
+from dantinox.generation.decode.prepared_model import dequantize, weight_bytes
 from dantinox.generation.decode.uncached import UncachedStepper
 from dantinox.generation.static_batch import StaticBatch, StaticOptions
 from dantinox.kernels import Kernels, load_kernels, unpack
@@ -143,7 +144,7 @@ def test_int8_weights_are_not_dequantized_for_bfloat16_matmul():
 
 @pytest.mark.parametrize(("gain", "first"), [(0.1, None), (2.5, 9)])
 def test_the_measured_gain_decides_on_a_cpu(monkeypatch, gain, first):
-    monkeypatch.setattr(weights_module, "bfloat16_gain", lambda: gain)
+    monkeypatch.setattr(prepared_model, "bfloat16_gain", lambda: gain)
     heads = {on: shapes_of("int8", on).head.min_bfloat16_rows for on in ("auto", "float32", "bfloat16")}
     assert heads == {"auto": first, "float32": None, "bfloat16": 9}
     assert shapes_of("int8", config=builder.config(platform="gpu")).head.min_bfloat16_rows == 1
@@ -347,6 +348,6 @@ def test_native_kernels_multiply_the_same_weights(weights):
 
 def test_matmul_kernel_native_needs_kernels(monkeypatch):
     assert not shapes_of("int8").head.native  # a tiny model gains nothing
-    monkeypatch.setattr("dantinox.generation.decode.quantized_weights.load_kernels", lambda: Kernels(None, "no C++ compiler"))
+    monkeypatch.setattr("dantinox.generation.decode.prepared_model.load_kernels", lambda: Kernels(None, "no C++ compiler"))
     with pytest.raises(UserError, match=r"generation.matmul_kernel: no C\+\+ compiler"):
         prepare(builder.model(TIED), "int8", matmul_kernel="native")

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 import dantinox
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.interop.hf.hf_config import hf_config_to_settings, settings_to_hf_config
-from dantinox.interop.hf.hf_families import BITNET
+from dantinox.interop.hf.hf_family import BITNET
 from dantinox.interop.hf.hf_quantized import dequantize_checkpoint
 from dantinox.interop.hf.hf_weights import from_hf, to_hf
 from dantinox.interop.source import LazyArrays

@@ -12,9 +12,9 @@ import pytest
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.interop.gguf.gguf_checkpoint import export_gguf, source_from_gguf
-from dantinox.interop.gguf.gguf_config import llama3_factors
 from dantinox.interop.gguf.gguf_families import FAMILIES
 from dantinox.interop.gguf.gguf_file import open_gguf, read_tensor, write_gguf
+from dantinox.interop.gguf.gguf_rope import llama3_factors
 from dantinox.interop.gguf.quantization_recipes import FILE_TYPES, SMALL_BLOCK_TYPES
 from dantinox.interop.hf import hf_families as families
 from dantinox.interop.hf.hf_config import hf_config_to_settings
@@ -67,7 +67,7 @@ PADDED = {"padded_vocab_size": 70, "max_context": 64}
 # A family that llama.cpp represents by two architectures has two entries.
 NAMED = {}
 for entry in FAMILIES:
-    if entry.arch == "bitnet":  # see `test_gguf_bitnet.py`
+    if entry.arch == "bitnet":  # see `test_gguf_matrices.py`
         continue
     NAMED[f"{entry.model_type}:{entry.arch}" if entry.model_type in NAMED else entry.model_type] = entry
 each = pytest.mark.parametrize("family", NAMED)
@@ -321,7 +321,7 @@ def rewrite(file, path, metadata=None, arrays=None, drop=()):
         ("nanochat", {}, "the family nanochat cannot be exported to GGUF"),
         ("glm4_moe_lite", {}, "the family glm4_moe_lite cannot be exported to GGUF"),
         ("phi3", {"sliding_window": 6}, "GGUF's phi3 cannot represent attention.sliding_window"),
-        ("gemma2", {"tie_word_embeddings": False}, "GGUF has no name for the tensor lm_head.weight"),
+        ("gemma2", {"tie_word_embeddings": False}, "llama.cpp's gemma2 does not support model.weight_tying: false"),
         ("qwen2_moe", {"mlp_only_layers": [0]}, "GGUF has no name for the tensor model.layers.0.mlp.gate_proj.weight"),
         (
             "gpt_oss",

@@ -16,7 +16,7 @@ from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import prepare
 from dantinox.generation.decode.drafts import max_rows
-from dantinox.generation.decode.quantized_weights import permute_heads, weight_bytes
+from dantinox.generation.decode.prepared_model import permute_heads, weight_bytes
 from dantinox.interop import packed_import
 from dantinox.interop.checkpoints import export_checkpoint, import_checkpoint
 from dantinox.interop.gguf.ggml_quantize import quantize

@@ -15,7 +15,7 @@ from generation import builder
 from dantinox.cli import main
 from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import load
-from dantinox.generation.decode.quantized_weights import permute_heads, prepare
+from dantinox.generation.decode.prepared_model import permute_heads, prepare
 from dantinox.lab.measure import head_loss as eviction
 from dantinox.lab.studies import kv, kv_bench, kv_variants, statistics
 from dantinox.lab.studies.continuations import NEUTRAL_SETTINGS

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from dantinox.config import ExpertsConfig
-from dantinox.generation.decode.quantized_weights import LowPrecisionExperts
+from dantinox.generation.decode.low_precision_layers import LowPrecisionExperts
 from dantinox.model import moe
 from dantinox.model.moe import ExpertLinear, ExpertRows, MixtureOfExperts, grouped_matmul, tiled_matmul
 from dantinox.model.parallelism import SINGLE_DEVICE

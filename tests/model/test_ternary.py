@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from dantinox.config import ExpertsConfig
-from dantinox.generation.decode.quantized_weights import LowPrecisionLinear, TernaryIntegers, permute_heads, prepare
+from dantinox.generation.decode.low_precision_layers import LowPrecisionLinear, TernaryIntegers
+from dantinox.generation.decode.prepared_model import permute_heads, prepare
 from dantinox.kernels import load_kernels
 from dantinox.model.layers import FixedTernaryLinear, TernaryLinear
 from dantinox.model.moe import ExpertRows, FixedTernaryExperts, TernaryExpertLinear
-from dantinox.model.ternary import quantize_inputs, quantize_weights, weight_scales
+from dantinox.model.ternary import magnitude_with_scale, quantize_inputs, quantize_weights, ternary_matrix, weight_scales
 
 from .builder import PLACES, TOKENS, build, config, quick
 
@@ -86,9 +87,15 @@ def test_queries_alone_are_one_matrix():
 def test_scale_of_weights_of_one_magnitude_is_exact():
     """This is how packed weights are imported: their mean must be their scale, to the last bits of float32."""
     integers = RANDOM.choice([-1, 0, 1], (300, 500))
-    level = np.float32(0.1717 / np.mean(integers != 0))
-    found = float(jax.jit(weight_scales)(level * np.float32(integers)).item())
+    magnitude = magnitude_with_scale(0.1717, np.count_nonzero(integers), integers.size)
+    assert magnitude == np.float32(0.1717 / np.mean(integers != 0)) and magnitude_with_scale(0.1717, 0, 6) == 0
+    found = float(jax.jit(weight_scales)(magnitude * np.float32(integers)).item())
     assert abs(found / 0.1717 - 1) < 3 * 2**-24
+
+
+def test_ternary_matrix_is_the_integers_times_the_scale():
+    w = normal(6, 8)
+    np.testing.assert_allclose(ternary_matrix(w), ternary(w), rtol=48 * 2**-24)  # the float32 sum of 48 values
 
 
 @pytest.mark.parametrize("parts", [(), (2, 1, 1)])

@@ -16,7 +16,8 @@ from dantinox.config import Config, UserError
 from dantinox.generation.decode.cache_plan import CachePlan, plan_cache
 from dantinox.generation.decode.features import Constants, Features, attach
 from dantinox.generation.decode.generate_toks import prefill_prompts
-from dantinox.generation.decode.quantized_weights import SplitModel, dequantize, split_model
+from dantinox.generation.decode.prepared_model import dequantize
+from dantinox.generation.decode.split_model import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.static_batch import padded_length
 from dantinox.model import KVCache

@@ -21,7 +21,9 @@ from dantinox.generation.api.trace import changed_settings
 from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode.features import Constants, Features, attach
 from dantinox.generation.decode.generate_toks import prefill_prompts, read_token
-from dantinox.generation.decode.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize, split_model
+from dantinox.generation.decode.low_precision_layers import MAX_MATVEC_ROWS
+from dantinox.generation.decode.prepared_model import dequantize
+from dantinox.generation.decode.split_model import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.running_batch import NO_ID

@@ -19,7 +19,8 @@ import numpy as np
 
 from dantinox.config import Config, KVSection, UserError
 from dantinox.generation.decode.cache_plan import head_order, plan_cache
-from dantinox.generation.decode.quantized_weights import SplitModel, dequantize, split_model
+from dantinox.generation.decode.prepared_model import dequantize
+from dantinox.generation.decode.split_model import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.model import KVCache, make_cache
 from dantinox.platform import get_platform

@@ -15,7 +15,7 @@ from dantinox.files import quote
 from dantinox.generation.api.loaded_model import LoadedModel
 from dantinox.generation.api.result import Result
 from dantinox.generation.decode.cache_plan import fall_back_to_uniform
-from dantinox.generation.decode.quantized_weights import HeadOrder, permute_heads
+from dantinox.generation.decode.prepared_model import HeadOrder, permute_heads
 from dantinox.model import Transformer
 from dantinox.platform import use_compilation_cache
 from dantinox.run import KVCalibration, load_kv_calibration, load_router_calibration

@@ -13,7 +13,7 @@ import numpy as np
 from dantinox.config import ModelConfig, UserError
 from dantinox.files import quote
 from dantinox.generation.decode.features import Constants, Feature
-from dantinox.generation.decode.quantized_weights import HeadOrder
+from dantinox.generation.decode.prepared_model import HeadOrder
 from dantinox.model import Transformer
 from dantinox.model.lora import layer_projections
 from dantinox.model.row_adapters import AdapterStack, RowAdapters, Stacks, attach_adapters, stack_shapes

@@ -18,7 +18,7 @@ from dantinox.generation.decode.cache_budgets import (
     min_total,
     reduce_query_heads,
 )
-from dantinox.generation.decode.quantized_weights import HeadOrder
+from dantinox.generation.decode.prepared_model import HeadOrder
 from dantinox.model import Compression, KVCache, compute_dtype
 from dantinox.model.cache import uncompressed_slots
 from dantinox.model.cache_store import PACKED_DTYPES, numbers_per_element

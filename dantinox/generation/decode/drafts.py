@@ -30,13 +30,9 @@ from dantinox.generation.decode.generate_toks import (
     prefill_prompts,
     sample_step,
 )
-from dantinox.generation.decode.quantized_weights import (
-    MAX_MATVEC_ROWS,
-    LowPrecisionExperts,
-    LowPrecisionLinear,
-    SplitModel,
-    dequantize,
-)
+from dantinox.generation.decode.low_precision_layers import MAX_MATVEC_ROWS, LowPrecisionExperts, LowPrecisionLinear
+from dantinox.generation.decode.prepared_model import dequantize
+from dantinox.generation.decode.split_model import SplitModel
 from dantinox.kernels import MAX_NATIVE_ROWS
 from dantinox.model import KVCache, Transformer
 from dantinox.model.packed import PackedParts, parameter_count

@@ -22,7 +22,9 @@ from flax import nnx
 from dantinox.config import ModelConfig
 from dantinox.generation.decode.cache_plan import CachePlan, Caches
 from dantinox.generation.decode.features import Constants, Feature, Features, attach
-from dantinox.generation.decode.quantized_weights import MAX_MATVEC_ROWS, SplitModel, dequantize
+from dantinox.generation.decode.low_precision_layers import MAX_MATVEC_ROWS
+from dantinox.generation.decode.prepared_model import dequantize
+from dantinox.generation.decode.split_model import SplitModel
 from dantinox.model import KVCache, Transformer, make_cache
 from dantinox.model.attention import Probe
 from dantinox.model.scoring import token_logprobs

@@ -19,7 +19,8 @@ from dantinox.generation.decode.generate_toks import (
     write_row,
 )
 from dantinox.generation.decode.packing import Layout, PackedParams, unpack
-from dantinox.generation.decode.quantized_weights import SplitModel, dequantize
+from dantinox.generation.decode.prepared_model import dequantize
+from dantinox.generation.decode.split_model import SplitModel
 from dantinox.model import KVCache, Transformer
 from dantinox.model.scoring import map_positions
 from dantinox.sampling import StepInfo

@@ -16,7 +16,7 @@ from dantinox.generation.decode.generate_toks import (
     make_probe,
     prefill_prompts,
 )
-from dantinox.generation.decode.quantized_weights import dequantize
+from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.model import Transformer
 from dantinox.sampling import SamplingParams
 

@@ -4,7 +4,8 @@ The rules are those of llama.cpp's reference functions `quantize_row_*_ref` (`gg
 and round to float32 in the same order, so the blocks have equal bytes. For that, the values of a group are on the first axis,
 because NumPy adds up a first axis one entry after another.
 
-Shapes: n values of a group, G groups, B blocks.
+Shapes: n values of a group, G groups, B blocks. Each `_q…` function takes blocks `[B, values]` and returns the fields of their
+types: d, dmin and m are scales and minima, qs, qh, ql levels in few bits.
 """
 
 import os
@@ -16,6 +17,7 @@ import numpy as np
 from dantinox.interop.gguf.ggml_types import TYPES
 
 CHUNK = 1 << 16  # values that a thread converts at a time, so that intermediate arrays fit the caches of a CPU
+HALF_BYTE = np.uint8(15)
 SMALLEST = np.float32(1e-15)  # a group whose values are all smaller becomes zero in Q6_K
 LARGEST = 1e12  # no type can represent larger values, and their sums of cubes overflow float32
 ONE = np.float32(1)
@@ -27,7 +29,8 @@ def quantize(name: str, array: np.ndarray) -> np.ndarray:
     The array is converted in chunks on all cores. A value that the type cannot represent (NaN, Inf, or too large for float16
     scales) gives a scale that is not finite.
     """
-    kind, encode = TYPES[name], ENCODERS[name]
+    kind = TYPES[name]
+    encode = ENCODERS[name]
     values = np.ascontiguousarray(array).reshape(-1, kind.values)
     blocks = np.empty(len(values), kind.block)
     step = CHUNK // kind.values
@@ -59,6 +62,7 @@ def _reciprocal(x: np.ndarray) -> np.ndarray:
 
 
 def _select(x: np.ndarray, index: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Returns one entry along an axis."""
     return np.take_along_axis(x, np.expand_dims(index, axis), axis).squeeze(axis)
 
 
@@ -70,9 +74,10 @@ def _largest(x: np.ndarray, axis: int) -> np.ndarray:
 def _q8_0(x: np.ndarray) -> dict[str, np.ndarray]:
     d = np.abs(x).max(-1) / np.float32(127)
     scaled = x * _reciprocal(d)[:, None]
-    size = np.abs(scaled)
-    floor = np.floor(size)
-    return {"d": d, "qs": np.copysign(floor + (size - floor >= 0.5), scaled)}  # halves are rounded away from zero
+    magnitude = np.abs(scaled)
+    floor = np.floor(magnitude)
+    rounded = floor + (magnitude - floor >= 0.5)  # halves are rounded away from zero
+    return {"d": d, "qs": np.copysign(rounded, scaled)}
 
 
 def _levels(scaled: np.ndarray, top: int) -> np.ndarray:
@@ -95,11 +100,12 @@ def _affine(x: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 def _nibbles(levels: np.ndarray) -> np.ndarray:
     """Packs 4-bit levels `[…, 2n]` to bytes `[…, n]`: the first half in the low bits, the second half in the high bits."""
-    low, high = np.split(levels & np.uint8(15), 2, axis=-1)
+    low, high = np.split(levels & HALF_BYTE, 2, axis=-1)
     return low | high << np.uint8(4)
 
 
 def _fifth_bits(levels: np.ndarray) -> np.ndarray:
+    """Packs the highest bit of 5-bit levels."""
     return np.packbits(levels >> np.uint8(4), axis=-1, bitorder="little")
 
 
@@ -130,7 +136,7 @@ def _sum(x_nG: np.ndarray) -> np.ndarray:
 
 
 def _groups(x: np.ndarray, size: int) -> np.ndarray:
-    """`[B, 256]` -> `[size, B · 256 / size]`."""
+    """Returns the groups of `size` adjacent values: `[B, 256]` → `[size, B · 256 / size]`."""
     return np.ascontiguousarray(x.reshape(-1, size).T)
 
 
@@ -139,12 +145,18 @@ def _search_affine(x_nG: np.ndarray, top: int, first: float, steps: int) -> tupl
 
     Each step rounds with a slightly larger inverse scale, and solves for the best scale and minimum of these levels.
 
+    Args:
+      x_nG: the values.
+      top: the highest level.
+      first: what the first step adds to `top`, the range of levels; each further step adds 0.1.
+      steps: the number of further steps.
+
     Returns:
       The scales, the minima (≥ 0), and the levels from 0 to `top`.
     """
     weights_nG = np.sqrt(_sum(x_nG * x_nG) / np.float32(32)) + np.abs(x_nG)
-    weighted_x_nG = weights_nG * x_nG
-    sum_w, sum_x = _sum(weights_nG), _sum(weighted_x_nG)
+    sum_w = _sum(weights_nG)
+    sum_x = _sum(weights_nG * x_nG)
     low = np.minimum(x_nG.min(0), np.float32(0))
     high = x_nG.max(0)
     flat = high == low
@@ -168,50 +180,69 @@ def _search_affine(x_nG: np.ndarray, top: int, first: float, steps: int) -> tupl
 
     round_levels(inverse, low)
     best = error(scale, low)
+    # The inverse scale and the minimum with which the best step rounded. `scale` and `low` are its solutions.
     best_inverse = inverse
-    best_low = low  # the last two give the levels of the best step
+    best_low = low
     for step in range(steps + 1):
         inverse = (np.float32(first) + np.float32(0.1) * np.float32(step) + np.float32(top)) / (high - low)
         round_levels(inverse, low)
+        # Weighted sums over a group: w weights, x values, l levels.
         np.multiply(weights_nG, level_nG, out=work_nG)
-        sum_l, sum_xl = _sum(work_nG), _sum(work_nG * x_nG)
+        sum_l = _sum(work_nG)
+        sum_xl = _sum(work_nG * x_nG)
         sum_l2 = _sum(np.multiply(work_nG, level_nG, out=work_nG))
-        D = sum_w * sum_l2 - sum_l * sum_l
-        new_scale, new_low = (sum_w * sum_xl - sum_x * sum_l) / D, (sum_l2 * sum_x - sum_l * sum_xl) / D
-        positive = new_low > 0
-        new_scale, new_low = np.where(positive, sum_xl / sum_l2, new_scale), np.where(positive, np.float32(0), new_low)
+        determinant = sum_w * sum_l2 - sum_l * sum_l
+        new_scale = (sum_w * sum_xl - sum_x * sum_l) / determinant
+        new_low = (sum_l2 * sum_x - sum_l * sum_xl) / determinant
+        positive = new_low > 0  # not allowed: the best minimum is then 0
+        new_scale = np.where(positive, sum_xl / sum_l2, new_scale)
+        new_low = np.where(positive, np.float32(0), new_low)
         new_error = error(new_scale, new_low)
-        better = (D > 0) & (new_error < best)
-        best_inverse, best_low = np.where(better, inverse, best_inverse), np.where(better, low, best_low)
-        best, scale, low = (np.where(better, new, old) for new, old in ((new_error, best), (new_scale, scale), (new_low, low)))
+        better = (determinant > 0) & (new_error < best)
+        best_inverse = np.where(better, inverse, best_inverse)
+        best_low = np.where(better, low, best_low)
+        best = np.where(better, new_error, best)
+        scale = np.where(better, new_scale, scale)
+        low = np.where(better, new_low, low)
     round_levels(best_inverse, best_low)
     return np.where(flat, np.float32(0), scale), -low, np.where(flat, np.float32(0), level_nG)
 
 
 def _affine_k(x: np.ndarray, top: int, first: float, steps: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Quantizes blocks of eight groups with 6-bit scales and minima; returns the fields and the levels `[B, 8, 32]`."""
+    """Quantizes blocks of eight groups with 6-bit scales and minima; returns the fields and the levels `[B, 8, 32]`.
+
+    The other arguments are those of `_search_affine`.
+    """
     x_nG = _groups(x, 32)
-    scales, minima, level_nG = _search_affine(x_nG, top, first, steps)
-    sixes, factors = [], []
-    for found in (scales.reshape(-1, 8), minima.reshape(-1, 8)):
-        largest = np.maximum(found.max(-1), np.float32(0))
-        inverse = np.where(largest > 0, np.float32(63) / largest, np.float32(0))
-        # The reference casts to an unsigned byte before it limits the value, so a negative scale becomes 63.
-        whole = np.rint(found * inverse[:, None]).astype(np.int32).astype(np.uint8)
-        sixes.append(np.minimum(whole, np.uint8(63)))
-        factors.append((largest / np.float32(63)).astype(np.float16))
-    d, m = ((factor.astype(np.float32)[:, None] * six).reshape(-1) for factor, six in zip(factors, sixes, strict=True))
-    rounded_nG = np.clip(np.rint((x_nG + m) / d), np.float32(0), np.float32(top))
-    levels = np.where(d == 0, level_nG, rounded_nG).astype(np.uint8).T.reshape(-1, 8, 32)
-    s, z = sixes
-    high = np.uint8(0xC0)
-    low_bits = s[:, 4:] & np.uint8(15) | z[:, 4:] << np.uint8(4)
-    packed = [s[:, :4] | s[:, 4:] << np.uint8(2) & high, z[:, :4] | z[:, 4:] << np.uint8(2) & high, low_bits]
-    return {"d": factors[0], "dmin": factors[1], "scales": np.concatenate(packed, -1)}, levels
+    scales_G, minima_G, level_nG = _search_affine(x_nG, top, first, steps)
+    d_B, scales_B8 = _six_bits(scales_G.reshape(-1, 8))
+    dmin_B, minima_B8 = _six_bits(minima_G.reshape(-1, 8))
+    # The rounded scales and minima, as the decoder computes them.
+    d_G = (d_B.astype(np.float32)[:, None] * scales_B8).reshape(-1)
+    m_G = (dmin_B.astype(np.float32)[:, None] * minima_B8).reshape(-1)
+    rounded_nG = np.clip(np.rint((x_nG + m_G) / d_G), np.float32(0), np.float32(top))
+    levels = np.where(d_G == 0, level_nG, rounded_nG).astype(np.uint8).T.reshape(-1, 8, 32)
+    # Bytes 0 to 3 and 4 to 7 have the scales and minima of the first four groups, and the high two bits of the last four.
+    top_bits = np.uint8(0xC0)
+    packed = [
+        scales_B8[:, :4] | scales_B8[:, 4:] << np.uint8(2) & top_bits,
+        minima_B8[:, :4] | minima_B8[:, 4:] << np.uint8(2) & top_bits,
+        scales_B8[:, 4:] & HALF_BYTE | minima_B8[:, 4:] << np.uint8(4),
+    ]
+    return {"d": d_B, "dmin": dmin_B, "scales": np.concatenate(packed, -1)}, levels
+
+
+def _six_bits(factors_B8: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes the scales of a block's groups to 6 bits; returns a float16 scale of the block and the integers `[B, 8]`."""
+    largest_B = np.maximum(factors_B8.max(-1), np.float32(0))
+    inverse_B = np.where(largest_B > 0, np.float32(63) / largest_B, np.float32(0))
+    # The reference casts to an unsigned byte before it limits the value, so a negative scale becomes 63.
+    whole_B8 = np.rint(factors_B8 * inverse_B[:, None]).astype(np.int32).astype(np.uint8)
+    return (largest_B / np.float32(63)).astype(np.float16), np.minimum(whole_B8, np.uint8(63))
 
 
 def _pair_nibbles(levels: np.ndarray) -> np.ndarray:
-    """Packs the 4-bit levels of groups 2i and 2i + 1 to the same bytes: `[B, 8, 32]` -> `[B, 128]`."""
+    """Packs the 4-bit levels of groups 2i and 2i + 1 to the same bytes: `[B, 8, 32]` → `[B, 128]`."""
     return _nibbles(levels.reshape(len(levels), 4, 64)).reshape(len(levels), -1)
 
 
@@ -234,7 +265,7 @@ def _search_symmetric(x_nG: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarr
     """
     largest = _largest(x_nG, 0)
     zero = np.abs(largest) < SMALLEST
-    squares_nG = x_nG * x_nG
+    squares_nG = x_nG * x_nG  # the weights
     cubes_nG = squares_nG * x_nG
     level_nG = np.empty_like(x_nG)
     work_nG = np.empty_like(x_nG)
@@ -244,6 +275,7 @@ def _search_symmetric(x_nG: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarr
         np.clip(level_nG, np.float32(-half), np.float32(half - 1), out=level_nG)
 
     def sums() -> tuple[np.ndarray, np.ndarray]:
+        """Returns the weighted sums of level · value and of squared levels."""
         sum_lx = _sum(np.multiply(cubes_nG, level_nG, out=work_nG))
         np.multiply(squares_nG, level_nG, out=work_nG)
         return sum_lx, _sum(np.multiply(work_nG, level_nG, out=work_nG))
@@ -252,14 +284,15 @@ def _search_symmetric(x_nG: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarr
     round_levels(best_inverse)
     sum_lx, sum_l2 = sums()
     scale = np.where(sum_l2 == 0, np.float32(0), sum_lx / sum_l2)
-    best = scale * sum_lx
+    best = scale * sum_lx  # the reduction of the error: sum_lx² / sum_l2
     for step in (*range(-9, 0), *range(1, 10)):
         inverse = -(np.float32(half) + np.float32(0.1) * np.float32(step)) / largest
         round_levels(inverse)
         sum_lx, sum_l2 = sums()
         better = (sum_l2 > 0) & (sum_lx * sum_lx > best * sum_l2)
         new_scale = sum_lx / sum_l2
-        best_inverse, scale = np.where(better, inverse, best_inverse), np.where(better, new_scale, scale)
+        best_inverse = np.where(better, inverse, best_inverse)
+        scale = np.where(better, new_scale, scale)
         best = np.where(better, new_scale * sum_lx, best)
     round_levels(best_inverse)
     return np.where(zero, np.float32(0), scale), np.where(zero, np.float32(-half), level_nG)
@@ -278,17 +311,24 @@ def _q6_k(x: np.ndarray) -> dict[str, np.ndarray]:
     rounded_nG = np.clip(np.rint(x_nG / step), np.float32(-32), np.float32(31))
     levels = (np.where(step == 0, level_nG, rounded_nG) + np.float32(32)).astype(np.uint8).T.reshape(-1, 256)
     levels[zero] = 0
+    # Each half of a block: four quarters, whose low 4 bits form `ql` and whose high 2 bits form `qh`.
     quarters = levels.reshape(-1, 2, 4, 32)
-    high = (quarters >> np.uint8(4)) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     low = _nibbles(levels.reshape(-1, 2, 128)).reshape(len(x), -1)
-    return {"d": d, "scales": whole, "ql": low, "qh": np.bitwise_or.reduce(high, axis=2).reshape(len(x), -1)}
+    return {"d": d, "scales": whole, "ql": low, "qh": _pack_pairs(quarters >> np.uint8(4))}
+
+
+def _pack_pairs(fields: np.ndarray) -> np.ndarray:
+    """Packs fields of 2 bits `[B, m, 4, n]`, four to a byte with the first in the lowest bits: `[B, m · n]`."""
+    shifted = fields << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return np.bitwise_or.reduce(shifted, axis=2).reshape(len(fields), -1)
 
 
 def _ternary_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns d and the codes 0, 1 and 2 with x ≈ d · (code − 1); d is the largest absolute value."""
     d = np.abs(x).max(-1)
     scaled = x * _reciprocal(d)[:, None]
-    return d, ((scaled >= 0.5).astype(np.uint8) + np.uint8(1)) - (scaled <= -0.5).astype(np.uint8)  # halves: away from zero
+    # Halves are rounded away from zero.
+    return d, ((scaled >= 0.5).astype(np.uint8) + np.uint8(1)) - (scaled <= -0.5).astype(np.uint8)
 
 
 def _base_three(codes: np.ndarray) -> np.ndarray:
@@ -300,18 +340,18 @@ def _base_three(codes: np.ndarray) -> np.ndarray:
 
 def _tq1_0(x: np.ndarray) -> dict[str, np.ndarray]:
     d, codes = _ternary_codes(x)
-    parts = (codes[:, :160].reshape(-1, 5, 32), codes[:, 160:240].reshape(-1, 5, 16), codes[:, 240:].reshape(-1, 4, 4))
-    first, second, last = map(_base_three, parts)
+    first = _base_three(codes[:, :160].reshape(-1, 5, 32))
+    second = _base_three(codes[:, 160:240].reshape(-1, 5, 16))
+    last = _base_three(codes[:, 240:].reshape(-1, 4, 4))
     return {"d": d, "qs": np.concatenate([first, second], -1), "qh": last}
 
 
 def _tq2_0(x: np.ndarray) -> dict[str, np.ndarray]:
     d, codes = _ternary_codes(x)
-    fields = codes.reshape(-1, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    return {"d": d, "qs": np.bitwise_or.reduce(fields, axis=2).reshape(len(x), -1)}
+    return {"d": d, "qs": _pack_pairs(codes.reshape(-1, 2, 4, 32))}
 
 
 ENCODERS: dict[str, Callable[[np.ndarray], Mapping[str, np.ndarray]]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-    "TQ1_0": _tq1_0, "TQ2_0": _tq2_0,
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k,
+    "Q5_K": _q5_k, "Q6_K": _q6_k, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0,
 }  # fmt: skip

@@ -3,6 +3,9 @@
 The layouts and formulas are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-quants.c`). The
 functions here multiply, add and round to float32 in the same order as `ggml-quants.c`, so the values are bitwise equal to
 llama.cpp's. Weights that stay packed in a run are converted by `dantinox.kernels`.
+
+Each function with the name of a type converts blocks `b` of this type. In the fields of a block, `d` is the
+scale, `m` or `dmin` a minimum, `qs` the values or codes, `qh` their high bits, and `scales` are those of groups.
 """
 
 from collections.abc import Callable
@@ -19,7 +22,7 @@ F16, F32, U8, I8, U16, U32 = "<f2", "<f4", "u1", "i1", "<u2", "<u4"
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 # The values of the nonlinear 4-bit types (IQ4_NL and IQ4_XS).
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-IQ1_DELTA = np.float32(0.125)
+IQ1_DELTA = np.float32(0.125)  # the shift of the values of a group in IQ1_S and IQ1_M
 
 
 class GGMLType(NamedTuple):
@@ -137,10 +140,11 @@ def _q3_k(b: np.ndarray) -> np.ndarray:
 
 def _six_bit_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the 6-bit scales and minima of 8 groups, `[N, 8, 1]`. For the last four groups, each is split into two fields."""
-    low, high, rest = b["scales"].reshape(-1, 3, 4).swapaxes(0, 1)
-    six, top = np.uint8(63), np.uint8(48)
-    scales = np.concatenate([low & six, rest & np.uint8(15) | low >> np.uint8(2) & top], 1)
-    mins = np.concatenate([high & six, rest >> np.uint8(4) | high >> np.uint8(2) & top], 1)
+    scale_bytes, min_bytes, rest = b["scales"].reshape(-1, 3, 4).swapaxes(0, 1)
+    six_bits = np.uint8(63)
+    top_bits = np.uint8(48)
+    scales = np.concatenate([scale_bytes & six_bits, rest & np.uint8(15) | scale_bytes >> np.uint8(2) & top_bits], 1)
+    mins = np.concatenate([min_bytes & six_bits, rest >> np.uint8(4) | min_bytes >> np.uint8(2) & top_bits], 1)
     return (_scale(b["d"]) * scales)[..., None], (_scale(b["dmin"]) * mins)[..., None]
 
 
@@ -189,7 +193,9 @@ def _nvfp4(b: np.ndarray) -> np.ndarray:
     code = np.arange(256)
     exponent = (code >> 3) & 15
     mantissa = (code & 7).astype(np.float32)
-    table = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7)).astype(np.float32) / 2
+    subnormal = mantissa / 8 * 2.0**-6
+    normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    table = np.where(exponent == 0, subnormal, normal).astype(np.float32) / 2
     table[0x7F] = 0
     return table[b["d"]][..., None] * E2M1[_nibbles(b["qs"].reshape(-1, 4, 8))]
 
@@ -251,9 +257,9 @@ def _iq3_s(b: np.ndarray) -> np.ndarray:
     codes = b["qs"] | _bits(b["qh"]).astype(np.uint16) << np.uint16(8)
     fields = _unpack(b["scales"], 4).swapaxes(1, 2).reshape(-1, 8)
     scales = _scale(b["d"]) * (np.uint8(1) + np.uint8(2) * fields)
-    return (
-        scales[..., None, None] * codebook("IQ3_S")[codes].reshape(-1, 8, 4, 8) * _signs(_bits(b["signs"]).reshape(-1, 8, 4, 8))
-    )
+    values = codebook("IQ3_S")[codes].reshape(-1, 8, 4, 8)
+    signs = _signs(_bits(b["signs"])).reshape(-1, 8, 4, 8)
+    return scales[..., None, None] * values * signs
 
 
 def _iq1_s(b: np.ndarray) -> np.ndarray:
@@ -316,5 +322,6 @@ TYPES = {
 # GGUF types that are not supported: integers, float64, types that ggml uses only during computation, and types that it removed.
 UNSUPPORTED_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
+    31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
 }  # fmt: skip

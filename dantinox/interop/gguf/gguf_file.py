@@ -23,7 +23,7 @@ VERSIONS = (2, 3)
 ALIGNMENT = 32
 # The type codes of metadata values: first numbers, with their NumPy types, then strings and arrays.
 NUMBER_TYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-STRING, ARRAY = 8, 9
+UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10
 MAX_AXES = 4
 MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 13, 24  # smallest sizes in a file; they limit the counts that a header can state
 MAX_ENTRIES, MAX_STRING_BYTES = 1 << 22, 1 << 26  # limits for a list and for a string in a file of any size
@@ -79,8 +79,8 @@ def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarra
     shape, kind, offset, size = file.tensors[name]
     if part is not None:
         size //= shape[0]
+        offset += part * size
         shape = shape[1:]
-        offset = offset + part * size
     raw = np.asarray(file.content[offset : offset + size])
     if kind in PLAIN_DTYPES:
         return raw.view(PLAIN_DTYPES[kind]).reshape(shape)
@@ -114,13 +114,14 @@ def write_gguf(
       UserError: the file cannot be written.
     """
     check_writable(path)
-    with staged_write(path, _chunks(metadata, shapes, arrays, find_blocks)):
+    with staged_write(path, _file_pieces(metadata, shapes, arrays, find_blocks)):
         pass
 
 
-def _chunks(
+def _file_pieces(
     metadata: Mapping[str, Any], shapes: Mapping[str, Shape], arrays: Iterable[np.ndarray], find_blocks: FindBlocks
 ) -> Iterator[bytes | memoryview]:
+    """Yields the content of a file: the header, and each tensor with its padding."""
     head = bytearray(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(shapes), len(metadata)))
     for key, value in metadata.items():
         head += _encode_string(key) + _encode_value(value)
@@ -137,6 +138,7 @@ def _chunks(
 
 
 def _align(size: int) -> int:
+    """Rounds up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -150,12 +152,19 @@ def _encode_value(value: Any) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _encode_string(value)
     if not isinstance(value, list):
-        code = 7 if isinstance(value, bool) else 4 if isinstance(value, int) else 6
+        code = _number_code(value, UINT32)
         return struct.pack("<I", code) + np.array(value, NUMBER_TYPES[code]).tobytes()
     if value and isinstance(value[0], str):
         return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_encode_string, value))
-    code = 7 if value and isinstance(value[0], bool) else 5 if value and isinstance(value[0], int) else 6
+    code = _number_code(value[0], INT32) if value else FLOAT32
     return struct.pack("<IIQ", ARRAY, code, len(value)) + np.array(value, NUMBER_TYPES[code]).tobytes()
+
+
+def _number_code(value: Any, integer: int) -> int:
+    """Returns the type code of a number; `integer` is that of integers."""
+    if isinstance(value, bool):
+        return BOOL
+    return integer if isinstance(value, int) else FLOAT32
 
 
 def _encode_tensor(array: np.ndarray, kind: str, find_blocks: FindBlocks) -> np.ndarray:
@@ -196,6 +205,7 @@ class _Reader:
         return start
 
     def number(self, code: int, what: str) -> Any:
+        """Reads a number of the type with this code."""
         kind = np.dtype(NUMBER_TYPES[code])
         return np.frombuffer(self.content, kind, 1, self.skip(kind.itemsize, what))[0].item()
 
@@ -223,7 +233,7 @@ class _Reader:
             return self.number(code, what)
         if code != ARRAY:
             raise self.damaged(f"{what} has the unknown type {code}")
-        inner = self.number(4, what)
+        inner = self.number(UINT32, what)
         if inner == STRING:
             return [self.text(what) for _ in range(self.count(f"entries of {what}", 8))]
         if inner not in NUMBER_TYPES:
@@ -238,7 +248,7 @@ class _Reader:
 
 def _read_header(reader: _Reader) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     reader.skip(4, "the magic")
-    version = reader.number(4, "the version")
+    version = reader.number(UINT32, "the version")
     if version not in VERSIONS:
         swapped = " (big-endian)" if version and version & 0xFFFF == 0 else ""
         raise UserError(f"{reader.path} has GGUF version {version}{swapped}, expected version 2 or 3")
@@ -248,7 +258,8 @@ def _read_header(reader: _Reader) -> tuple[dict[str, Any], dict[str, StoredTenso
         key = reader.text("the name of an entry")
         if key in metadata:
             raise reader.damaged(f"it has the entry {key} twice")
-        metadata[key] = reader.value(reader.number(4, key), key)
+        code = reader.number(UINT32, key)
+        metadata[key] = reader.value(code, key)
     infos = [_read_tensor_info(reader) for _ in range(count)]
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 8 or alignment % 8:
@@ -264,19 +275,22 @@ def _read_header(reader: _Reader) -> tuple[dict[str, Any], dict[str, StoredTenso
         if offset % alignment or start + offset + size > len(reader.content):
             raise reader.damaged(f"the tensor {name} extends past the end of the file")
         tensors[name] = StoredTensor(shape, kind, start + offset, size)
-    for (one, before), (other, after) in itertools.pairwise(sorted(tensors.items(), key=lambda item: item[1].offset)):
-        if before.offset + before.size > after.offset:
-            raise reader.damaged(f"the tensors {one} and {other} overlap")
+    by_offset = sorted(tensors, key=lambda name: tensors[name].offset)
+    for name, following in itertools.pairwise(by_offset):
+        if tensors[name].offset + tensors[name].size > tensors[following].offset:
+            raise reader.damaged(f"the tensors {name} and {following} overlap")
     return metadata, tensors
 
 
 def _read_tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], str, int]:
+    """Reads the name, the shape, the type and the offset of a tensor."""
     name = reader.text("the name of a tensor")
-    axes = reader.number(4, name)
+    axes = reader.number(UINT32, name)
     if not 1 <= axes <= MAX_AXES:
         raise reader.damaged(f"the tensor {name} has {axes} axes")
-    shape = tuple(reader.number(10, name) for _ in range(axes))[::-1]
-    code, offset = reader.number(4, name), reader.number(10, name)
+    shape = tuple(reader.number(UINT64, name) for _ in range(axes))[::-1]
+    code = reader.number(UINT32, name)
+    offset = reader.number(UINT64, name)
     if code not in TYPE_NAMES:
         known = f"type {UNSUPPORTED_TYPES[code]}" if code in UNSUPPORTED_TYPES else f"unknown type {code}"
         raise UserError(f"{reader.path}: the tensor {escape_name(name)} has the {known}, expected one of {', '.join(TYPES)}")

@@ -7,15 +7,17 @@ import numpy as np
 from dantinox.config import ModelConfig, UserError
 from dantinox.files import quote
 from dantinox.interop.gguf.gguf_file import GGUFFile, read_tensor
-from dantinox.interop.gguf.gguf_keys import LLAMA3, MAX_NUMBER, SIZES, Metadata, key_type
+from dantinox.interop.gguf.gguf_keys import LLAMA3, MAX_NUMBER, SIZES, Metadata, key_type, shortest_decimal
+
+PER_LAYER = ("feed_forward_length", "attention.head_count_kv")  # sizes that have one value per layer
 
 
 def gemma4_config(meta: Metadata, file: GGUFFile, windows: dict[str, Any]) -> dict[str, Any]:
     """Returns the `config.json` of a Gemma 4 model; `windows` contains the sliding-window keys."""
-    per_layer = ("feed_forward_length", "attention.head_count_kv")
-    found = {hf_key: meta(key, kind=key_type(key)) for key, hf_key in SIZES.items() if key not in per_layer}
+    found = {hf_key: meta(key, kind=key_type(key)) for key, hf_key in SIZES.items() if key not in PER_LAYER}
     layers = found["num_hidden_layers"]
-    shared = meta("attention.shared_kv_layers", 0)
+    shared = meta("attention.shared_kv_layers", 0)  # the last layers, which read the keys and values of other layers
+    own = layers - shared
     found |= windows
     full = [i for i, kind in enumerate(found["layer_types"]) if kind == "full_attention"]
     sliding = [i for i in range(layers) if i not in full] or full
@@ -24,18 +26,19 @@ def gemma4_config(meta: Metadata, file: GGUFFile, windows: dict[str, Any]) -> di
     if "token_embd.weight" not in file.tensors:
         raise UserError(f"{meta.name} has no embeddings: token_embd.weight is missing")
     rows = file.tensors["token_embd.weight"].shape[0]
-    kv_layers, widths, heads = range(layers - shared), *(_per_layer_values(meta, key, layers) for key in per_layer)
+    widths, heads = (_per_layer_values(meta, key, layers) for key in PER_LAYER)
     wider = [i for i in range(layers) if widths[i] != widths[0]]
     if {heads[i] for i in sliding} != {heads[sliding[0]]} or {heads[i] for i in full} != {heads[full[0]]}:
         raise UserError(f"{meta.name} has layers of one kind with different numbers of key heads, which is not supported")
-    if wider and (wider != [*range(layers - shared, layers)] or {widths[i] for i in wider} != {2 * widths[0]}):
+    if wider and (wider != [*range(own, layers)] or {widths[i] for i in wider} != {2 * widths[0]}):
         raise UserError(f"{meta.name} has layers with the feed-forward widths {quote(widths)}, which is not supported")
-    sizes = {kind: {meta(f"attention.{part}_length{kind}") for part in ("key", "value")} for kind in ("", "_swa")}
-    size, local = sizes[""].pop(), sizes["_swa"].pop()
-    rotated = meta("rope.dimension_count", size), meta("rope.dimension_count_swa", local)
-    if sizes[""] or sizes["_swa"] or rotated != (size, local):
+    size = meta("attention.key_length")  # of heads in full layers
+    local = meta("attention.key_length_swa")  # of heads in sliding layers
+    others = (meta("attention.value_length"), meta("attention.value_length_swa"))
+    rotated = (meta("rope.dimension_count", size), meta("rope.dimension_count_swa", local))
+    if others != (size, local) or rotated != (size, local):
         raise UserError(f"{meta.name} has different sizes of keys, values and rotations in one kind of layer")
-    has_values = {i: f"blk.{i}.attn_v.weight" in file.tensors for i in full if i in kv_layers}
+    has_values = {i: f"blk.{i}.attn_v.weight" in file.tensors for i in full if i < own}
     if len(set(has_values.values())) > 1:
         raise UserError(f"{meta.name} has a value projection in some full layers and not in others, which is not supported")
     theta = meta("rope.freq_base", 10000.0, float)
@@ -63,12 +66,17 @@ def gemma4_config(meta: Metadata, file: GGUFFile, windows: dict[str, Any]) -> di
 
 
 def _expert_config(meta: Metadata, width: int) -> dict[str, Any]:
+    """Returns the widths of the feed-forward layers and the keys of experts; `width` is that of the dense branch."""
     count = meta("expert_count", 0)
     if not count:
         return {"intermediate_size": width}
-    sizes = {"num_experts": count, "top_k_experts": meta("expert_used_count")}
-    sizes["moe_intermediate_size"] = meta("expert_feed_forward_length")
-    return {"intermediate_size": width, "enable_moe_block": True, **sizes}
+    return {
+        "intermediate_size": width,
+        "enable_moe_block": True,
+        "num_experts": count,
+        "top_k_experts": meta("expert_used_count"),
+        "moe_intermediate_size": meta("expert_feed_forward_length"),
+    }
 
 
 def _per_layer_values(meta: Metadata, key: str, layers: int) -> list[int]:
@@ -89,8 +97,8 @@ def _proportional_rope(file: GGUFFile, size: int) -> dict[str, Any]:
     if LLAMA3 not in file.tensors:
         raise UserError(f"{file.path} lacks {LLAMA3}")
     factors = read_tensor(file, LLAMA3)
-    count = int(np.sum(factors < MAX_NUMBER / 2))
-    factor = float(str(factors[0]))
+    count = int(np.sum(factors < MAX_NUMBER / 2))  # of the rotated pairs
+    factor = shortest_decimal(factors[0])
     expected = np.where(np.arange(size // 2) < count, factors[0], factors[-1])
     if factors.shape != (size // 2,) or not count or factor < 1 or not np.array_equal(factors, expected):
         raise UserError(f"{file.path} has {LLAMA3}, which does not follow the frequency scaling of Gemma 4")
@@ -105,7 +113,7 @@ def gemma4_metadata(model: ModelConfig) -> dict[str, Any]:
     layers = [model.of_layer(i) for i in range(model.num_blocks)]
     experts = model.experts
     found: dict[str, Any] = {
-        "feed_forward_length": [layer.experts.shared_dim if layer.experts else layer.hidden_dim for layer in layers],
+        "feed_forward_length": [layer.hidden_dim if layer.experts is None else layer.experts.shared_dim for layer in layers],
         "attention.head_count_kv": [layer.kv_heads for layer in layers],
         "attention.shared_kv_layers": model.kv_shared_layers,
         "embedding_length_per_layer_input": model.per_layer_dim,
@@ -114,9 +122,13 @@ def gemma4_metadata(model: ModelConfig) -> dict[str, Any]:
         "rope.dimension_count_swa": model.head_size,
         "rope.freq_base_swa": model.rope_local_theta or model.rope_theta,
     }
-    found |= {f"attention.{part}_length": size for part in ("key", "value")}
-    found |= {f"attention.{part}_length_swa": model.head_size for part in ("key", "value")}
+    for part in ("key", "value"):
+        found[f"attention.{part}_length"] = size
+        found[f"attention.{part}_length_swa"] = model.head_size
     if experts is not None:
-        found |= {"expert_count": experts.count, "expert_used_count": experts.top_k}
-        found["expert_feed_forward_length"] = model.hidden_dim
+        found |= {
+            "expert_count": experts.count,
+            "expert_used_count": experts.top_k,
+            "expert_feed_forward_length": model.hidden_dim,
+        }
     return found

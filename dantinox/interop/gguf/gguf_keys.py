@@ -20,9 +20,10 @@ SIZES = {
 }
 # Keys whose values are tensor dimensions, or parts of a dimension.
 AXIS_KEYS = (
-    *("embedding_length", "feed_forward_length", "expert_feed_forward_length", "expert_count", "expert_used_count"),
-    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "rope.dimension_count"),
-)
+    "embedding_length", "feed_forward_length", "expert_feed_forward_length", "expert_count",
+    "expert_used_count", "attention.head_count", "attention.head_count_kv",
+    "attention.key_length", "rope.dimension_count",
+)  # fmt: skip
 # Keys that do not change the model.
 IGNORED_KEYS = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "expert_weights_norm"}
 # Granite 4 files have the sizes of Mamba layers and experts even if the model has none.
@@ -31,8 +32,11 @@ IGNORED_KEYS_OF = {
     "granite": MAMBA_KEYS | {"expert_count", "expert_used_count", "expert_shared_feed_forward_length"},
     "granitemoe": MAMBA_KEYS,
 }
-MAX_NUMBER = 1e30
-LONG, SHORT, LLAMA3 = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
+MAX_NUMBER = 1e30  # a larger number in the metadata is an error
+# Tensors of divisors of the rotary frequencies: those of longrope, and those of any other scaling.
+LONG = "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
+LLAMA3 = "rope_freqs.weight"
 
 
 class Metadata:
@@ -60,16 +64,17 @@ class Metadata:
         if type(value) is not kind or (kind in (int, float) and not 0 < value < MAX_NUMBER):
             found = "nothing" if value is None else quote(value)
             raise UserError(f"{self.name} must have {self.arch}.{key} as a {TYPE_NAMES[kind]}, got {found}")
-        # A float32 becomes the shortest decimal number that rounds to it, for example 0.1.
-        return float(str(np.float32(value))) if kind is float else value
+        return shortest_decimal(np.float32(value)) if kind is float else value
 
     def has(self, key: str) -> bool:
+        """Returns whether the file has a key; the key counts as read only after its value was read."""
         return f"{self.arch}.{key}" in self.entries
 
     def check_sizes(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Raises a `UserError` if a size is larger than every tensor; runs before anything of that size is allocated."""
         largest = max((max(stored.shape) for stored in tensors.values()), default=0)
-        for key, limit in ({"block_count": len(tensors)} | dict.fromkeys(AXIS_KEYS, largest)).items():
+        limits = {"block_count": len(tensors)} | dict.fromkeys(AXIS_KEYS, largest)
+        for key, limit in limits.items():
             values = self.entries.get(f"{self.arch}.{key}")
             for value in values if isinstance(values, list) else [values]:
                 if isinstance(value, int) and value > limit:
@@ -79,12 +84,19 @@ class Metadata:
         """Raises a `UserError` for the first key with the architecture prefix that was neither read nor ignored."""
         for key, value in self.entries.items():
             arch, _, rest = key.partition(".")
-            if arch == self.arch and rest not in self.used | IGNORED_KEYS | IGNORED_KEYS_OF.get(arch, set()):
+            known = self.used | IGNORED_KEYS | IGNORED_KEYS_OF.get(arch, set())
+            if arch == self.arch and rest not in known:
                 raise UserError(f"{self.name} has {escape_name(key)}: {quote(value)}, which is not supported")
 
 
 TYPE_NAMES = {int: "positive integer", float: "positive number", str: "string", bool: "boolean"}
 
 
+def shortest_decimal(number: Any) -> float:
+    """Returns the shortest decimal number that rounds to a NumPy number, for example 0.1 for the float32 0.100000001…"""
+    return float(str(number))
+
+
 def key_type(key: str) -> type:
+    """Returns the type of the values of a size key."""
     return float if key.endswith("epsilon") else int

@@ -27,22 +27,27 @@ from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import BYTE_TOKEN, byte_letters
 from dantinox.text.tokenizer import parse_core
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # the types of tokens
 SPACE = "▁"
+REPLACE_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+RESTORE_SPACES = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
 KEY_PREFIX = "tokenizer.ggml."
 # The supported tokenizer keys. An unknown key is an error, because it could change the tokens.
-KNOWN_KEYS = {
-    *("model", "pre", "tokens", "token_type", "scores", "merges", "token_type_count", "add_space_prefix", "add_bos_token"),
-    *("add_eos_token", "add_sep_token", "remove_extra_whitespaces"),
-    *(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "cls", "mask")),
-    *(f"{name}_token_id" for name in ("prefix", "suffix", "middle", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep")),
+KNOWN_KEYS = frozenset((
+    "model", "pre", "tokens", "token_type", "scores", "merges", "token_type_count",
+    "add_space_prefix", "add_bos_token", "add_eos_token", "add_sep_token",
+    "remove_extra_whitespaces", "bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id",
+    "unknown_token_id", "padding_token_id", "seperator_token_id", "cls_token_id", "mask_token_id",
+    "prefix_token_id", "suffix_token_id", "middle_token_id", "fim_pre_token_id",
+    "fim_suf_token_id", "fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id",
     "fim_sep_token_id",
-}
+))  # fmt: skip
+UNSUPPORTED_FLAGS = ("add_eos_token", "add_sep_token", "remove_extra_whitespaces")  # must be absent or false
 # Names of tokens that always end generation (`special_eog_ids` in llama.cpp's llama-vocab.cpp).
 END_TOKENS = frozenset((
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
-    "<turn|>", "<｜end▁of▁sentence｜>",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<｜end▁of▁sentence｜>",
 ))  # fmt: skip
 ID_KEYS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id"}
 ABSENT_IDS = (-1, 0xFFFFFFFF)  # ids that mean "no token"
@@ -50,7 +55,7 @@ SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0
 
 
 class Vocabulary(NamedTuple):
-    """A tokenizer in the form in which `Source` holds it."""
+    """A tokenizer in the form in which `Source` holds it, which documents the fields."""
 
     tokenizer: str
     tokenizer_config: dict[str, Any]
@@ -71,9 +76,10 @@ def vocabulary_metadata(tokenizer: Tokenizer, size: int, chat_template: str | No
         )
     if tokenizer.eos_id is None:
         raise UserError("the tokenizer has no EOS token, for which llama.cpp would use another token")
-    kinds = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in tree["added_tokens"]}
+    # The name of each token, and its type if it is not NORMAL. The functions below change both.
     names = {index: name for name, index in tree["model"]["vocab"].items()}
     names |= {token["id"]: token["content"] for token in tree["added_tokens"]}
+    kinds = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in tree["added_tokens"]}
     decoders = _list_steps(tree["decoder"], "decoders")
     if tokenizer.kind == "char" and not tree["model"]["byte_fallback"]:
         found = _character_metadata_as_bytes(names, kinds)
@@ -97,12 +103,15 @@ def vocabulary_metadata(tokenizer: Tokenizer, size: int, chat_template: str | No
     if any("\0" in name for name in listed):
         raise UserError("GGUF cannot represent a token with the character U+0000")
     types = [kinds.get(i, NORMAL if i in names else UNUSED) for i in range(size)]
-    metadata = {"tokens": listed, "token_type": types} | found | {k: i for k, i in ids.items() if i is not None}
+    metadata = {"tokens": listed, "token_type": types} | found
+    metadata |= {key: index for key, index in ids.items() if index is not None}
     metadata["add_bos_token"] = tokenizer.add_bos
     if "scores" in metadata:
         metadata["scores"] += [0.0] * (size - len(metadata["scores"]))
-    named = {KEY_PREFIX + key: value for key, value in metadata.items()}
-    return named if chat_template is None else named | {"tokenizer.chat_template": chat_template}
+    prefixed = {KEY_PREFIX + key: value for key, value in metadata.items()}
+    if chat_template is not None:
+        prefixed["tokenizer.chat_template"] = chat_template
+    return prefixed
 
 
 def _byte_level_metadata(tree: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
@@ -134,13 +143,15 @@ def _matches_rule(rule: Rule, steps: list[dict[str, Any]], normalizer: Any, whol
     Two differences are ignored. `trim_offsets` does not change the tokens. The behavior `Removed` with `invert` is equivalent
     to `Isolated`, because the expressions of the rules match all text.
     """
-    isolated: dict[str, Any] = {"behavior": "Isolated", "invert": False}
 
-    def plain(all_steps: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        whole = [dict(step) | isolated if step.get("behavior") == "Removed" and step["invert"] else step for step in all_steps]
-        return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in whole]
+    def plain(step: Mapping[str, Any]) -> dict[str, Any]:
+        changed = {key: value for key, value in step.items() if key != "trim_offsets"}
+        if step.get("behavior") == "Removed" and step["invert"]:
+            changed |= {"behavior": "Isolated", "invert": False}
+        return changed
 
-    return plain(rule.steps) == plain(steps) and rule.normalizer == normalizer and rule.whole_words == whole_words
+    same_steps = list(map(plain, rule.steps)) == list(map(plain, steps))
+    return same_steps and rule.normalizer == normalizer and rule.whole_words == whole_words
 
 
 def _character_metadata_as_bytes(names: dict[int, str], kinds: Mapping[int, int]) -> dict[str, Any]:
@@ -152,9 +163,9 @@ def _character_metadata_as_bytes(names: dict[int, str], kinds: Mapping[int, int]
     merges: dict[str, None] = {}
     for index, name in names.items():
         if index not in kinds:
-            encoded = [letters[byte] for byte in name.encode()]
-            names[index] = "".join(encoded)
-            merges |= {f"{''.join(encoded[:n])} {encoded[n]}": None for n in range(1, len(encoded))}
+            encoded = "".join(letters[byte] for byte in name.encode())
+            names[index] = encoded
+            merges |= {f"{encoded[:n]} {encoded[n]}": None for n in range(1, len(encoded))}
     return {"model": "gpt2", "pre": "gpt-2", "merges": list(merges) or [_unused_merge(names)]}
 
 
@@ -192,9 +203,15 @@ def _sentencepiece_metadata(tree: dict[str, Any], names: dict[int, str], kinds: 
     kinds |= {index: BYTE for index, name in names.items() if BYTE_TOKEN.fullmatch(name)}
     kinds |= {index: UNKNOWN for index, name in names.items() if name == model["unk_token"]}
     scores = [-float(rank.get(names.get(index, ""), 0)) for index in range(max(names) + 1)]
-    found: dict[str, Any] = {"model": "llama", "pre": "default", "scores": scores, "add_space_prefix": _adds_space_prefix(tree)}
-    unknown = [index for index, kind in kinds.items() if kind == UNKNOWN]
-    return found | ({"unknown_token_id": unknown[0]} if unknown else {})
+    found: dict[str, Any] = {
+        "model": "llama",
+        "pre": "default",
+        "scores": scores,
+        "add_space_prefix": _adds_space_prefix(tree),
+    }
+    if unknown := [index for index, kind in kinds.items() if kind == UNKNOWN]:
+        found["unknown_token_id"] = unknown[0]
+    return found
 
 
 def tokens_by_score(merges: list[tuple[str, ...]], pieces: set[str]) -> list[str] | None:
@@ -204,16 +221,17 @@ def tokens_by_score(merges: list[tuple[str, ...]], pieces: set[str]) -> list[str
     repetitions come first gives the same tokens, because repetitions grow from the left.
     """
     merged = [token for token, _ in groupby(left + right for left, right in merges)]
-    runs = {token for token, count in Counter(merged).items() if count > 1}
+    runs = {token for token, count in Counter(merged).items() if count > 1}  # repetitions of one character
     order: list[str] = []
-    for tied, block in groupby(merged, key=runs.__contains__):
+    for is_run, block in groupby(merged, key=runs.__contains__):
         tokens = list(block)
-        order += sorted(set(tokens), key=len, reverse=True) if tied else tokens
+        order += sorted(set(tokens), key=len, reverse=True) if is_run else tokens
     if len(order) != len(set(order)) or any(len(set(token)) > 1 for token in runs):
         return None
     # llama.cpp starts from single characters, including characters that are not tokens.
     symbols = pieces.union(*pieces)
-    return order if set(merges) == {pair for piece in pieces for pair in _split_pairs(piece, symbols)} else None
+    possible = {pair for piece in pieces for pair in _split_pairs(piece, symbols)}
+    return order if set(merges) == possible else None
 
 
 def _split_pairs(piece: str, pieces: Any) -> list[tuple[str, str]]:
@@ -226,11 +244,10 @@ def _adds_space_prefix(tree: dict[str, Any]) -> bool:
     """Returns whether a tokenizer adds a space before the text; raises a `UserError` for unsupported normalization."""
     normalizers = _list_steps(tree["normalizer"], "normalizers")
     splits = _list_steps(tree["pre_tokenizer"], "pretokenizers")
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
     # A split at spaces has no effect, because an earlier step has replaced all spaces.
     no_split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-    if normalizers in ([replace], [prepend, replace]) and splits in ([], [no_split]):
+    if normalizers in ([REPLACE_SPACES], [prepend, REPLACE_SPACES]) and splits in ([], [no_split]):
         return prepend in normalizers
     metaspace = not normalizers and [step["type"] for step in splits] == ["Metaspace"] and splits[0]["replacement"] == SPACE
     if metaspace and not splits[0].get("split", True):
@@ -240,7 +257,9 @@ def _adds_space_prefix(tree: dict[str, Any]) -> bool:
 
 def _list_steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
     """Returns the steps of a `Sequence`, or a single step as a list."""
-    return [] if part is None else part[inner] if part["type"] == "Sequence" else [part]
+    if part is None:
+        return []
+    return part[inner] if part["type"] == "Sequence" else [part]
 
 
 def read_vocabulary(metadata: Mapping[str, Any], file_name: str) -> Vocabulary:
@@ -255,9 +274,10 @@ def read_vocabulary(metadata: Mapping[str, Any], file_name: str) -> Vocabulary:
     """
     entries = {key.removeprefix(KEY_PREFIX): value for key, value in metadata.items() if key.startswith(KEY_PREFIX)}
     for key, value in entries.items():
-        if key not in KNOWN_KEYS or (key in ("add_eos_token", "add_sep_token", "remove_extra_whitespaces") and value):
+        if key not in KNOWN_KEYS or (key in UNSUPPORTED_FLAGS and value):
             raise UserError(f"{file_name} has {KEY_PREFIX}{escape_name(key)}: {quote(value)}, which is not supported")
-    tokens, kind = entries.get("tokens"), entries.get("model")
+    tokens = entries.get("tokens")
+    kind = entries.get("model")
     if not tokens or not _is_list_of(str, tokens):
         raise UserError(f"{file_name} has no vocabulary: {KEY_PREFIX}tokens is missing")
     types = entries.get("token_type", [NORMAL] * len(tokens))
@@ -275,15 +295,7 @@ def read_vocabulary(metadata: Mapping[str, Any], file_name: str) -> Vocabulary:
         add_bos = True
     else:
         raise UserError(f"{file_name} has a tokenizer of the kind {quote(kind)}, expected gpt2, llama or gemma4")
-    ids = {
-        key: index
-        for key, index in entries.items()
-        if key.endswith("_token_id") and type(index) is int and 0 <= index < len(tokens) and types[index] != UNUSED
-    }
-    for key in ID_KEYS.values():
-        index = entries.get(key)
-        if index is not None and (type(index) is not int or not (0 <= index < len(tokens) or index in ABSENT_IDS)):
-            raise UserError(f"{file_name} has {KEY_PREFIX}{key}: {quote(index)}, which is not one of its {len(tokens)} tokens")
+    ids = _token_ids(entries, tokens, types, file_name)
     # BOS and EOS tokens are special, even if the file gives them another type.
     special = {ids[key] for key in ("bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id") if key in ids}
     special |= {index for index, code in enumerate(types) if code in (CONTROL, UNKNOWN)}
@@ -295,21 +307,41 @@ def read_vocabulary(metadata: Mapping[str, Any], file_name: str) -> Vocabulary:
         {"id": i, "content": tokens[i], **flags, "rstrip": i in stripping, "special": i in special} for i in added
     ]
     core = _build(tree, tokens, types, file_name)
-    config = {key: tokens[ids[stored]] for key, stored in ID_KEYS.items() if stored in ids}
-    stops = [ids[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in ids]
-    ends = END_TOKENS - (
-        {"<|end|>"} if "<|return|>" in tokens else set()
-    )  # in the harmony format, <|end|> ends a message, not the response
-    stops += [index for index in added if tokens[index] in ends]
+    config: dict[str, Any] = {key: tokens[ids[stored]] for key, stored in ID_KEYS.items() if stored in ids}
+    config["add_bos_token"] = bool(entries.get("add_bos_token", add_bos))
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise UserError(f"{file_name} has tokenizer.chat_template: {quote(template)}, expected a string")
+    stops = _stop_ids(ids, tokens, added)
     return Vocabulary(
-        core.to_str(pretty=True),
-        config | {"add_bos_token": bool(entries.get("add_bos_token", add_bos))},
-        template,
-        {"eos_token_id": list(dict.fromkeys(stops))} if stops else {},
+        tokenizer=core.to_str(pretty=True),
+        tokenizer_config=config,
+        chat_template=template,
+        generation_config={"eos_token_id": stops} if stops else {},
     )
+
+
+def _token_ids(entries: Mapping[str, Any], tokens: list[str], types: list[int], file_name: str) -> dict[str, int]:
+    """Returns the ids of tokens with a role, such as `eos_token_id`."""
+    for key in ID_KEYS.values():
+        index = entries.get(key)
+        if index is not None and (type(index) is not int or not (0 <= index < len(tokens) or index in ABSENT_IDS)):
+            raise UserError(f"{file_name} has {KEY_PREFIX}{key}: {quote(index)}, which is not one of its {len(tokens)} tokens")
+    ids: dict[str, int] = {}
+    for key, index in entries.items():
+        if key.endswith("_token_id") and type(index) is int and 0 <= index < len(tokens) and types[index] != UNUSED:
+            ids[key] = index
+    return ids
+
+
+def _stop_ids(ids: Mapping[str, int], tokens: list[str], added: list[int]) -> list[int]:
+    """Returns the ids of the tokens that end generation."""
+    stops = [ids[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in ids]
+    ends = END_TOKENS
+    if "<|return|>" in tokens:  # in the harmony format, <|end|> ends a message, not the response
+        ends = ends - {"<|end|>"}
+    stops += [index for index in added if tokens[index] in ends]
+    return list(dict.fromkeys(stops))
 
 
 def _tokens_stripping_right(metadata: Mapping[str, Any], tokens: list[str], added: Iterable[int]) -> set[int]:
@@ -330,11 +362,9 @@ def _build(tree: dict[str, Any], tokens: list[str], types: list[int], file_name:
         core = parse_core(json.dumps(tree))
     except ValueError as error:
         raise UserError(f"{file_name} has an inconsistent tokenizer: {error}") from None
-    wrong = [
-        token for index, token in enumerate(tokens) if types[index] != UNUSED and core.token_to_id(token) not in (index, None)
-    ]
-    if wrong:
-        raise UserError(f"{file_name} has an inconsistent tokenizer: several tokens have the name {escape_name(wrong[0])}")
+    for index, token in enumerate(tokens):
+        if types[index] != UNUSED and core.token_to_id(token) not in (index, None):
+            raise UserError(f"{file_name} has an inconsistent tokenizer: several tokens have the name {escape_name(token)}")
     return core
 
 
@@ -354,6 +384,7 @@ def _tokenizer_tree(vocab: dict[str, int], merges: list[tuple[str, str]], decode
 
 
 def _byte_level_tree(entries: dict[str, Any], tokens: list[str], types: list[int], file_name: str) -> dict[str, Any]:
+    """Returns the `tokenizer.json` of byte-level BPE, of a vocabulary of bytes, or of a vocabulary of characters."""
     rule = RULES.get(ALIASES.get(str(entries.get("pre")), str(entries.get("pre"))))
     if rule is None:
         known = {*RULES, *ALIASES, *UNSPLIT_NAMES}
@@ -380,10 +411,16 @@ def _read_merges(entries: Mapping[str, Any], special: set[str], file_name: str) 
     """Returns the merges of a file, without `_unused_merge` and those of special tokens, which cannot occur in text."""
     if not _is_list_of(str, entries.get("merges", [])):
         raise UserError(f"{file_name} has merges that are not strings")
-    # The first token may begin with a space. Like llama.cpp, search for the separator from the second character on.
-    pairs = [(merge[:1] + left, right) for merge in entries.get("merges", []) for left, _, right in [merge[1:].partition(" ")]]
     tokens = set(entries["tokens"])
-    return [(a, b) for a, b in pairs if not special & {a, b} and not (a == b and a + b not in tokens)]
+    merges = []
+    for merge in entries.get("merges", []):
+        # The first token may begin with a space. Like llama.cpp, search for the separator from the second character on.
+        left, _, right = merge[1:].partition(" ")
+        left = merge[:1] + left
+        unused = left == right and left + right not in tokens
+        if not unused and left not in special and right not in special:
+            merges.append((left, right))
+    return merges
 
 
 def _decode_characters(vocab: Mapping[str, int]) -> dict[str, int] | None:
@@ -405,20 +442,22 @@ def _unsplit_tree(entries: dict[str, Any], tokens: list[str], types: list[int], 
     """Returns a `tokenizer.json` of SentencePiece tokens with a list of merges. ▁ replaces spaces; text is not split."""
     vocab = {token: index for index, token in enumerate(tokens) if types[index] not in (UNUSED, CONTROL)}
     merges = _read_merges(entries, {token for index, token in enumerate(tokens) if types[index] != NORMAL}, file_name)
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    decoder = {"type": "Sequence", "decoders": [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    decoder = {"type": "Sequence", "decoders": [RESTORE_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}]}
     unk = _unknown_token(entries, tokens, vocab)
-    return _tokenizer_tree(vocab, merges, decoder, normalizer=replace, unk_token=unk, fuse_unk=True, byte_fallback=True)
+    options = {"normalizer": REPLACE_SPACES, "unk_token": unk, "fuse_unk": True, "byte_fallback": True}
+    return _tokenizer_tree(vocab, merges, decoder, **options)
 
 
 def _unknown_token(entries: Mapping[str, Any], tokens: list[str], vocab: Mapping[str, int]) -> str | None:
+    """Returns the unknown token, if the vocabulary has one."""
     index = entries.get("unknown_token_id")
     return tokens[index] if type(index) is int and 0 <= index < len(tokens) and tokens[index] in vocab else None
 
 
 def _sentencepiece_tree(entries: dict[str, Any], tokens: list[str], types: list[int], file_name: str) -> dict[str, Any]:
-    scores, prefix = entries.get("scores"), entries.get("add_space_prefix", True)
+    """Returns the `tokenizer.json` of SentencePiece BPE, or of a vocabulary of characters and bytes."""
+    scores = entries.get("scores")
+    prefix = entries.get("add_space_prefix", True)
     if not isinstance(scores, list) or not _is_list_of((int, float), scores) or len(scores) != len(tokens):
         raise UserError(f"{file_name} must have a score for each of its {len(tokens)} tokens")
     vocab = {token: index for index, token in enumerate(tokens) if types[index] not in (UNUSED, CONTROL)}
@@ -431,11 +470,12 @@ def _sentencepiece_tree(entries: dict[str, Any], tokens: list[str], types: list[
     # longer tokens come first, which gives the same tokens.
     order = sorted(normal, key=lambda token: (-scores[vocab[token]], -len(token), vocab[token]))
     merges = [pair for token in order for pair in _split_pairs(token, normal)]
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    normal_form = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replace]} if prefix else replace
+    normalizer: dict[str, Any] = REPLACE_SPACES
+    decoders = [RESTORE_SPACES, *fall_back]
+    if prefix:  # a space before the text, which decoding removes
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, REPLACE_SPACES]}
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unk = _unknown_token(entries, tokens, vocab)
-    decoder = {"type": "Sequence", "decoders": [spaces, *fall_back, *strip]}
-    more = {"normalizer": normal_form, "unk_token": unk, "fuse_unk": True, "byte_fallback": True}
+    decoder = {"type": "Sequence", "decoders": decoders}
+    more = {"normalizer": normalizer, "unk_token": unk, "fuse_unk": True, "byte_fallback": True}
     return _tokenizer_tree(vocab, merges, decoder, **more)

@@ -13,7 +13,7 @@ NFC: Mapping[str, Any] = {"type": "NFC"}
 BYTE_LEVEL_WORDS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BYTE_LEVEL = BYTE_LEVEL_WORDS | {"use_regex": False}
 DIGITS = {"type": "Digits", "individual_digits": True}
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the same rule as `WORDS`
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the same rule as `BYTE_LEVEL_WORDS`
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -42,10 +42,12 @@ def _split(regex: str, behavior: str = "Isolated") -> dict[str, Any]:
 
 
 def _splits(*regexes: str) -> tuple[dict[str, Any], ...]:
+    """Returns the steps that split text by each expression in turn, then write it as byte letters."""
     return (*map(_split, regexes), BYTE_LEVEL)
 
 
 def _cased(endings: str, without: str = "") -> str:
+    """Returns the expression `CASED_WORDS` with these endings, for letters without those in `without`."""
     return CASED_WORDS.replace("{0}", endings).replace("{1}", without)
 
 
@@ -63,6 +65,7 @@ class Rule(NamedTuple):
     normalizer: Mapping[str, Any] | None = None
 
 
+# Expressions that several rules begin with.
 _LLAMA3 = _splits(CONTRACTIONS + "|" + LETTERS + r"|\p{N}{1,3}" + PUNCTUATION)
 _QWEN2 = CONTRACTIONS + "|" + LETTERS + r"|\p{N}" + PUNCTUATION
 RULES = {
@@ -83,7 +86,8 @@ RULES = {
     "deepseek-llm": Rule(
         (
             *map(_split, ("[\r\n]", rf"\s?[{CASED_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", HAN_AND_HANGUL)),
-            *(DIGITS, BYTE_LEVEL),
+            DIGITS,
+            BYTE_LEVEL,
         )
     ),
     "deepseek-coder": Rule(
@@ -95,8 +99,10 @@ RULES = {
     ),
     "falcon": Rule(
         (
-            *({"type": "Punctuation", "behavior": "Contiguous"}, BYTE_LEVEL_WORDS),
-            *({"type": "Digits", "individual_digits": False}, _split("[0-9][0-9][0-9]")),
+            {"type": "Punctuation", "behavior": "Contiguous"},
+            BYTE_LEVEL_WORDS,
+            {"type": "Digits", "individual_digits": False},
+            _split("[0-9][0-9][0-9]"),
         )
     ),
     "minicpm5": Rule(_splits(r"\p{N}{1,3}", CONTRACTIONS + "|" + LETTERS + r"|\p{N}+" + PUNCTUATION), whole_words=True),
@@ -132,7 +138,8 @@ RULES = {
     "chameleon": Rule(
         (
             *map(_split, ("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", "([\t\n]|    |  )", r"\p{N}")),
-            *(_split(r"[\p{P}!-/:-@\[-`{-~]"), BYTE_LEVEL_WORDS),
+            _split(r"[\p{P}!-/:-@\[-`{-~]"),
+            BYTE_LEVEL_WORDS,
         )
     ),
     "default": Rule(_splits(r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
@@ -158,8 +165,8 @@ ALIASES = {
 }
 # Names for which llama.cpp adds the BOS token to a text, unless the file disables it.
 ADDS_BOS = frozenset((
-    "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
-    "chameleon",
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+    "jina-v5-nano", "tekken", "chameleon",
 ))  # fmt: skip
 # SentencePiece tokens with BPE merges: the space is ▁, and text is not split into words.
 UNSPLIT_NAMES = ("gemma4", "sarvam-moe")

@@ -58,7 +58,7 @@ def tensor_types(file_type: str, row_lengths: Mapping[str, int], layers: int, ex
         elif name in ("token_embd.weight", "per_layer_token_embd.weight") and base in ("TQ1_0", "TQ2_0"):
             chosen = "Q4_K"
         elif VALUE_PROJECTIONS.search(name):
-            chosen = _value_type(file_type, base, values.index(name), len(values), name, experts)
+            chosen = _value_type(file_type, base, values.index(name), len(values), experts)
         elif "attn_k.weight" in name and experts == 8:
             chosen = "Q8_0"
         elif "ffn_down" in name:
@@ -69,21 +69,24 @@ def tensor_types(file_type: str, row_lengths: Mapping[str, int], layers: int, ex
             chosen = base
         if length % TYPES[chosen].values:
             chosen = SMALL_BLOCK_TYPES.get(chosen, "F16")
-        return chosen if length % TYPES[chosen].values == 0 else "F16"
+        return "F16" if length % TYPES[chosen].values else chosen
 
     return {name: choose(name) for name in row_lengths}
 
 
 def _layer(name: str) -> int:
+    """Returns the index of the layer of a tensor, 0 for other tensors."""
     match = re.match(r"blk\.(\d+)\.", name)
     return int(match[1]) if match else 0
 
 
 def _needs_more_bits(layer: int, layers: int) -> bool:
+    """Returns whether a layer is in the first or last eighth, or every third one between them (`use_more_bits`)."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
-def _value_type(file_type: str, base: str, index: int, count: int, name: str, experts: int) -> str:
+def _value_type(file_type: str, base: str, index: int, count: int, experts: int) -> str:
+    """Returns the type of the value projection with this index among `count` ones."""
     if experts == 8:
         return "Q8_0"
     if file_type in ("q4_k_m", "q5_k_m") and _needs_more_bits(index, count):
@@ -92,6 +95,7 @@ def _value_type(file_type: str, base: str, index: int, count: int, name: str, ex
 
 
 def _down_type(file_type: str, base: str, layer: int, layers: int) -> str:
+    """Returns the type of the down projection of a layer."""
     if file_type in ("q4_k_m", "q5_k_m") and _needs_more_bits(layer, layers):
         return "Q6_K"
     return "Q5_K" if file_type == "q4_k_s" and layer < layers // 8 else base

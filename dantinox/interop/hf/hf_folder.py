@@ -26,11 +26,13 @@ from dantinox.run.safetensors_file import DTYPE_CODES, DTYPES, SafetensorsFile, 
 MAX_JSON_BYTES = 128 << 20
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
+SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model")  # files of tokenizers without a `tokenizer.json`
 TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # The files that are downloaded from a repository.
 DOWNLOAD_PATTERNS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "chat_template.json", "*.safetensors", "model.safetensors.index.json",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "*.safetensors",
+    "model.safetensors.index.json",
 )  # fmt: skip
 
 
@@ -45,30 +47,39 @@ def open_folder(folder: str | Path) -> Source:
     """
     folder = Path(folder)
 
-    def text(name: str) -> str | None:
+    def optional_text(name: str) -> str | None:
         return read_text(folder / name, MAX_JSON_BYTES) if (folder / name).exists() else None
 
-    def settings(name: str) -> dict[str, Any]:
+    def optional_json(name: str) -> dict[str, Any]:
         return read_json(folder / name, MAX_JSON_BYTES) if (folder / name).exists() else {}
 
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} is not a Hugging Face model folder: it has no config.json")
-    config, tensors, skipped = extract_text_model(*dequantize_checkpoint(settings("config.json"), open_tensors(folder)))
-    tokenizer = text("tokenizer.json")
+    config, tensors = dequantize_checkpoint(optional_json("config.json"), open_tensors(folder))
+    config, tensors, skipped = extract_text_model(config, tensors)
+    tokenizer = optional_text("tokenizer.json")
     if tokenizer is None:
-        slow = next((name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).exists()), None)
+        slow = [name for name in SLOW_TOKENIZERS if (folder / name).exists()]
+        found = f", only {slow[0]}" if slow else ""
         remedy = "create one with AutoTokenizer.from_pretrained(…).save_pretrained(…) in transformers"
-        raise UserError(f"{folder} has no tokenizer.json{f', only {slow}' if slow else ''}: {remedy}")
-    tokenizer_config = settings("tokenizer_config.json")
-    template = text("chat_template.jinja") or tokenizer_config.get("chat_template")
-    template = template or settings("chat_template.json").get("chat_template")  # multimodal processors write this file
+        raise UserError(f"{folder} has no tokenizer.json{found}: {remedy}")
+    tokenizer_config = optional_json("tokenizer_config.json")
+    template = optional_text("chat_template.jinja") or tokenizer_config.get("chat_template")
+    template = template or optional_json("chat_template.json").get("chat_template")  # multimodal processors write this file
     if isinstance(template, list):  # a list of named templates
         by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = by_name.get("default")
     return Source(
-        folder, "hf", config, tensors, tokenizer, tokenizer_config,
-        template if isinstance(template, str) else None, settings("generation_config.json"), skipped,
-    )  # fmt: skip
+        path=folder,
+        format="hf",
+        config=config,
+        tensors=tensors,
+        tokenizer=tokenizer,
+        tokenizer_config=tokenizer_config,
+        chat_template=template if isinstance(template, str) else None,
+        generation_config=optional_json("generation_config.json"),
+        skipped=skipped,
+    )
 
 
 def download_repository(name: str) -> Path:
@@ -104,7 +115,8 @@ def write_folder(folder: Path, bundle: ExportBundle) -> None:
 
     def make(name: str) -> np.ndarray:
         array = bundle.tensors[name]
-        converted = array.astype(DTYPES[DTYPE_CODES[dtypes[name]]], copy=False)
+        dtype = DTYPES[DTYPE_CODES[dtypes[name]]]
+        converted = array.astype(dtype, copy=False)
         if dtypes[name] == "float16" and not np.array_equal(np.isfinite(converted), np.isfinite(array)):
             raise UserError(f"{name} has numbers above 65,504, the largest of float16: export it as f32 or bf16")
         return converted
@@ -112,8 +124,12 @@ def write_folder(folder: Path, bundle: ExportBundle) -> None:
     kinds = {name: Tensor(tensor.shape, dtypes[name]) for name, tensor in bundle.tensors.tensors.items()}
     with np.errstate(over="ignore"):
         write_tensors(folder, LazyArrays(kinds, make), kinds)
-    files = {"config": bundle.hf_config, "tokenizer_config": bundle.tokenizer_config}
-    for name, content in (files | {"generation_config": bundle.generation_config}).items():
+    files = {
+        "config": bundle.hf_config,
+        "tokenizer_config": bundle.tokenizer_config,
+        "generation_config": bundle.generation_config,
+    }
+    for name, content in files.items():
         atomic_write(folder / f"{name}.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     atomic_write(folder / "tokenizer.json", bundle.tokenizer.to_json())
     if bundle.chat_template is not None:
@@ -138,7 +154,7 @@ def open_tensors(folder: Path) -> LazyArrays:
 
 
 def _list_files(folder: Path) -> dict[str, set[str]]:
-    """Maps each safetensors file of a checkpoint to the tensor names that the index lists for it."""
+    """Maps each safetensors file of a checkpoint to the tensor names that the index lists for it (none for a single file)."""
     index = folder / INDEX
     if (folder / ONE_FILE).is_file():
         return {ONE_FILE: set()}

@@ -31,8 +31,10 @@ class Multimodal(NamedTuple):
 
 
 IDEFICS = ("vision_model", "connector")
-QWEN_KEYS = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-             "vision_token_id")  # fmt: skip
+QWEN_KEYS = (
+    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "vision_token_id",
+)  # fmt: skip
 MULTIMODAL = {
     "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text"),
     "gemma4": Multimodal(
@@ -57,25 +59,37 @@ MULTIMODAL = {
 # Text models with multimodal rotary positions (M-RoPE), and the equivalent families without M-RoPE. The three positions of a
 # text token are equal, so plain RoPE gives the same rotations.
 MROPE_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-SECTIONS = ("mrope_section", "mrope_interleaved")
+MROPE_KEYS = ("mrope_section", "mrope_interleaved")
+
+
+def _sizes(vocabulary: int, width: int, mlp_width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": mlp_width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
 # Transformers' defaults for a `text_config`. Older versions do not write keys that have the default value.
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-QWEN_VL: dict[str, Any] = dict(zip(SIZES, (152064, 8192, 29568, 80, 64), strict=True)) | {
+QWEN_VL = _sizes(152064, 8192, 29568, 80, 64) | {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6,
 }  # fmt: skip
-QWEN_7B = dict(zip(SIZES, (151936, 4096, 22016, 32, 32), strict=True)) | {"num_key_value_heads": 32}
+QWEN_7B = _sizes(151936, 4096, 22016, 32, 32) | {"num_key_value_heads": 32}
 MINISTRAL3_ROPE = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
-    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0,
+    "original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": dict(zip(SIZES, (32000, 4096, 11008, 32, 32), strict=True)),
-    "mistral": dict(zip(SIZES, (32000, 4096, 14336, 32, 32), strict=True)),
-    "ministral3": dict(zip(SIZES, (131072, 4096, 14336, 34, 32), strict=True)) | {"rope_parameters": MINISTRAL3_ROPE},
+    "llama": _sizes(32000, 4096, 11008, 32, 32),
+    "mistral": _sizes(32000, 4096, 14336, 32, 32),
+    "ministral3": _sizes(131072, 4096, 14336, 34, 32) | {"rope_parameters": MINISTRAL3_ROPE},
     "qwen2": QWEN_7B,
     "qwen3": QWEN_7B,
-    "gemma3_text": dict(zip(SIZES, (262208, 2304, 9216, 26, 8), strict=True)),
-    "gemma4_text": dict(zip(SIZES, (262144, 2304, 9216, 30, 8), strict=True)),
+    "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
+    "gemma4_text": _sizes(262144, 2304, 9216, 30, 8),
     "qwen2_vl_text": QWEN_VL,
     "qwen2_5_vl_text": QWEN_VL,
     "qwen3_vl_text": QWEN_7B | {"max_position_embeddings": 128000, "rope_theta": 5e5},
@@ -120,10 +134,10 @@ def extract_text_model(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[
         )
     names, skipped = _text_names(tensors, multimodal)
     text = _text_config(config, multimodal, HEAD in names)
-    kinds = {plain: tensors.tensors[stored] for plain, stored in names.items()}
+    text_tensors = {plain: tensors.tensors[stored] for plain, stored in names.items()}
     parts = ", ".join(f"{part} ({count})" for part, count in skipped.items()) or "no other part"
-    line = f"{name}: its text model, {text['model_type']}, is imported; tensors left out: {parts}"
-    return text, LazyArrays(kinds, lambda plain: tensors[names[plain]]), line
+    message = f"{name}: its text model, {text['model_type']}, is imported; tensors left out: {parts}"
+    return text, LazyArrays(text_tensors, lambda plain: tensors[names[plain]]), message
 
 
 def _text_names(tensors: LazyArrays, multimodal: Multimodal) -> tuple[dict[str, str], Counter[str]]:
@@ -152,9 +166,8 @@ def _text_config(config: Mapping[str, Any], multimodal: Multimodal, has_head: bo
     """Returns the `config.json` of the text model, with transformers' defaults for absent sizes."""
     text_config = config.get("text_config")
     if text_config is None and multimodal.flat:
-        text_config = {
-            key: value for key, value in config.items() if key not in (*multimodal.flat, "model_type", "architectures")
-        }
+        others = (*multimodal.flat, "model_type", "architectures")
+        text_config = {key: value for key, value in config.items() if key not in others}
     if not isinstance(text_config, dict):
         raise UserError(f"config.json has text_config: {quote(text_config)}, expected an object")
     kind = text_config.get("model_type", multimodal.text)
@@ -172,14 +185,17 @@ def _text_config(config: Mapping[str, Any], multimodal: Multimodal, has_head: bo
     for key in INHERITED_KEYS:
         if config.get(key) is not None and text.get(key) is None:
             text[key] = config[key]
-    if stored := {key: config[key] for key in DTYPES if config.get(key) is not None}:
-        text = {key: value for key, value in text.items() if key not in DTYPES} | stored
+    # The top-level dtype overrides that of the text model.
+    if dtypes := {key: config[key] for key in DTYPES if config.get(key) is not None}:
+        text = {key: value for key, value in text.items() if key not in DTYPES} | dtypes
     if kind in MROPE_MODELS:
         text |= {key: _drop_mrope(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
     # Some versions of transformers read the text model's `tie_word_embeddings`, other versions the top-level key. If the two
     # differ, the embeddings are regarded as tied if and only if the checkpoint has no output layer.
-    ties = [value for value in (text_config.get("tie_word_embeddings"), config.get("tie_word_embeddings")) if value is not None]
-    text["tie_word_embeddings"] = ties[0] if ties and ties.count(ties[0]) == len(ties) else not has_head
+    ties = [settings.get("tie_word_embeddings") for settings in (text_config, config)]
+    ties = [value for value in ties if value is not None]
+    agree = bool(ties) and all(value == ties[0] for value in ties)
+    text["tie_word_embeddings"] = ties[0] if agree else not has_head
     return text | {"model_type": family, "architectures": [FAMILIES[family].architecture]}
 
 
@@ -187,7 +203,7 @@ def _drop_mrope(rope: Any) -> Any:
     """Returns RoPE settings without the head sections of M-RoPE."""
     if not isinstance(rope, dict):
         return rope
-    plain = {key: value for key, value in rope.items() if key not in SECTIONS}
+    plain = {key: value for key, value in rope.items() if key not in MROPE_KEYS}
     for key in ("type", "rope_type"):
         if plain.get(key) == "mrope":
             plain[key] = "default"

@@ -2,8 +2,7 @@
 
 The key `quantization_config` of `config.json` names the method. Each method stores a matrix as several tensors. The formats are
 defined by Transformers for fp8, mxfp4 and bitnet (`integrations/finegrained_fp8.py`, `mxfp4.py`, `bitnet.py`), by the library
-compressed-tensors (`compressors/`), by AutoAWQ for AWQ (`gemm`), and by AutoGPTQ for GPTQ. The product of value and scale is
-rounded to float32 once.
+compressed-tensors (`compressors/`), by AutoAWQ for AWQ (`gemm`), and by AutoGPTQ for GPTQ.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,29 +13,48 @@ import ml_dtypes
 import numpy as np
 
 from dantinox.files import UserError, escape_name, quote
-from dantinox.interop.hf.hf_families import BITNET
+from dantinox.interop.hf.hf_family import BITNET
+from dantinox.interop.hf.quantized_matrices import (
+    E2M1,
+    FLOAT8,
+    FLOATS,
+    Dequantized,
+    apply_scales,
+    check_scalar,
+    check_shape,
+    check_stored,
+    float_scale,
+    group_numbers,
+    module_names,
+    scale_block,
+    stored_tensor,
+    unpack_nibbles,
+    unpack_words,
+)
 from dantinox.interop.source import LazyArrays, Tensor
-from dantinox.model.ternary import MIN_SCALE
+from dantinox.model.ternary import MIN_SCALE, magnitude_with_scale
 
-CHUNK = 1 << 20  # values dequantized at a time
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-FLOATS = ("float32", "bfloat16", "float16")
-# The value of each code of a 4-bit float (E2M1).
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# Words pack eight outputs in another order.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # for each of the eight outputs in a word, its position in the word
 # Suffixes of activation and cache scales, which are not imported.
 ACTIVATION_SCALES = (
-    ".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale",
-    ".k_scale", ".v_scale", ".q_scale",
+    ".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale",
+    ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
 )  # fmt: skip
 
 
-class Dequantized(NamedTuple):
-    """A tensor that is dequantized: its shape and dtype, the names of its stored tensors, and the function that computes it."""
-
-    tensor: Tensor
-    stored: tuple[str, ...]
-    make: Callable[[], np.ndarray]
+# The formats, strategies and ignored options of the library compressed-tensors.
+CT_FORMATS = (
+    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense",
+)  # fmt: skip
+CT_STRATEGIES = tuple("tensor channel group block tensor_group".split())  # noqa: SIM905, one of them is also a mesh axis
+CT_IGNORED = (
+    "symmetric", "group_size", "block_structure", "dynamic", "actorder", "observer",
+    "observer_kwargs", "scale_dtype", "zp_dtype",
+)  # fmt: skip
+# Options of several methods, for the programs that quantize or run a model.
+TOOLS = ("modules_to_not_convert", "ignored_layers", "dequantize")
 
 
 class Method(NamedTuple):
@@ -79,7 +97,8 @@ def dequantize_checkpoint(config: Mapping[str, Any], tensors: LazyArrays) -> tup
     method = METHODS[name]
     _check_options(options, method.supported, method.ignored, f"quantization_config of {name}")
     found = method.find(options, tensors)
-    plain |= {} if method.result is None else {"quantization_config": dict(method.result)}
+    if method.result is not None:
+        plain["quantization_config"] = dict(method.result)
     if not found and not _is_unpacked_bitnet(options):
         raise UserError(f"config.json has quantization_config.quant_method: {name}, but no tensor has this format")
     used = {stored for entry in found.values() for stored in entry.stored}
@@ -112,103 +131,13 @@ def _check_options(
             raise UserError(f"config.json has {escape_name(key)}: {quote(value)} in {where}, expected one of {allowed}")
 
 
-def _number(options: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+def _integer_option(options: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
     value = options.get(key)
-    value = default if value is None else value
+    if value is None:
+        value = default
     if type(value) is not int or not (least <= value <= 1 << 20):
         raise UserError(f"config.json has {key}: {quote(value)} in quantization_config, expected a number of at least {least}")
     return value
-
-
-def _stored_tensor(tensors: LazyArrays, name: str, companion: str, dtypes: tuple[str, ...]) -> Tensor:
-    """Returns shape and dtype of a tensor that must be stored with the tensor `companion` and have one of these dtypes."""
-    if name not in tensors.tensors:
-        raise UserError(f"the checkpoint has {escape_name(companion)} without {escape_name(name)}")
-    tensor = tensors.tensors[name]
-    if tensor.dtype not in dtypes:
-        raise UserError(f"the checkpoint has {escape_name(name)} as {tensor.dtype}, expected {' or '.join(dtypes)}")
-    return tensor
-
-
-def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise UserError(f"the checkpoint has {escape_name(name)} of shape {list(found)}, expected {list(expected)}")
-
-
-def _modules(tensors: LazyArrays, suffix: str) -> list[str]:
-    return [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
-
-
-def _float_scale(scale: np.ndarray) -> np.ndarray:
-    """Converts scales to float32; bytes are exponents of 2 with the bias 127 (E8M0)."""
-    return (scale.view(ml_dtypes.float8_e8m0fnu) if scale.dtype == np.uint8 else scale).astype(np.float32)
-
-
-def _unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Unpacks consecutive fields of 1 to 8 bits from 32-bit words: `[rows, words]` → uint8 `[rows, count]`."""
-    words = np.ascontiguousarray(words).view(np.uint32)
-    position = np.arange(count, dtype=np.uint32) * np.uint32(bits)
-    word = position >> np.uint32(5)
-    shift = position & np.uint32(31)
-    split = shift > 32 - bits  # fields that continue in the next word
-    result = np.empty((len(words), count), np.uint8)
-    step = max(1, CHUNK // max(count, 1))
-    for start in range(0, len(words), step):
-        part = words[start : start + step]
-        fields = part[:, word] >> shift
-        if split.any():
-            fields[:, split] |= part[:, word[split] + 1] << (np.uint32(32) - shift[split])
-        result[start : start + step] = fields & np.uint32((1 << bits) - 1)
-    return result
-
-
-def _scale_block(
-    name: str, shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int] | None = None
-) -> tuple[int, int]:
-    """Returns the rows and columns that share a scale.
-
-    Args:
-      name: the name of the matrix, for messages.
-      shape: the shape of the matrix.
-      grid: the shape of the scales. A scale applies to the whole matrix, a row, a group of columns in a row, or a block.
-      block: the block shape in the config, or None.
-    """
-    if block is not None and tuple(-(-size // length) for size, length in zip(shape, block, strict=True)) == grid:
-        return block
-    if len(grid) != 2 or 0 in (*grid, *shape) or grid[0] not in (1, shape[0]) or shape[1] % grid[1]:
-        raise UserError(
-            f"the checkpoint has {escape_name(name)} of shape {list(shape)} with scales of shape {list(grid)}, expected scales "
-            "per tensor, row, group or block"
-        )
-    return shape[0] // grid[0], shape[1] // grid[1]
-
-
-def _apply_scales(
-    values: np.ndarray, scale: np.ndarray, blocks: tuple[int, int], zero: Any = None, groups: np.ndarray | None = None,
-    codebook: np.ndarray | None = None,
-) -> np.ndarray:  # fmt: skip
-    """Computes `(values - zero) * scale` in float32, in chunks of rows.
-
-    Args:
-      values: `[rows, columns]`.
-      scale: `[row blocks, column blocks]`.
-      blocks: the rows and columns of a block.
-      zero: the zero points: one number, or an array with the shape of `scale`.
-      groups: for each column, the index of its column block; None if column blocks are contiguous.
-      codebook: the value of each code, if `values` are codes.
-    """
-    rows, columns = values.shape
-    result = np.empty((rows, columns), np.float32)
-    groups = np.arange(columns) // blocks[1] if groups is None else groups
-    step = max(1, CHUNK // max(columns, 1))
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        blocks_of_rows = np.arange(start, stop) // blocks[0]
-        part = values[start:stop].astype(np.float32) if codebook is None else codebook[values[start:stop]]
-        if zero is not None:
-            part -= zero if np.ndim(zero) == 0 else zero[blocks_of_rows].astype(np.float32)[:, groups]
-        np.multiply(part, scale[blocks_of_rows][:, groups], out=result[start:stop])
-    return result
 
 
 def _fp8(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
@@ -216,15 +145,17 @@ def _fp8(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantiz
     block = _block_size(options.get("weight_block_size"), "weight_block_size")
     found = {}
     for name, tensor in tensors.tensors.items():
-        scale = next((name + end for end in ("_scale_inv", "_scale") if name + end in tensors.tensors), None)
+        scales = [f"{name}_scale_inv", f"{name}_scale"]
+        scale = next((scale for scale in scales if scale in tensors.tensors), None)
         if tensor.dtype not in FLOAT8 and scale is None:
             continue
-        scale = scale or name + "_scale_inv"
-        found[name] = _scaled_matrix(tensors, name, scale, FLOAT8, block)
+        # Without a scale, the error message names the missing tensor.
+        found[name] = _scaled_matrix(tensors, name, scale or f"{name}_scale_inv", FLOAT8, block)
     return found
 
 
 def _block_size(block: Any, key: str) -> tuple[int, int] | None:
+    """Returns the rows and columns of a block, the value of the option `key`."""
     if block is None:
         return None
     if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
@@ -236,26 +167,31 @@ def _scaled_matrix(
     tensors: LazyArrays, name: str, scale: str, dtypes: tuple[str, ...], block: tuple[int, int] | None, zero: str | None = None
 ) -> Dequantized:
     """Returns a matrix, or a stack of matrices (one per expert), that is stored unpacked with scales and zero points."""
-    weight = _stored_tensor(tensors, name, scale, dtypes)
-    scales = _stored_tensor(tensors, scale, name, (*FLOATS, "float8_e8m0fnu", "uint8"))
+    weight = stored_tensor(tensors, name, scale, dtypes)
+    scales = stored_tensor(tensors, scale, name, (*FLOATS, "float8_e8m0fnu", "uint8"))
     if len(weight.shape) not in (2, 3):
         raise UserError(f"the checkpoint has {escape_name(name)} of shape {list(weight.shape)}, expected two or three axes")
-    grid = scales.shape or (1,)
-    if len(grid) == 1:
-        grid = (1, 1) if grid == (1,) else (*grid, 1)
+    grid = scales.shape
+    if grid in ((), (1,)):
+        grid = (1, 1)
+    elif len(grid) == 1:
+        grid = (*grid, 1)
     if len(weight.shape) == 3 and grid[0] != weight.shape[0]:
-        _check_shape(scale, scales.shape, (weight.shape[0], *scales.shape[1:]))
-    blocks = _scale_block(name, weight.shape[-2:], grid[len(weight.shape) - 2 :], block)
+        check_shape(scale, scales.shape, (weight.shape[0], *scales.shape[1:]))
+    block_shape = scale_block(name, weight.shape[-2:], grid[len(weight.shape) - 2 :], block)
     if zero:
-        _check_shape(zero, _stored_tensor(tensors, zero, name, ("int8", "uint8")).shape, scales.shape)
+        check_stored(tensors, zero, name, ("int8", "uint8"), scales.shape)
 
     def make() -> np.ndarray:
         values = tensors[name]
-        factors = _float_scale(tensors[scale]).reshape(grid)
-        zeros = tensors[zero].reshape(grid) if zero else np.zeros(grid, np.int8)
+        factors = float_scale(tensors[scale]).reshape(grid)
+        zeros = tensors[zero].reshape(grid) if zero else None
         if values.ndim == 2:
-            return _apply_scales(values, factors, blocks, zeros if zero else None)
-        return np.stack([_apply_scales(*expert[:2], blocks, expert[2]) for expert in zip(values, factors, zeros, strict=True)])
+            return apply_scales(values, factors, block_shape, zeros)
+        experts = range(len(values))
+        return np.stack(
+            [apply_scales(values[e], factors[e], block_shape, None if zeros is None else zeros[e]) for e in experts]
+        )
 
     return Dequantized(Tensor(weight.shape, "float32"), (name, scale, *([zero] if zero else [])), make)
 
@@ -264,12 +200,14 @@ def _compressed_tensors(options: Mapping[str, Any], tensors: LazyArrays) -> dict
     """Finds quantized modules. The names and dtypes of a module's tensors determine its format."""
     widths, block = _schemes(options)
     found = {}
-    for module in _modules(tensors, ".weight_scale"):
-        name, scale, zero = (f"{module}.weight{end}" for end in ("", "_scale", "_zero_point"))
+    for module in module_names(tensors, ".weight_scale"):
+        name = f"{module}.weight"
         packed = f"{module}.weight_packed"
         if packed not in tensors.tensors:
-            has_zero = zero if zero in tensors.tensors else None
-            found[name] = _scaled_matrix(tensors, name, scale, ("int8", *FLOAT8), block, has_zero)
+            zero = f"{module}.weight_zero_point"
+            optional_zero = zero if zero in tensors.tensors else None
+            dtypes = ("int8", *FLOAT8)
+            found[name] = _scaled_matrix(tensors, name, f"{name}_scale", dtypes, block, optional_zero)
         elif tensors.tensors[packed].dtype == "uint8":
             found[name] = _packed_fp4(tensors, module)
         else:
@@ -292,7 +230,7 @@ def _schemes(options: Mapping[str, Any]) -> tuple[set[int], tuple[int, int] | No
         where = f"the weights of the scheme {escape_name(name)}"
         _check_options(weights, {"num_bits": (), "type": ("int", "float"), "strategy": CT_STRATEGIES}, CT_IGNORED, where)
         if weights:
-            widths.add(_number(weights, "num_bits"))
+            widths.add(_integer_option(weights, "num_bits"))
             blocks.add(_block_size(weights.get("block_structure"), "block_structure"))
     blocks.discard(None)
     if len(blocks) > 1:
@@ -302,14 +240,17 @@ def _schemes(options: Mapping[str, Any]) -> tuple[set[int], tuple[int, int] | No
 
 def _packed_integers(tensors: LazyArrays, module: str, widths: set[int]) -> Dequantized:
     """Returns a matrix of offset integers. These are packed into int32 words along columns, their zero points along rows."""
-    packed, scale, size, zero, order = (
-        f"{module}.weight_{part}" for part in ("packed", "scale", "shape", "zero_point", "g_idx")
-    )
-    words = _stored_tensor(tensors, packed, scale, ("int32",)).shape
-    grid = _stored_tensor(tensors, scale, packed, FLOATS).shape
-    _check_shape(size, _stored_tensor(tensors, size, packed, ("int64", "int32")).shape, (2,))
+    packed = f"{module}.weight_packed"
+    scale = f"{module}.weight_scale"
+    size = f"{module}.weight_shape"
+    zero = f"{module}.weight_zero_point"  # optional
+    order = f"{module}.weight_g_idx"  # optional, the group of each column
+    words = stored_tensor(tensors, packed, scale, ("int32",)).shape
+    grid = stored_tensor(tensors, scale, packed, FLOATS).shape
+    check_stored(tensors, size, packed, ("int64", "int32"), (2,))
     shape = tuple(int(length) for length in tensors[size])
-    fits = [bits for bits in sorted(widths) if bits <= 8 and words == (shape[0], -(-shape[1] * bits // 32))]
+    rows, columns = shape
+    fits = [bits for bits in sorted(widths) if bits <= 8 and words == (rows, -(-columns * bits // 32))]
     if min(shape) < 1 or len(fits) != 1:
         raise UserError(
             f"the checkpoint has {escape_name(packed)} of shape {list(words)} for a matrix of shape {list(shape)} and "
@@ -318,53 +259,43 @@ def _packed_integers(tensors: LazyArrays, module: str, widths: set[int]) -> Dequ
     bits = fits[0]
     grid = (1, 1) if grid in ((), (1,)) else grid
     stored = (packed, scale, size, *(part for part in (zero, order) if part in tensors.tensors))
-    blocks = _scale_block(packed, shape, grid)
+    block_shape = scale_block(packed, shape, grid)
     if order in tensors.tensors:
-        _check_shape(order, _stored_tensor(tensors, order, packed, ("int32", "int64")).shape, (shape[1],))
+        check_stored(tensors, order, packed, ("int32", "int64"), (columns,))
     if zero in tensors.tensors:
-        _check_shape(zero, _stored_tensor(tensors, zero, packed, ("int32",)).shape, (-(-grid[0] * bits // 32), grid[1]))
+        check_stored(tensors, zero, packed, ("int32",), (-(-grid[0] * bits // 32), grid[1]))
 
     def make() -> np.ndarray:
         zeros: Any = 1 << (bits - 1)
         if zero in tensors.tensors:
-            zeros = _unpack(tensors[zero].T, bits, grid[0]).T
-        groups = _group_numbers(tensors, order, grid[1]) if order in tensors.tensors else None
+            zeros = unpack_words(tensors[zero].T, bits, grid[0]).T
+        groups = group_numbers(tensors, order, grid[1]) if order in tensors.tensors else None
         factors = tensors[scale].astype(np.float32).reshape(grid)
-        return _apply_scales(_unpack(tensors[packed], bits, shape[1]), factors, blocks, zeros, groups)
+        return apply_scales(unpack_words(tensors[packed], bits, columns), factors, block_shape, zeros, groups)
 
     return Dequantized(Tensor(shape, "float32"), stored, make)
 
 
-def _group_numbers(tensors: LazyArrays, name: str, groups: int) -> np.ndarray:
-    numbers = tensors[name]
-    if numbers.size and not 0 <= numbers.min() <= numbers.max() < groups:
-        raise UserError(f"the checkpoint has {escape_name(name)} with numbers outside of its {groups} groups")
-    return numbers
-
-
 def _packed_fp4(tensors: LazyArrays, module: str) -> Dequantized:
-    """Returns a matrix of 4-bit floats, two per byte with the first in the low half.
-
-    The scales are E4M3 numbers divided by a global scale, or E8M0 numbers.
-    """
-    packed, scale, global_scale = (f"{module}.weight_{part}" for part in ("packed", "scale", "global_scale"))
-    codes = _stored_tensor(tensors, packed, scale, ("uint8",)).shape
-    scales = _stored_tensor(tensors, scale, packed, ("float8_e4m3fn", "float8_e8m0fnu", "uint8"))
+    """Returns a matrix of 4-bit floats. The scales are E4M3 numbers divided by a global scale, or E8M0 numbers."""
+    packed = f"{module}.weight_packed"
+    scale = f"{module}.weight_scale"
+    global_scale = f"{module}.weight_global_scale"
+    codes = stored_tensor(tensors, packed, scale, ("uint8",)).shape
+    scales = stored_tensor(tensors, scale, packed, ("float8_e4m3fn", "float8_e8m0fnu", "uint8"))
     if len(codes) != 2:
         raise UserError(f"the checkpoint has {escape_name(packed)} of shape {list(codes)}, expected two axes")
     shape = (codes[0], 2 * codes[1])
-    blocks = _scale_block(packed, shape, scales.shape)
+    block_shape = scale_block(packed, shape, scales.shape)
     has_global = scales.dtype == "float8_e4m3fn"
-    if has_global and _stored_tensor(tensors, global_scale, packed, FLOATS).shape not in ((), (1,)):
-        _check_shape(global_scale, tensors.tensors[global_scale].shape, (1,))
+    if has_global:
+        check_scalar(tensors, global_scale, packed)
 
     def make() -> np.ndarray:
-        factors = _float_scale(tensors[scale])
+        factors = float_scale(tensors[scale])
         if has_global:
             factors = factors / tensors[global_scale].astype(np.float32).reshape(())
-        bytes_ = tensors[packed]
-        pairs = np.stack([bytes_ & np.uint8(15), bytes_ >> np.uint8(4)], -1).reshape(shape)
-        return _apply_scales(pairs, factors, blocks, codebook=E2M1)
+        return apply_scales(unpack_nibbles(tensors[packed]), factors, block_shape, codebook=E2M1)
 
     return Dequantized(Tensor(shape, "float32"), (packed, scale, *([global_scale] if has_global else [])), make)
 
@@ -375,29 +306,28 @@ def _mxfp4(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequant
     `X` is stored as two arrays of bytes: `X_blocks` `[experts, rows, blocks, 16]` and `X_scales` `[experts, rows, blocks]`.
     """
     found = {}
-    for name in _modules(tensors, "_blocks"):
+    for name in module_names(tensors, "_blocks"):
         blocks, scales = f"{name}_blocks", f"{name}_scales"
-        codes = _stored_tensor(tensors, blocks, scales, ("uint8",)).shape
+        codes = stored_tensor(tensors, blocks, scales, ("uint8",)).shape
         if len(codes) != 4 or codes[3] != 16:
             raise UserError(
                 f"the checkpoint has {escape_name(blocks)} of shape {list(codes)}, expected four axes, the last of 16"
             )
-        _check_shape(scales, _stored_tensor(tensors, scales, blocks, ("uint8",)).shape, codes[:3])
-        experts = codes[0]
-        rows = codes[1]
-        columns = codes[2] * codes[3] * 2
-
-        def make(blocks: str = blocks, scales: str = scales, rows: int = rows, columns: int = columns) -> np.ndarray:
-            codes, exponents = tensors[blocks], tensors[scales]
-            result = np.empty((len(codes), columns, rows), ml_dtypes.bfloat16)
-            for code, exponent, target in zip(codes, exponents, result, strict=True):
-                halves = np.stack([code & np.uint8(15), code >> np.uint8(4)], -1)
-                values = E2M1[halves.reshape(*code.shape[:-1], -1)] * _float_scale(exponent)[..., None]
-                target[...] = values.reshape(rows, columns).T
-            return result
-
-        found[name] = Dequantized(Tensor((experts, columns, rows), "bfloat16"), (blocks, scales), make)
+        check_stored(tensors, scales, blocks, ("uint8",), codes[:3])
+        experts, rows = codes[:2]
+        columns = 2 * codes[2] * codes[3]
+        tensor = Tensor((experts, columns, rows), "bfloat16")
+        found[name] = Dequantized(tensor, (blocks, scales), partial(_make_mxfp4, tensors, blocks, scales, tensor.shape))
     return found
+
+
+def _make_mxfp4(tensors: LazyArrays, blocks: str, scales: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a tensor of this shape, one expert after another; bfloat16 represents its values exactly."""
+    result = np.empty(shape, ml_dtypes.bfloat16)
+    for codes, exponents, matrix in zip(tensors[blocks], tensors[scales], result, strict=True):
+        values = E2M1[unpack_nibbles(codes)] * float_scale(exponents)[..., None]
+        matrix[...] = values.reshape(len(codes), -1).T
+    return result
 
 
 def _is_unpacked_bitnet(options: Mapping[str, Any]) -> bool:
@@ -414,26 +344,22 @@ def _bitnet(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequan
         return {}
     divides = options.get("linear_class") in (None, "bitlinear")
     found = {}
-    for module in _modules(tensors, ".weight_scale"):
+    for module in module_names(tensors, ".weight_scale"):
         name, scale = f"{module}.weight", f"{module}.weight_scale"
-        rows = _stored_tensor(tensors, name, scale, ("uint8",)).shape
+        rows = stored_tensor(tensors, name, scale, ("uint8",)).shape
         if not module.endswith("_proj"):  # the model computes no ternary weights there
             which = "which only projections can have"
             raise UserError(f"the checkpoint has {escape_name(name)} as packed ternary weights, {which}")
         if len(rows) != 2:
             raise UserError(f"the checkpoint has {escape_name(name)} of shape {list(rows)}, expected two axes")
-        if _stored_tensor(tensors, scale, name, FLOATS).shape != ():
-            _check_shape(scale, tensors.tensors[scale].shape, (1,))
+        check_scalar(tensors, scale, name)
         tensor = Tensor((4 * rows[0], rows[1]), "float32")
         found[name] = Dequantized(tensor, (name, scale), partial(_unpack_ternary, tensors, name, scale, divides))
     return found
 
 
 def _unpack_ternary(tensors: LazyArrays, name: str, scale: str, divides: bool) -> np.ndarray:
-    """Returns float weights that `dantinox.model.ternary` quantizes to the packed weights and their scale.
-
-    The scale of float weights is their mean absolute value. So if a share s of the weights is not 0, they are ±scale / s.
-    """
+    """Returns float weights that `dantinox.model.ternary` quantizes to the packed weights and their scale."""
     factor = float(tensors[scale].astype(np.float64).reshape(()))
     factor = 1 / factor if divides and factor else factor
     if not MIN_SCALE <= factor < np.inf:
@@ -442,13 +368,12 @@ def _unpack_ternary(tensors: LazyArrays, name: str, scale: str, divides: bool) -
     codes = np.concatenate([packed >> np.uint8(shift) & np.uint8(3) for shift in (0, 2, 4, 6)])
     if (codes == 3).any():
         raise UserError(f"the checkpoint has {escape_name(name)} with the bits 11, which are not a ternary weight")
-    share = np.count_nonzero(codes != 1) / max(codes.size, 1)
-    level = np.float32(factor / share if share else 0)
-    return np.array([-level, 0, level, 0], np.float32)[codes]
+    magnitude = magnitude_with_scale(factor, int(np.count_nonzero(codes != 1)), codes.size)
+    return np.array([-magnitude, 0, magnitude], np.float32)[codes]
 
 
 class _GroupedSizes(NamedTuple):
-    """The sizes of a matrix that is stored as `[inputs, outputs]`, with scales for groups of inputs."""
+    """The sizes of a matrix that is stored as `[inputs, outputs]`, with scales for every `group` inputs."""
 
     inputs: int
     outputs: int
@@ -469,16 +394,18 @@ def _grouped_sizes(
       along_inputs: whether a word of `qweight` packs several inputs of one output. If false, it packs several outputs of one
         input.
     """
-    qweight, qzeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
-    words = _stored_tensor(tensors, qweight, scales, ("int32",)).shape
+    qweight = f"{module}.qweight"
+    scales = f"{module}.scales"
+    words = stored_tensor(tensors, qweight, scales, ("int32",)).shape
     if len(words) != 2 or min(words) < 1:
         raise UserError(f"the checkpoint has {escape_name(qweight)} of shape {list(words)}, expected two axes")
     inputs = words[0] * 32 // bits if along_inputs else words[0]
     outputs = words[1] if along_inputs else words[1] * 32 // bits
-    group = _number(options, "group_size", options.get("q_group_size", 128), least=-1)
+    group = _integer_option(options, "group_size", options.get("q_group_size", 128), least=-1)
     found = _GroupedSizes(inputs, outputs, bits, group if group > 0 else inputs)
-    _check_shape(qzeros, _stored_tensor(tensors, qzeros, qweight, ("int32",)).shape, (found.groups, -(-outputs * bits // 32)))
-    _check_shape(scales, _stored_tensor(tensors, scales, qweight, FLOATS).shape, (found.groups, outputs))
+    zero_words = -(-outputs * bits // 32)
+    check_stored(tensors, f"{module}.qzeros", qweight, ("int32",), (found.groups, zero_words))
+    check_stored(tensors, scales, qweight, FLOATS, (found.groups, outputs))
     return found
 
 
@@ -487,14 +414,14 @@ def _awq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantiz
 
     def make(module: str, sizes: _GroupedSizes) -> np.ndarray:
         def unpack(part: str) -> np.ndarray:
-            fields = _unpack(tensors[f"{module}.{part}"], sizes.bits, sizes.outputs)
+            fields = unpack_words(tensors[f"{module}.{part}"], sizes.bits, sizes.outputs)
             return fields.reshape(len(fields), -1, 8)[..., AWQ_ORDER].reshape(len(fields), -1).T
 
         scales = tensors[f"{module}.scales"].astype(np.float32)
-        return _apply_scales(unpack("qweight"), scales.T, (1, sizes.group), unpack("qzeros"))
+        return apply_scales(unpack("qweight"), scales.T, (1, sizes.group), unpack("qzeros"))
 
     found = {}
-    for module in _modules(tensors, ".qweight"):
+    for module in module_names(tensors, ".qweight"):
         sizes = _grouped_sizes(tensors, module, options, 4, along_inputs=False)
         stored = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
         tensor = Tensor((sizes.outputs, sizes.inputs), "float32")
@@ -507,70 +434,82 @@ def _gptq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequanti
 
     The first version of the format stores each zero point z as z − 1, modulo 2^bits.
     """
-    one = 0 if "gptq_v2" in (options.get("checkpoint_format"), options.get("format")) else 1
+    subtracted = 0 if "gptq_v2" in (options.get("checkpoint_format"), options.get("format")) else 1
 
     def make(module: str, sizes: _GroupedSizes) -> np.ndarray:
-        values = _unpack(tensors[f"{module}.qweight"].T, sizes.bits, sizes.inputs)
-        zeros = _unpack(tensors[f"{module}.qzeros"], sizes.bits, sizes.outputs)
-        zeros = zeros + np.uint8(one) & np.uint8((1 << sizes.bits) - 1)
+        values = unpack_words(tensors[f"{module}.qweight"].T, sizes.bits, sizes.inputs)
+        zeros = unpack_words(tensors[f"{module}.qzeros"], sizes.bits, sizes.outputs)
+        zeros = (zeros + np.uint8(subtracted)) & np.uint8((1 << sizes.bits) - 1)
         scales = tensors[f"{module}.scales"].astype(np.float32)
         order = f"{module}.g_idx"
-        groups = _group_numbers(tensors, order, sizes.groups) if order in tensors.tensors else None
-        return _apply_scales(values, scales.T, (1, sizes.group), zeros.T, groups)
+        groups = group_numbers(tensors, order, sizes.groups) if order in tensors.tensors else None
+        return apply_scales(values, scales.T, (1, sizes.group), zeros.T, groups)
 
     found = {}
-    for module in _modules(tensors, ".qweight"):
-        sizes = _grouped_sizes(tensors, module, options, _number(options, "bits"), along_inputs=True)
+    for module in module_names(tensors, ".qweight"):
+        sizes = _grouped_sizes(tensors, module, options, _integer_option(options, "bits"), along_inputs=True)
         stored = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
         order = f"{module}.g_idx"
         if order in tensors.tensors or options.get("desc_act"):
-            _check_shape(order, _stored_tensor(tensors, order, stored[0], ("int32", "int64")).shape, (sizes.inputs,))
+            check_stored(tensors, order, stored[0], ("int32", "int64"), (sizes.inputs,))
             stored.append(order)
         tensor = Tensor((sizes.outputs, sizes.inputs), "float32")
         found[f"{module}.weight"] = Dequantized(tensor, tuple(stored), partial(make, module, sizes))
     return found
 
 
-CT_FORMATS = (
-    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
-    "mixed-precision", "dense",
-)  # fmt: skip
-CT_STRATEGIES = tuple("tensor channel group block tensor_group".split())  # noqa: SIM905, one of them is also a mesh axis
-CT_IGNORED = (
-    "symmetric", "group_size", "block_structure", "dynamic", "actorder", "observer", "observer_kwargs", "scale_dtype",
-    "zp_dtype",
-)  # fmt: skip
-TOOLS = ("modules_to_not_convert", "ignored_layers", "dequantize")
 METHODS = {
-    "fp8": Method(_fp8, {"fmt": ("e4m3", "e5m2"), "weight_block_size": ()}, (*TOOLS, "activation_scheme", "scale_fmt")),
-    "fbgemm_fp8": Method(_fp8, {}, (*TOOLS, "activation_scale_ub")),
+    "fp8": Method(
+        _fp8,
+        supported={"fmt": ("e4m3", "e5m2"), "weight_block_size": ()},
+        ignored=(*TOOLS, "activation_scheme", "scale_fmt"),
+    ),
+    "fbgemm_fp8": Method(_fp8, supported={}, ignored=(*TOOLS, "activation_scale_ub")),
     "compressed-tensors": Method(
         _compressed_tensors,
-        {"config_groups": (), "format": CT_FORMATS, "quantization_status": ("compressed",), "sparsity_config": ({},),
-         "transform_config": ({},)},
-        ("ignore", "kv_cache_scheme", "global_compression_ratio", "version", "run_compressed"),
+        supported={
+            "config_groups": (), "format": CT_FORMATS, "quantization_status": ("compressed",),
+            "sparsity_config": ({},), "transform_config": ({},),
+        },
+        ignored=(
+            "ignore", "kv_cache_scheme", "global_compression_ratio", "version", "run_compressed",
+        ),
     ),
     "awq": Method(
         _awq,
-        {"bits": (4,), "w_bit": (4,), "group_size": (), "q_group_size": (), "zero_point": (True,), "version": ("gemm", "GEMM"),
-         "format": ("gemm", "GEMM")},
-        (*TOOLS, "backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config"),
+        supported={
+            "bits": (4,), "w_bit": (4,), "group_size": (), "q_group_size": (),
+            "zero_point": (True,), "version": ("gemm", "GEMM"), "format": ("gemm", "GEMM"),
+        },
+        ignored=(
+            *TOOLS, "backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config",
+        ),
     ),
     "gptq": Method(
         _gptq,
-        {"bits": (2, 3, 4, 8), "group_size": (), "desc_act": (True, False), "checkpoint_format": ("gptq", "gptq_v2"),
-         "format": ("gptq", "gptq_v2"), "pack_dtype": ("int32",), "dynamic": ({},), "is_marlin_format": (False,)},
-        (*TOOLS, "sym", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "act_group_aware", "lm_head",
-         "meta", "model_name_or_path", "model_file_base_name", "tokenizer", "dataset", "backend", "max_input_length", "mse",
-         "cache_block_outputs", "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize",
-         "batch_size", "pad_token_id", "model_seqlen", "use_cuda_fp16", "use_exllama", "exllama_config", "disable_exllama"),
+        supported={
+            "bits": (2, 3, 4, 8), "group_size": (), "desc_act": (True, False),
+            "checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2"),
+            "pack_dtype": ("int32",), "dynamic": ({},), "is_marlin_format": (False,),
+        },
+        ignored=(
+            *TOOLS, "sym", "damp_percent", "damp_auto_increment", "true_sequential",
+            "static_groups", "act_group_aware", "lm_head", "meta", "model_name_or_path",
+            "model_file_base_name", "tokenizer", "dataset", "backend", "max_input_length", "mse",
+            "cache_block_outputs", "block_name_to_quantize", "module_name_preceding_first_block",
+            "modules_in_block_to_quantize", "batch_size", "pad_token_id", "model_seqlen",
+            "use_cuda_fp16", "use_exllama", "exllama_config", "disable_exllama",
+        ),
     ),
-    "mxfp4": Method(_mxfp4, {}, TOOLS),
+    "mxfp4": Method(_mxfp4, supported={}, ignored=TOOLS),
     "bitnet": Method(
         _bitnet,
-        {"linear_class": ("bitlinear", "autobitlinear"), "quantization_mode": ("offline", "online"), "use_rms_norm": (False,),
-         "modules_to_not_convert": (["lm_head"],)},
-        ("rms_norm_eps",),
-        BITNET,
+        supported={
+            "linear_class": ("bitlinear", "autobitlinear"),
+            "quantization_mode": ("offline", "online"), "use_rms_norm": (False,),
+            "modules_to_not_convert": (["lm_head"],),
+        },
+        ignored=("rms_norm_eps",),
+        result=BITNET,
     ),
 }  # fmt: skip

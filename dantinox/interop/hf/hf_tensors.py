@@ -64,12 +64,14 @@ def rows(prefix: str, tensors: Mapping[str, tuple[str, Axes | list[Axes]]], path
     )
 
 
+# Axes that several tensors have. In `qkv`, the third axis has the query heads of a key head, then the key, then the value.
+# In `gate_up`, the second axis has the gate and the up projection.
 VECTOR, TABLE, HEAD = Axes("D", "D"), Axes("VD", "V D"), Axes("DV", "V D")
 QUERY, QUERY_BIAS = Axes("DKGH", "KGH D", np.s_[:, :, :-2]), Axes("KGH", "KGH", np.s_[:, :-2])
 KEY, KEY_BIAS = Axes("DKH", "KH D", np.s_[:, :, -2]), Axes("KH", "KH", np.s_[:, -2])
 VALUE, VALUE_BIAS = Axes("DKH", "KH D", np.s_[:, :, -1]), Axes("KH", "KH", np.s_[:, -1])
 GATE, UP, DOWN = Axes("DF", "F D", np.s_[:, 0]), Axes("DF", "F D", np.s_[:, 1]), Axes("FD", "D F")
-LAYER, BLOCK = "model.layers.{i}.", "blocks/{i}/"
+LAYER, BLOCK = "model.layers.{i}.", "blocks/{i}/"  # prefixes of tensor names and of parameter paths
 
 EMBEDDINGS_AND_HEAD = rows("", {
     "model.embed_tokens.weight": ("embed", TABLE),
@@ -77,30 +79,41 @@ EMBEDDINGS_AND_HEAD = rows("", {
     "lm_head.weight": ("head/kernel", HEAD),
 })  # fmt: skip
 ATTENTION = rows(LAYER + "self_attn.", {
-    "q_proj.weight": ("qkv/kernel", QUERY), "k_proj.weight": ("qkv/kernel", KEY), "v_proj.weight": ("qkv/kernel", VALUE),
-    "q_proj.bias": ("qkv/bias", QUERY_BIAS), "k_proj.bias": ("qkv/bias", KEY_BIAS), "v_proj.bias": ("qkv/bias", VALUE_BIAS),
-    "o_proj.weight": ("out/kernel", Axes("KGHD", "D KGH")), "o_proj.bias": ("out/bias", VECTOR),
+    "q_proj.weight": ("qkv/kernel", QUERY),
+    "k_proj.weight": ("qkv/kernel", KEY),
+    "v_proj.weight": ("qkv/kernel", VALUE),
+    "q_proj.bias": ("qkv/bias", QUERY_BIAS),
+    "k_proj.bias": ("qkv/bias", KEY_BIAS),
+    "v_proj.bias": ("qkv/bias", VALUE_BIAS),
+    "o_proj.weight": ("out/kernel", Axes("KGHD", "D KGH")),
+    "o_proj.bias": ("out/bias", VECTOR),
 }, BLOCK + "attention/")  # fmt: skip
 FEED_FORWARD = rows(LAYER + "mlp.", {
-    "gate_proj.weight": ("gate_up/kernel", GATE), "gate_proj.bias": ("gate_up/bias", Axes("F", "F", np.s_[0])),
-    "up_proj.weight": ("gate_up/kernel", UP), "up_proj.bias": ("gate_up/bias", Axes("F", "F", np.s_[1])),
+    "gate_proj.weight": ("gate_up/kernel", GATE),
+    "gate_proj.bias": ("gate_up/bias", Axes("F", "F", np.s_[0])),
+    "up_proj.weight": ("gate_up/kernel", UP),
+    "up_proj.bias": ("gate_up/bias", Axes("F", "F", np.s_[1])),
     "down_proj.weight": ("down/kernel", DOWN), "down_proj.bias": ("down/bias", VECTOR),
 }, BLOCK + "ffn/")  # fmt: skip
 NORMS_BEFORE = rows(LAYER, {
-    "input_layernorm.weight": ("norm1/scale", VECTOR), "post_attention_layernorm.weight": ("norm2/scale", VECTOR),
+    "input_layernorm.weight": ("norm1/scale", VECTOR),
+    "post_attention_layernorm.weight": ("norm2/scale", VECTOR),
 }, BLOCK)  # fmt: skip
 NORMS_AFTER = rows(LAYER, {
     "post_attention_layernorm.weight": ("post_norm1/scale", VECTOR),
     "post_feedforward_layernorm.weight": ("post_norm2/scale", VECTOR),
 }, BLOCK)  # fmt: skip
 NORMS_BOTH = NORMS_AFTER + rows(LAYER, {
-    "input_layernorm.weight": ("norm1/scale", VECTOR), "pre_feedforward_layernorm.weight": ("norm2/scale", VECTOR),
+    "input_layernorm.weight": ("norm1/scale", VECTOR),
+    "pre_feedforward_layernorm.weight": ("norm2/scale", VECTOR),
 }, BLOCK)  # fmt: skip
 HEAD_NORMS = rows(LAYER + "self_attn.", {
-    "q_norm.weight": ("q_norm/scale", Axes("H", "H")), "k_norm.weight": ("k_norm/scale", Axes("H", "H")),
+    "q_norm.weight": ("q_norm/scale", Axes("H", "H")),
+    "k_norm.weight": ("k_norm/scale", Axes("H", "H")),
 }, BLOCK + "attention/")  # fmt: skip
 WHOLE_LAYER_NORMS = rows(LAYER + "self_attn.", {
-    "q_norm.weight": ("q_norm/scale", Axes("KGH", "KGH")), "k_norm.weight": ("k_norm/scale", Axes("KH", "KH")),
+    "q_norm.weight": ("q_norm/scale", Axes("KGH", "KGH")),
+    "k_norm.weight": ("k_norm/scale", Axes("KH", "KH")),
 }, BLOCK + "attention/")  # fmt: skip
 FUSED_PROJECTIONS = rows(LAYER, {
     "self_attn.qkv_proj.weight": ("attention/qkv/kernel", [QUERY, KEY, VALUE]),
@@ -110,21 +123,21 @@ FUSED_PROJECTIONS = rows(LAYER, {
 }, BLOCK)  # fmt: skip
 
 
-def with_condition(row: Row, condition: str) -> Row:
-    """Returns a row with this condition, the path of a parameter that must exist (with a leading `!`: must not exist)."""
-    return row._replace(condition=condition.replace("!", "!" + BLOCK) if "!" in condition else BLOCK + condition)
-
-
 # Latent attention projects queries either from the residual stream, or from a latent vector of their own.
-LATENT_ATTENTION = rows(LAYER + "self_attn.", {
-    "kv_a_proj_with_mqa.weight": ("kv_a/kernel", Axes("DR", "R D")), "kv_a_layernorm.weight": ("kv_norm/scale", VECTOR),
-    "kv_b_proj.weight": ("kv_b/kernel", Axes("RNH", "NH R")), "o_proj.weight": ("out/kernel", Axes("NHD", "D NH")),
-    "q_a_proj.weight": ("q_a/kernel", Axes("DR", "R D")), "q_a_layernorm.weight": ("q_norm/scale", VECTOR),
-}, BLOCK + "attention/") + tuple(
-    with_condition(row, condition)
-    for name, condition in (("q_proj", "!attention/q_a/kernel"), ("q_b_proj", "attention/q_a/kernel"))
-    for row in rows(LAYER, {f"self_attn.{name}.weight": ("attention/q/kernel", Axes("DNH", "NH D"))}, BLOCK)
+LATENT_QUERIES = (
+    Row(LAYER + "self_attn.q_proj.weight", BLOCK + "attention/q/kernel", (Axes("DNH", "NH D"),),
+        condition=f"!{BLOCK}attention/q_a/kernel"),
+    Row(LAYER + "self_attn.q_b_proj.weight", BLOCK + "attention/q/kernel", (Axes("DNH", "NH D"),),
+        condition=f"{BLOCK}attention/q_a/kernel"),
 )  # fmt: skip
+LATENT_ATTENTION = rows(LAYER + "self_attn.", {
+    "kv_a_proj_with_mqa.weight": ("kv_a/kernel", Axes("DR", "R D")),
+    "kv_a_layernorm.weight": ("kv_norm/scale", VECTOR),
+    "kv_b_proj.weight": ("kv_b/kernel", Axes("RNH", "NH R")),
+    "o_proj.weight": ("out/kernel", Axes("NHD", "D NH")),
+    "q_a_proj.weight": ("q_a/kernel", Axes("DR", "R D")),
+    "q_a_layernorm.weight": ("q_norm/scale", VECTOR),
+}, BLOCK + "attention/") + LATENT_QUERIES  # fmt: skip
 GPT_OSS = rows(LAYER, {
     "self_attn.sinks": ("attention/sinks", Axes("KG", "KG")),
     "mlp.router.weight": ("ffn/router/kernel", Axes("DE", "E D")),
@@ -167,7 +180,8 @@ GRANITE_EXPERTS = rows(LAYER + "block_sparse_moe.", {
 # The shared expert. In a model without routed experts, it is the whole feed-forward layer.
 GRANITE_SHARED = tuple(
     row for module in ("ffn/shared/", "ffn/") for row in rows(LAYER + "shared_mlp.", {
-        "input_linear.weight": ("gate_up/kernel", Axes("DCF", "CF D")), "output_linear.weight": ("down/kernel", DOWN),
+        "input_linear.weight": ("gate_up/kernel", Axes("DCF", "CF D")),
+        "output_linear.weight": ("down/kernel", DOWN),
     }, BLOCK + module)
 )  # fmt: skip
 
@@ -180,44 +194,61 @@ GPT2 = rows("transformer.", {
     "ln_2.weight": ("norm2/scale", VECTOR), "ln_2.bias": ("norm2/bias", VECTOR),
     "attn.c_attn.weight": ("attention/qkv/kernel", Axes("DKCH", "D CKH")),
     "attn.c_attn.bias": ("attention/qkv/bias", Axes("KCH", "CKH")),
-    "attn.c_proj.weight": ("attention/out/kernel", Axes("KGHD", "KGH D")), "attn.c_proj.bias": ("attention/out/bias", VECTOR),
-    "mlp.c_fc.weight": ("ffn/up/kernel", Axes("DF", "D F")), "mlp.c_fc.bias": ("ffn/up/bias", Axes("F", "F")),
-    "mlp.c_proj.weight": ("ffn/down/kernel", Axes("FD", "F D")), "mlp.c_proj.bias": ("ffn/down/bias", VECTOR),
+    "attn.c_proj.weight": ("attention/out/kernel", Axes("KGHD", "KGH D")),
+    "attn.c_proj.bias": ("attention/out/bias", VECTOR),
+    "mlp.c_fc.weight": ("ffn/up/kernel", Axes("DF", "D F")),
+    "mlp.c_fc.bias": ("ffn/up/bias", Axes("F", "F")),
+    "mlp.c_proj.weight": ("ffn/down/kernel", Axes("FD", "F D")),
+    "mlp.c_proj.bias": ("ffn/down/bias", VECTOR),
 }, BLOCK)  # fmt: skip
 
 NORM_BIASES = rows(LAYER, {
-    "input_layernorm.bias": ("norm1/bias", VECTOR), "post_attention_layernorm.bias": ("norm2/bias", VECTOR),
+    "input_layernorm.bias": ("norm1/bias", VECTOR),
+    "post_attention_layernorm.bias": ("norm2/bias", VECTOR),
 }, BLOCK) + rows("", {"model.norm.bias": ("norm_f/bias", VECTOR)})  # fmt: skip
 HEAD_NORMS_AFTER_ROPE = rows(LAYER + "self_attn.", {
-    "query_layernorm.weight": ("q_norm/scale", Axes("H", "H")), "key_layernorm.weight": ("k_norm/scale", Axes("H", "H")),
+    "query_layernorm.weight": ("q_norm/scale", Axes("H", "H")),
+    "key_layernorm.weight": ("k_norm/scale", Axes("H", "H")),
 }, BLOCK + "attention/")  # fmt: skip
 FUSED_MLP = rows(LAYER + "mlp.", {
-    "gate_up_proj.weight": ("gate_up/kernel", Axes("DCF", "CF D")), "down_proj.weight": ("down/kernel", DOWN),
+    "gate_up_proj.weight": ("gate_up/kernel", Axes("DCF", "CF D")),
+    "down_proj.weight": ("down/kernel", DOWN),
 }, BLOCK + "ffn/")  # fmt: skip
 NORMS_GLM4 = NORMS_BEFORE + rows(LAYER, {
-    "post_self_attn_layernorm.weight": ("post_norm1/scale", VECTOR), "post_mlp_layernorm.weight": ("post_norm2/scale", VECTOR),
+    "post_self_attn_layernorm.weight": ("post_norm1/scale", VECTOR),
+    "post_mlp_layernorm.weight": ("post_norm2/scale", VECTOR),
 }, BLOCK)  # fmt: skip
 
 
+def _projections(kv_projections: int) -> tuple[Row, ...]:
+    """Returns the rows of layers that project keys and values (2), only keys (1), or neither (0)."""
+    queries = -kv_projections or None  # the end of the query heads
+    tensors: dict[str, tuple[str, Axes | list[Axes]]] = {
+        "q_proj.weight": ("kernel", Axes("DKGH", "KGH D", np.s_[:, :, :queries])),
+        "q_proj.bias": ("bias", Axes("KGH", "KGH", np.s_[:, :queries])),
+    }
+    if kv_projections:
+        tensors["k_proj.weight"] = "kernel", Axes("DKH", "KH D", np.s_[:, :, queries])
+        tensors["k_proj.bias"] = "bias", Axes("KH", "KH", np.s_[:, queries])
+    if kv_projections == 2:
+        tensors["v_proj.weight"] = "kernel", VALUE
+        tensors["v_proj.bias"] = "bias", VALUE_BIAS
+    found = rows(LAYER + "self_attn.", tensors, BLOCK + "attention/qkv/")
+    return tuple(row._replace(kv_projections=kv_projections) for row in found)
+
+
 # Layers that project keys and values, layers that use their keys as values, and layers that read another layer's cache.
-GEMMA4_ATTENTION = rows(LAYER + "self_attn.", {"o_proj.weight": ("out/kernel", Axes("KGHD", "D KGH")),
-                                              "o_proj.bias": ("out/bias", VECTOR)}, BLOCK + "attention/") + tuple(
-    row._replace(kv_projections=count) for count, end in ((2, -2), (1, -1), (0, None))
-    for row in rows(LAYER + "self_attn.", {
-        "q_proj.weight": ("kernel", Axes("DKGH", "KGH D", np.s_[:, :, :end])),
-        "q_proj.bias": ("bias", Axes("KGH", "KGH", np.s_[:, :end])),
-    } | ({} if end is None else {
-        "k_proj.weight": ("kernel", Axes("DKH", "KH D", np.s_[:, :, end])),
-        "k_proj.bias": ("bias", Axes("KH", "KH", np.s_[:, end])),
-    }) | ({} if end != -2 else {"v_proj.weight": ("kernel", VALUE), "v_proj.bias": ("bias", VALUE_BIAS)}),
-    BLOCK + "attention/qkv/")
-)  # fmt: skip
+GEMMA4_ATTENTION = rows(LAYER + "self_attn.", {
+    "o_proj.weight": ("out/kernel", Axes("KGHD", "D KGH")), "o_proj.bias": ("out/bias", VECTOR),
+}, BLOCK + "attention/") + _projections(2) + _projections(1) + _projections(0)  # fmt: skip
 GEMMA4_EXPERTS = rows(LAYER, {
-    "router.proj.weight": ("router/kernel", Axes("DE", "E D")), "router.scale": ("router/scale", VECTOR),
+    "router.proj.weight": ("router/kernel", Axes("DE", "E D")),
+    "router.scale": ("router/scale", VECTOR),
     "router.per_expert_scale": ("router/expert_scale", Axes("E", "E")),
     "experts.gate_up_proj": ("experts/gate_up/kernel", Axes("EDCF", "E CF D")),
     "experts.down_proj": ("experts/down/kernel", Axes("EFD", "E D F")),
-    "mlp.gate_proj.weight": ("shared/gate_up/kernel", GATE), "mlp.up_proj.weight": ("shared/gate_up/kernel", UP),
+    "mlp.gate_proj.weight": ("shared/gate_up/kernel", GATE),
+    "mlp.up_proj.weight": ("shared/gate_up/kernel", UP),
     "mlp.down_proj.weight": ("shared/down/kernel", DOWN),
     "pre_feedforward_layernorm.weight": ("shared_norm/scale", VECTOR),
     "post_feedforward_layernorm_1.weight": ("shared_post_norm/scale", VECTOR),
@@ -253,8 +284,11 @@ def sub_norms(attention: str, feed_forward: str) -> tuple[Row, ...]:
 
 
 def rename_modules(table: tuple[Row, ...], names: Mapping[str, str]) -> tuple[Row, ...]:
-    """Returns the rows with some modules renamed."""
-    return tuple(
-        row._replace(tensor=next((row.tensor.replace(old, new) for old, new in names.items() if old in row.tensor), row.tensor))
-        for row in table
-    )
+    """Returns the rows with other names for some modules; `names` maps parts of tensor names to new ones."""
+
+    def rename(tensor: str) -> str:
+        for old, new in names.items():
+            tensor = tensor.replace(old, new)
+        return tensor
+
+    return tuple(row._replace(tensor=rename(row.tensor)) for row in table)

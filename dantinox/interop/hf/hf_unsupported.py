@@ -5,27 +5,31 @@ from typing import Any
 # Keys that do not change the logits: they describe training, execution and labels. Special tokens are handled in the module
 # `checkpoints`.
 IGNORED_KEYS = frozenset((
-    "model_type", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
-    "transformers_version", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "initializer_range",
-    "output_hidden_states", "output_attentions", "return_dict", "chunk_size_feed_forward", "id2label", "label2id",
-    "problem_type", "use_cache", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "pretraining_tp",
-    "_attn_implementation", "_attn_implementation_autoset", "cache_implementation", "task_specific_params", "tokenizer_class",
-    "transformers.js_config", "torchscript", "tf_legacy_loss", "use_bfloat16", "finetuning_task", "prefix",
+    "model_type", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
+    "decoder_start_token_id", "transformers_version", "_name_or_path", "architectures", "auto_map",
+    "dtype", "torch_dtype", "initializer_range", "output_hidden_states", "output_attentions",
+    "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "use_cache",
+    "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "pretraining_tp",
+    "_attn_implementation", "_attn_implementation_autoset", "cache_implementation",
+    "task_specific_params", "tokenizer_class", "transformers.js_config", "torchscript",
+    "tf_legacy_loss", "use_bfloat16", "finetuning_task", "prefix",
 ))  # fmt: skip
 # Generation settings that older versions of transformers wrote into every config.json.
 IGNORED_KEYS |= frozenset((
-    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
-    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate",
-    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",
+    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
     "suppress_tokens", "begin_suppress_tokens",
 ))  # fmt: skip
 # Keys that must have the listed value, or one of the listed values.
 SUPPORTED_VALUES: dict[str, Any] = {
-    "is_encoder_decoder": False, "is_decoder": False, "add_cross_attention": False, "cross_attention_hidden_size": None,
-    "use_bidirectional_attention": (None, False), "pruned_heads": {}, "tie_encoder_decoder": False, "quantization_config": None,
-    "use_mrope": False, "rope_interleaved": False, "is_llama_config": True, "attention_bias": False, "mlp_bias": False,
-    "clip_qkv": None,
+    "is_encoder_decoder": False, "is_decoder": False, "add_cross_attention": False,
+    "cross_attention_hidden_size": None, "use_bidirectional_attention": (None, False),
+    "pruned_heads": {}, "tie_encoder_decoder": False, "quantization_config": None,
+    "use_mrope": False, "rope_interleaved": False, "is_llama_config": True, "attention_bias": False,
+    "mlp_bias": False, "clip_qkv": None,
 }  # fmt: skip
 
 # For each unsupported family: the most similar supported family, and the features that DantinoX lacks.

@@ -11,8 +11,9 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import escape_name
 from dantinox.interop.hf.hf_config import MAX_LAYERS, find_family, hf_config_to_settings, settings_to_hf_config
-from dantinox.interop.hf.hf_families import MTP, Family
-from dantinox.interop.hf.hf_tensors import Axes
+from dantinox.interop.hf.hf_expert_families import MTP
+from dantinox.interop.hf.hf_family import Family
+from dantinox.interop.hf.hf_tensors import Axes, Row
 from dantinox.interop.source import LazyArrays, Tensor, storage_dtype
 from dantinox.model.parameters import abstract_model
 
@@ -23,6 +24,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 MAX_ELEMENTS = 1 << 48  # limit for one parameter
 TABLE, HEAD = "embed", "head/kernel"
 ROWS = 256  # rows copied at a time
+NO_NAME = "\0"  # a suffix that no tensor name has
 EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # exponent bits, all ones in NaN and Inf
 
 
@@ -75,19 +77,18 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, 
     if large := next((name for name, shape in shapes.items() if math.prod(shape) > MAX_ELEMENTS), None):
         raise UserError(f"config.json describes a parameter {large} of shape {list(shapes[large])}, which is too large")
     locations = _locate(family, shapes)
-    stored = _stored_names(tensors, family, locations, range(model.num_blocks, model.num_blocks + count_mtp_layers(config)))
+    mtp_layers = range(model.num_blocks, model.num_blocks + count_mtp_layers(config))
+    stored = _stored_names(tensors, family, locations, mtp_layers)
     _check_tensors(stored, tensors.tensors, locations, shapes)
     if model.weight_tying:
         _check_tied(family, stored, tensors)
     sources: dict[str, list[str]] = {}
     for name, location in locations.items():
         sources.setdefault(location.parameter, []).append(name)
-    kinds = {
-        parameter: Tensor(
-            shapes[parameter], storage_dtype(parameter, dtype, {tensors.tensors[stored[name]].dtype for name in names})
-        )
-        for parameter, names in sources.items()
-    }
+    kinds: dict[str, Tensor] = {}
+    for parameter, names in sources.items():
+        dtypes = {tensors.tensors[stored[name]].dtype for name in names}
+        kinds[parameter] = Tensor(shapes[parameter], storage_dtype(parameter, dtype, dtypes))
 
     def make(parameter: str) -> np.ndarray:
         shape, kind = kinds[parameter]
@@ -122,7 +123,7 @@ def to_hf(
     """
     model = config.architecture(vocab_size)
     hf_config = dict(like) if like is not None else settings_to_hf_config(config, vocab_size)
-    hf_config |= {key: 0 for key in MTP.split("|") if hf_config.get(key)}  # multi-token prediction layers are not imported
+    hf_config |= {key: 0 for key in MTP.split("|") if hf_config.get(key)}  # these layers are not imported
     family = find_family(hf_config)
     shapes = parameter_shapes(model)
     locations = _locate(family, shapes)
@@ -156,15 +157,16 @@ def rope_row_order(family: Family, config: Mapping[str, Any], model: ModelConfig
     direction; for them, the two halves of a head are swapped. The R rotated elements are the last ones of a head in latent
     attention, and the first ones in all other models.
     """
-    if name.endswith(family.reversed_rope or "\0"):
+    if name.endswith(family.reversed_rope or NO_NAME):
         halves = np.roll(np.arange(model.head_size), model.head_size // 2)
         return (np.arange(0, count, model.head_size)[:, None] + halves).reshape(-1)
-    if not name.endswith(family.interleaved_rope or "\0") or config.get("rope_interleave") is False:
+    if not name.endswith(family.interleaved_rope or NO_NAME) or config.get("rope_interleave") is False:
         return None
     R = model.rotated_size
-    size = model.head_size
-    start = 0
+    size = model.head_size  # the number of rows of a head
+    start = 0  # the first rotated row of a head
     if model.latent is not None:
+        # `kv_a` has the rows of the latent vector, then one rotated key.
         start = model.latent.rank if ".kv_a_" in name else model.head_size
         size = start + R
     head = np.arange(size)
@@ -182,6 +184,7 @@ def count_mtp_layers(config: Mapping[str, Any]) -> int:
 
 @lru_cache(maxsize=4)
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each parameter of a model, by path."""
     return {name: tuple(leaf.shape) for name, leaf in abstract_model(model)[1].items()}
 
 
@@ -189,31 +192,46 @@ def _locate(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     """Returns the location of each tensor of a model with these parameters, in the order of the family's table."""
     L = 1 + max((int(name.split("/")[1]) for name in shapes if name.startswith("blocks/")), default=-1)
     locations: dict[str, Location] = {}
-    for tensor, parameter, parts, condition, kv_projections in family.tensors:
-        for layer in range(L) if "{i}" in tensor else (0,):
-            name, other = (path.replace("{i}", str(layer)) for path in (parameter, condition))
-            if name not in shapes or (condition and (other.lstrip("!") in shapes) == other.startswith("!")):
+    for row in family.tensors:
+        for layer in range(L) if "{i}" in row.tensor else (0,):
+            parameter = row.parameter.replace("{i}", str(layer))
+            if parameter not in shapes or not _applies(row, shapes, layer):
                 continue
-            if kv_projections is not None and kv_projections != _kv_projections(shapes, layer):
+            name = row.tensor.replace("{i}", str(layer))
+            if "{e}" not in name:
+                locations[name] = Location(parameter, row.parts, None)
                 continue
-            experts = range(shapes[name][0]) if "{e}" in tensor else (None,)
-            locations |= {tensor.replace("{i}", str(layer)).replace("{e}", str(e)): Location(name, parts, e) for e in experts}
+            for expert in range(shapes[parameter][0]):
+                locations[name.replace("{e}", str(expert))] = Location(parameter, row.parts, expert)
     if rest := shapes.keys() - {location.parameter for location in locations.values()}:
         raise UserError(f"{family.architecture} has no tensor for the parameter {min(rest)} of this model")
     return locations
 
 
+def _applies(row: Row, shapes: Mapping[str, tuple[int, ...]], layer: int) -> bool:
+    """Returns whether a row applies to a layer of a model with these parameters, see `Row`."""
+    if row.kv_projections is not None and row.kv_projections != _kv_projections(shapes, layer):
+        return False
+    if not row.condition:
+        return True
+    expected = not row.condition.startswith("!")
+    parameter = row.condition.removeprefix("!").replace("{i}", str(layer))
+    return (parameter in shapes) == expected
+
+
 def _kv_projections(shapes: Mapping[str, tuple[int, ...]], layer: int) -> int:
     """Returns 2 if a layer projects keys and values, 1 if only keys, 0 if neither (see `ModelConfig.kv_projections`)."""
-    projections, groups = shapes[f"blocks/{layer}/attention/qkv/kernel"][2], shapes[f"blocks/{layer}/attention/out/kernel"][1]
-    return projections - groups
+    projections = shapes[f"blocks/{layer}/attention/qkv/kernel"][2]  # query heads per key head, key, value
+    queries = shapes[f"blocks/{layer}/attention/out/kernel"][1]
+    return projections - queries
 
 
 def _stored_names(tensors: LazyArrays, family: Family, locations: Mapping[str, Location], ignored: range) -> dict[str, str]:
     """Maps the full name of each tensor to its name in the checkpoint, without known buffers and ignored layers."""
     skipped = tuple(f"model.layers.{layer}." for layer in ignored)
     stored = {name: name for name in tensors if not name.endswith(family.buffers) and not name.startswith(skipped)}
-    prefix = next(iter(locations)).partition(".")[0] + "."  # checkpoints without an output layer may lack this prefix
+    # Checkpoints without an output layer may lack the prefix of the other tensors, `model.` or `transformer.`.
+    prefix = next(iter(locations)).partition(".")[0] + "."
     if not any(name.startswith(prefix) for name in stored):
         stored = {name if name in locations else prefix + name: name for name in stored}
     return stored
@@ -245,7 +263,8 @@ def _check_tied(family: Family, stored: Mapping[str, str], tensors: LazyArrays) 
     """Raises a `UserError` if the checkpoint of a model with tied embeddings has a different output layer."""
     table = next(row.tensor for row in family.tensors if row.parameter == TABLE)
     if "lm_head.weight" in stored:
-        head, embed = tensors[stored["lm_head.weight"]], tensors[stored[table]]
+        head = tensors[stored["lm_head.weight"]]
+        embed = tensors[stored[table]]
         if head.dtype != embed.dtype or head.shape != embed.shape or not np.array_equal(_bits(head), _bits(embed)):
             raise UserError(
                 f"the checkpoint has different numbers in lm_head.weight and {stored[table]}, but its config has "
@@ -255,9 +274,13 @@ def _check_tied(family: Family, stored: Mapping[str, str], tensors: LazyArrays) 
 
 def _fill(views: list[np.ndarray], tensor: np.ndarray) -> None:
     """Splits a tensor along its first axis and writes the parts into the views."""
+    if len(views) == 1:
+        _copy(views[0], tensor.reshape(views[0].shape))
+        return
+    row_size = tensor.size // tensor.shape[0]
     start = 0
     for view in views:
-        size = tensor.shape[0] if len(views) == 1 else view.size // (tensor.size // tensor.shape[0])
+        size = view.size // row_size
         _copy(view, tensor[start : start + size].reshape(view.shape))
         start += size
 
@@ -265,7 +288,9 @@ def _fill(views: list[np.ndarray], tensor: np.ndarray) -> None:
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
     """Copies an array in blocks of rows that fit the caches of a CPU."""
     if target.dtype == source.dtype:
-        target, source = _bits(target), _bits(source)  # NumPy copies integers faster than dtypes of other packages
+        # NumPy copies integers faster than dtypes of other packages.
+        target = _bits(target)
+        source = _bits(source)
     if target.ndim < 2 or not target.size:
         target[...] = source
         return
@@ -283,4 +308,5 @@ def _is_finite(tensor: np.ndarray) -> bool:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
+    """Returns a bfloat16 array as integers, any other array unchanged."""
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array

@@ -13,7 +13,7 @@ from flax import nnx
 from dantinox.config import UserError
 from dantinox.config.router_settings import CALIBRATED_THRESHOLDS, PRESET_NUMBERS, STRATEGIES, RouterSection
 from dantinox.generation import load
-from dantinox.generation.decode.quantized_weights import dequantize
+from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.lab.measure.texts import map_batches, open_text_store
 from dantinox.model import Transformer
 from dantinox.model.positions import packed_positions

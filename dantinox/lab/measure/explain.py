@@ -17,7 +17,7 @@ from dantinox.config.sampling_steps import NUMBER_BOUNDS, STEPS
 from dantinox.generation import LoadedModel
 from dantinox.generation.api.attention_stats import AttentionStats, attention_stats, check_settings
 from dantinox.generation.decode.generate_toks import attention_metrics, make_probe
-from dantinox.generation.decode.quantized_weights import dequantize
+from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.generation.static_batch import clamp_to_context, padded_length
 from dantinox.generation.token_settings import with_default_seed
 from dantinox.lab.measure.explain_attention import HeadWeights, check_head, head_weights

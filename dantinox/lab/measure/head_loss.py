@@ -11,7 +11,7 @@ from flax import nnx
 
 from dantinox.config import ModelConfig
 from dantinox.generation.decode.cache_budgets import SLOT_UNIT
-from dantinox.generation.decode.quantized_weights import dequantize
+from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.lab.measure.texts import map_batches, padded_positions
 from dantinox.model import KVCache, Transformer
 from dantinox.model.attention import attention, causal_mask

@@ -21,7 +21,7 @@ from flax import nnx
 from dantinox.config import ModelConfig, UserError
 from dantinox.generation import load
 from dantinox.generation.decode.generate_toks import PREFILL_BATCH_TOKENS
-from dantinox.generation.decode.quantized_weights import dequantize
+from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.generation.static_batch import padded_length
 from dantinox.lab.measure.doctor import matmul_speed
 from dantinox.lab.measure.texts import decoded_bytes, equal_batches, pad_rows, padded_positions, read_documents

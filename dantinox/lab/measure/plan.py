@@ -25,7 +25,7 @@ from dantinox.distributed import (
 from dantinox.files import first_line
 from dantinox.generation.decode.cache_plan import CachePlan, plan_cache
 from dantinox.generation.decode.generate_toks import Stepper
-from dantinox.generation.decode.quantized_weights import prepare
+from dantinox.generation.decode.prepared_model import prepare
 from dantinox.generation.decode.uncached import UncachedStepper
 from dantinox.generation.static_batch import StaticBatch, StaticOptions, slots_needed
 from dantinox.lab.measure.program_cost import BYTES_SENT, count_work

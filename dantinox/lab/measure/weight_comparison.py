@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.generation import LoadedModel, load, prepare
-from dantinox.generation.decode.quantized_weights import WEIGHT_DTYPES, dequantize, weight_bytes
+from dantinox.generation.decode.prepared_model import WEIGHT_DTYPES, dequantize, weight_bytes
 from dantinox.lab.measure.texts import open_text_store
 from dantinox.model import Transformer
 from dantinox.model.positions import packed_positions

@@ -14,7 +14,7 @@ from dantinox.config import GenerationSection, KVSection, UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode.generate_toks import prefill_hidden, read_token
-from dantinox.generation.decode.quantized_weights import dequantize
+from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.lab.measure.head_loss import limited_logprobs
 from dantinox.lab.measure.texts import padded_positions
 from dantinox.lab.studies.statistics import LARGE_MODEL, select_names
