@@ -11,7 +11,8 @@ import numpy as np
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.generation.api.attention_stats import check_settings
 from dantinox.generation.decode.cache_plan import CachePlan, plan_cache
-from dantinox.generation.decode.quantized_weights import SplitModel, dequantize, split_model
+from dantinox.generation.decode.prepared_model import dequantize
+from dantinox.generation.decode.split_model import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.static_batch import padded_length
 from dantinox.lab.measure.texts import padded_positions
