@@ -137,6 +137,7 @@ class AsyncEngine:
         self._cached_config = lru_cache(CACHED_SETTINGS)(self._apply_overrides)
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._one_adapter = asyncio.Lock()  # one adapter is loaded at a time, which limits the memory for its files
+        self._one_save = asyncio.Lock()  # one copy of the prefix cache exists at a time
         self._state, self._doing, self._closing = "loading", "warming up", False
         self._counters: Counter[str] = Counter()
         self._compiling: set[tuple[ProgramKey, bool, int | None]] = set()  # queued or running
@@ -312,13 +313,13 @@ class AsyncEngine:
           UserError: the prefix cache is off or has no folder, or the files cannot be written.
           Unavailable: the engine is loading, draining or has failed.
         """
-        snapshot: Future[Callable[[], int]] = Future()
-        with self._lock:
-            if self._state != "ready":
-                raise Unavailable(f"the server is {self._state}: {self._doing}")
-            self._snapshots.append(snapshot)
-        self._wake.set()
-        return await asyncio.to_thread(await asyncio.wrap_future(snapshot))
+        async with self._one_save:
+            snapshot: Future[Callable[[], int]] = Future()
+            with self._lock:
+                self._check_ready()
+                self._snapshots.append(snapshot)
+            self._wake.set()
+            return await asyncio.to_thread(await asyncio.wrap_future(snapshot))
 
     async def drain(self, seconds: float) -> None:
         """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
@@ -441,12 +442,15 @@ class AsyncEngine:
             self._engine.changes.fail_adapters(Unavailable(stopped))
             with self._lock:
                 for snapshot in self._snapshots:
-                    snapshot.set_exception(Unavailable(stopped))
+                    if snapshot.set_running_or_notify_cancel():
+                        snapshot.set_exception(Unavailable(stopped))
 
     def _copy_prefixes(self) -> None:
-        """Copies the prefix cache for each call of `save_prefixes`."""
+        """Copies the prefix cache for each call of `save_prefixes` that still waits for it."""
         while self._snapshots:
             snapshot = self._snapshots.pop()
+            if not snapshot.set_running_or_notify_cancel():
+                continue
             try:
                 snapshot.set_result(self._batch.prefix_writer())
             except Exception as error:
