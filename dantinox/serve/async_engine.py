@@ -208,15 +208,16 @@ class AsyncEngine:
 
         Raises:
           UserError: the model has another architecture or another tokenizer.
+          Unavailable: the engine is loading, draining or has failed.
         """
+        self._check_ready()
         if model.model.config != self.run.model.config:
             raise UserError("the new weights have another architecture than the old ones: restart the server")
         if model.tokenizer.fingerprint != self.run.tokenizer.fingerprint:
             raise UserError("the run has another tokenizer than before: restart the server")
         weights = await asyncio.to_thread(self._batch.prepare_weights, model)
         replaced = self._engine.changes.replace_weights(weights)
-        self._wake.set()
-        await asyncio.wrap_future(replaced)
+        await self._applied(replaced)
         self.run.replace_model(model)
 
     async def embed(self, ids: Sequence[Sequence[int]], pooling: str) -> np.ndarray:
@@ -233,8 +234,7 @@ class AsyncEngine:
             check_length(row, self._batch.context)
             self.run.check_ids(row)
         with self._lock:
-            if self._state != "ready":
-                raise Unavailable(f"the server is {self._state}: {self._doing}")
+            self._check_ready()
             if self._embeddings.failed:
                 raise RequestFailed("the programs for embeddings could not be compiled")
             if len(self._embeddings) > self._engine.load.queue:
@@ -247,7 +247,10 @@ class AsyncEngine:
 
     def _check_ready(self) -> None:
         if self._state != "ready":
-            raise Unavailable(f"the server is {self._state}: {self._doing}")
+            raise self._unavailable()
+
+    def _unavailable(self) -> Unavailable:
+        return Unavailable(f"the server is {self._state}: {self._doing}")
 
     @property
     def loras(self) -> tuple[str, ...]:
@@ -265,15 +268,19 @@ class AsyncEngine:
         async with self._one_adapter:
             self._check_ready()
             copied = await asyncio.to_thread(self._read_adapter, name, path)
-            self._wake.set()
-            if not self._thread.is_alive():
-                self._engine.changes.fail_adapters(Unavailable(f"the server is {self._state}: {self._doing}"))
-            await asyncio.wrap_future(copied)
+            await self._applied(copied)
             self.lora_paths[name] = path
 
     def _read_adapter(self, name: str, path: Path) -> Future[None]:
         rank = None if self._batch.adapters is None else self._batch.adapters.rank
         return self._engine.changes.load_adapter(name, self.run.read_lora(path, max_rank=rank))
+
+    async def _applied(self, change: Future[None]) -> None:
+        """Waits until a step of the engine has applied a change, or raises Unavailable if there may be no further step."""
+        self._wake.set()
+        if self._state != "ready" or not self._thread.is_alive():
+            self._engine.changes.fail_waiting(self._unavailable())
+        await asyncio.wrap_future(change)
 
     def unload_lora(self, name: str) -> None:
         """Unloads an adapter. The requests that use it continue; its place is free when the last of them has ended.
@@ -434,16 +441,15 @@ class AsyncEngine:
             self.on_failure()
             raise
         finally:
-            stopped = f"the server is {self._state}: {self._doing}"
             for responder in [*self._responders.values()]:
-                responder.stream.end(Unavailable(stopped))
-            self._embeddings.close(Unavailable(stopped))
+                responder.stream.end(self._unavailable())
+            self._embeddings.close(self._unavailable())
             self._responders.clear()
-            self._engine.changes.fail_adapters(Unavailable(stopped))
+            self._engine.changes.fail_waiting(self._unavailable())
             with self._lock:
                 for snapshot in self._snapshots:
                     if snapshot.set_running_or_notify_cancel():
-                        snapshot.set_exception(Unavailable(stopped))
+                        snapshot.set_exception(self._unavailable())
 
     def _copy_prefixes(self) -> None:
         """Copies the prefix cache for each call of `save_prefixes` that still waits for it."""

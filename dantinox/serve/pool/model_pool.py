@@ -399,8 +399,9 @@ class ModelPool:
         """
         changed = False
         errors = []
-        for member in [member for member in self.members.values() if member.state == "loaded"]:
-            if (opened := member.opened) is None:
+        for member in self.members.values():
+            opened = member.opened
+            if opened is None or member.state != "loaded":
                 continue
             member.users += 1
             try:
