@@ -168,6 +168,8 @@ def test_allowed_hosts():
         ("https://evil.example", 403),
         ("null", 403),
         ("http://localhost:8001", 403),
+        ("http://[", 403),
+        ("http://[::1", 403),
     ],
 )
 def test_pages_of_other_origins_are_refused(origin, expected):

@@ -152,7 +152,7 @@ class Guard:
             # Origin.
             allowed = self._options.origins
             for origin in map(str.lower, values(b"origin")):
-                if origin not in allowed and "*" not in allowed and urlsplit(origin).netloc != host:
+                if origin not in allowed and "*" not in allowed and _host_of(origin) != host:
                     raise http_error("origin")
         key = None
         if self._options.keys and scope["path"] not in self._public:
@@ -249,6 +249,14 @@ def _secrets(head: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
     found = found if len(found) == 1 else []
     scheme, _, secret = (bearer[0] if len(bearer) == 1 else b"").partition(b" ")
     return [secret.strip(), *found] if scheme.lower() == b"bearer" else found
+
+
+def _host_of(origin: str) -> str:
+    """Returns the host and port of an origin; "" if it is malformed, such as `http://[`."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _is_allowed(host: str, hosts: frozenset[str]) -> bool:
