@@ -285,6 +285,13 @@ def test_a_message_of_the_input_needs_a_role():
         input_messages([{"type": "function_call"}, {"content": ""}])
 
 
+@pytest.mark.parametrize("content", [5, True, "why", {"type": "reasoning_text"}])
+def test_the_content_of_a_reasoning_item_is_a_list(content):
+    with pytest.raises(RequestError, match=r"input\.0\.content must be a list of parts of type reasoning_text, got"):
+        input_messages([{"type": "reasoning", "content": content}])
+    assert input_messages([{"type": "reasoning", "content": None}])[0]["reasoning_content"] == ""
+
+
 def test_responses_are_kept_only_if_the_server_keeps_them():
     server = serve()
     first = post(server, RESPONSES, {"input": "hello"})

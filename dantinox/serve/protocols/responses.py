@@ -203,7 +203,7 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
             text = content_text(item.get("output"), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text})
         elif kind == "reasoning":
-            text = "".join(str(part.get("text", "")) for part in item.get("content") or () if isinstance(part, Mapping))
+            text = _reasoning_text(item.get("content"), f"{where}.content")
             messages.append({"role": "assistant", "content": "", "reasoning_content": text, "open": True})
         else:
             message = f"{where}.type must be message, function_call, function_call_output or reasoning, got {quote(kind)}"
@@ -211,6 +211,14 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
         if kind == "message" and item.get("role") == "assistant" and len(messages) > 1 and messages[-2].get("open"):
             messages[-2:] = [messages[-2] | {"content": messages[-1]["content"]}]
     return [{name: value for name, value in message.items() if name != "open"} for message in messages]
+
+
+def _reasoning_text(content: Any, where: str) -> str:
+    """Returns the text of a reasoning item, whose content may be null."""
+    if content is not None and not isinstance(content, list):
+        message = f"{where} must be a list of parts of type reasoning_text, got {quote(content)}"
+        raise RequestError(400, message, param=where)
+    return "".join(str(part.get("text", "")) for part in content or () if isinstance(part, Mapping))
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
