@@ -330,7 +330,7 @@ def _token_routes(tokenizer: Tokenizer) -> list[Route]:
         """Returns the text of token ids."""
         ids = (await parse_body(request, IdsBody)).ids
         check_ids(tokenizer, ids, "ids")
-        return JSONResponse({"result": tokenizer.decode(ids), "success": True})
+        return JSONResponse({"result": await run_sized(len(ids), tokenizer.decode, ids), "success": True})
 
     async def convert(request: Request) -> Response:
         """Returns a JSON schema as text, which the field `grammar` accepts."""

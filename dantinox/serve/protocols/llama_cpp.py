@@ -244,7 +244,7 @@ async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply
     every_part = [part for parts in body.prompt for part in parts]
     characters = sum(len(part) for part in every_part if isinstance(part, str))
     prompts = await _encode("prompt", characters + len(every_part), lambda: [encode(parts) for parts in body.prompt])
-    return await _reply(service, body, _settings(service, body), prompts)
+    return await _reply(service, body, await _settings(service, body), prompts)
 
 
 async def parse_infill(service: Service, body: InfillBody) -> Reply:
@@ -255,7 +255,7 @@ async def parse_infill(service: Service, body: InfillBody) -> Reply:
     Raises:
       RequestError, UserError: the body cannot be served.
     """
-    config = with_fim_ends(service, _settings(service, body), "input_suffix")
+    config = with_fim_ends(service, await _settings(service, body), "input_suffix")
     tokenizer = service.tokenizer
     new_tokens = min(config.generation.max_new_tokens, service.context // 2)
 
@@ -273,7 +273,8 @@ async def parse_infill(service: Service, body: InfillBody) -> Reply:
             prefix_ids = prefix_ids[max(0, len(prefix_ids) - (room - kept)) :]
         return [*start, *fim_ids(tokenizer, prefix_ids, suffix), *answer]
 
-    size = len(body.input_prefix) + len(body.input_suffix) + sum(len(file.text) for file in body.input_extra)
+    texts = (body.input_prefix, body.input_suffix, body.prompt, *(file.text for file in body.input_extra))
+    size = sum(map(len, texts))
     return await _reply(service, body, config, await _encode("input_prefix", size, lambda: [encode()]))
 
 
@@ -285,7 +286,7 @@ async def _encode(param: str, size: int, encode: Callable[[], list[list[int]]]) 
         raise RequestError(400, str(error), param=param) from None
 
 
-def _settings(service: Service, body: LlamaBody) -> Config:
+async def _settings(service: Service, body: LlamaBody) -> Config:
     warn_unknown(body, *KNOWN_OPTIONS)
     base = service.engine.settings({}).generation
     found = body.settings(base, service.context)
@@ -294,7 +295,8 @@ def _settings(service: Service, body: LlamaBody) -> Config:
     if body.samplers is not None and has_samplers:
         found |= sampler_settings(body.samplers)
     if body.logit_bias is not None:
-        found["logit_bias"] = _token_biases(service.tokenizer, body.logit_bias)
+        size = sum(map(len, body.logit_bias))
+        found["logit_bias"] = await run_sized(size, _token_biases, service.tokenizer, body.logit_bias)
     return with_generation(service.settings(found), n=body.n_cmpl or 1)
 
 

@@ -1,6 +1,7 @@
 """`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM, llama.cpp and lm-evaluation-harness define them."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -13,6 +14,8 @@ from dantinox.serve.protocols.bodies import UNSUPPORTED, Message, StrictBody, pa
 from dantinox.serve.protocols.token_text import prompt_ids, token_bytes, token_name
 from dantinox.serve.service import Service
 from dantinox.text import Tokenizer
+
+ENCODED_AT_ONCE = 1000  # entries of a list in one call of the JSON encoder
 
 
 class TokenizeBody(StrictBody):
@@ -66,6 +69,25 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
         return list(data or b"")
 
 
+def _tokenize_content(tokenizer: Tokenizer, body: TokenizeBody, ids: list[int], context: int) -> str:
+    """Returns the JSON of the response to a request for the tokens `ids`."""
+    tokens: list[JSON] = [*ids]
+    if body.with_pieces:
+        tokens = [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]
+    names = "null"
+    if body.return_token_strs:
+        names = _encode_list([token_name(tokenizer, token) for token in ids])
+    encoded = _encode_list(tokens)
+    return f'{{"count":{len(ids)},"max_model_len":{context},"tokens":{encoded},"token_strs":{names}}}'
+
+
+def _encode_list(items: Sequence[JSON]) -> str:
+    """Returns the JSON of a list, encoded in blocks, because the encoder of one long list would block all threads."""
+    blocks = (items[start : start + ENCODED_AT_ONCE] for start in range(0, len(items), ENCODED_AT_ONCE))
+    parts = (json.dumps(block, ensure_ascii=False, separators=(",", ":"))[1:-1] for block in blocks)
+    return f"[{','.join(parts)}]"
+
+
 def routes(service: Service) -> list[Route]:
     """Returns the routes of this protocol."""
     tokenizer = service.tokenizer
@@ -92,16 +114,15 @@ def routes(service: Service) -> list[Route]:
             (ids,) = await prompt_ids(service.model, [body.prompt])
             if body.add_special_tokens is False and tokenizer.add_bos:
                 ids = ids[1:]
-        names = [token_name(tokenizer, token) for token in ids] if body.return_token_strs else None
-        tokens = [{"id": token, "piece": _piece(tokenizer, token)} for token in ids] if body.with_pieces else ids
-        return JSONResponse({"count": len(ids), "max_model_len": service.context, "tokens": tokens, "token_strs": names})
+        content = await run_sized(len(ids), _tokenize_content, tokenizer, body, ids, service.context)
+        return Response(content, media_type="application/json")
 
     async def detokenize(request: Request) -> Response:
         """Returns the text of token ids."""
         body = await parse_body(request, DetokenizeBody)
         service.check_model(body.model)
-        (ids,) = await prompt_ids(service.model, [body.tokens])
-        text = tokenizer.decode(ids)
+        (ids,) = await prompt_ids(service.model, [body.tokens], "tokens")
+        text = await run_sized(len(ids), tokenizer.decode, ids)
         return JSONResponse({"prompt": text, "content": text})  # `content` as in llama.cpp
 
     async def info(request: Request) -> Response:
