@@ -110,7 +110,8 @@ class _PropertyMerger:
         """Counts copied entries, and raises a UserError if they are too many."""
         self._entries += entries
         if self._entries > MAX_ENTRIES:
-            raise UserError(f"the parameters of the tool {quote(self._tool)} refer too often to large schemas: use smaller ones")
+            tool = quote(self._tool)
+            raise UserError(f"the parameters of the tool {tool} refer too often to large schemas: use smaller ones")
 
     def merge(self, schema: Any, depth: int = 0) -> tuple[dict[str, Any], set[str]]:
         """Returns the properties of a schema and of those that it combines, and the names that all of these require."""

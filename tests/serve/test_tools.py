@@ -1,6 +1,7 @@
 """Tests tools and reasoning in the OpenAI and Anthropic protocols: prompts, constraints, whole and streamed replies, errors."""
 
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,10 @@ from starlette.testclient import TestClient
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import RequestError
 from dantinox.serve.options import Options
+from dantinox.serve.protocols import tool_chat
 from dantinox.serve.protocols.responses import input_messages
 from dantinox.text import ChatTemplate
+from dantinox.text.tool_grammars import Tool
 
 from .fakes import BYTES, FakeEngine, fake_run
 
@@ -55,6 +58,23 @@ def events_of(server, path, body):
 
 def prompt_of(server):
     return BYTES.decode(server.engine.asked[-1].ids)
+
+
+def test_schemas_of_tools_are_processed_on_a_thread(monkeypatch):
+    """Their grammars can take a second, for which the event loop must not wait."""
+    threads = []
+
+    def recorded(function):
+        def call(*args, **more):
+            threads.append(threading.current_thread().name)
+            return function(*args, **more)
+
+        return call
+
+    monkeypatch.setattr(tool_chat, "tool_grammars", recorded(tool_chat.tool_grammars))
+    monkeypatch.setattr(Tool, "merged_schema", property(recorded(Tool.merged_schema.fget)))
+    post(serve(), CHAT, {"messages": HELLO, "tools": [WEATHER]})
+    assert len(threads) >= 2 and all(name.startswith("requests") for name in threads)
 
 
 # --- chat completions
