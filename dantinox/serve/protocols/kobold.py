@@ -279,7 +279,7 @@ class Generations:
 def _info_routes(service: Service) -> list[Route]:
     """Returns the routes that describe the server. Paths of KoboldAI's API exist under `v1` and `latest`."""
     engine = service.engine
-    about: dict[str, JSON] = {"result": "KoboldCpp", "version": KOBOLDCPP_VERSION, "protected": service.options.key is not None}
+    about: dict[str, JSON] = {"result": "KoboldCpp", "version": KOBOLDCPP_VERSION, "protected": bool(service.options.keys)}
     about |= dict.fromkeys(FEATURES, False) | {"embeddings": True, "guidance": engine.status().slots > 1}
     about["server"] = f"DantinoX {__version__}"
 
