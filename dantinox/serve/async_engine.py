@@ -235,8 +235,6 @@ class AsyncEngine:
             self.run.check_ids(row)
         with self._lock:
             self._check_ready()
-            if self._embeddings.failed:
-                raise RequestFailed("the programs for embeddings could not be compiled")
             if len(self._embeddings) > self._engine.load.queue:
                 self._counters["refused"] += 1
                 raise Busy(min(60.0, max(1.0, self._engine.job_seconds)))
