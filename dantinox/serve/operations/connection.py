@@ -64,6 +64,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
+        # `pause_writing` is then called for every byte that cannot be sent at once, also for the last ones of a response.
+        self.transport.set_write_buffer_limits(high=0)
         if not self.table.admit(self, self.client[0] if self.client else "", self.loop.time()):
             self.app_state = {**self.app_state, "overloaded": True}  # a copy: other connections share the original
             if len(self.table.refused) > MAX_REFUSED:

@@ -49,7 +49,7 @@ class Limits:
     Attributes:
       max_body, max_head: maximum size of a body, and of a head (request line and headers), in bytes.
       receive_seconds: time for a client to send the head, and then the body.
-      stall_seconds: the connection is closed if the client reads nothing of its response for this time.
+      stall_seconds: time for a client to read what the server has sent, after which the connection is closed.
     """
 
     max_body: int = 1 << 20
