@@ -543,6 +543,27 @@ def test_a_reload_leaves_out_a_model_that_is_being_unloaded():
     asyncio.run(check())
 
 
+def test_keep_alive_of_a_request_whose_client_disconnects():
+    """The time of the request before it no longer applies, so the model would otherwise stay loaded for ever."""
+    opener = Opener()
+    opener.pause = 0.01
+    pool, app = make_pool(opener)
+
+    async def check():
+        async with running(pool, app) as client:
+            body = {"model": "b", "prompt": "x", "options": {"num_predict": 200}, "keep_alive": 0}
+            request = asyncio.create_task(client.post("/api/generate", json=body))
+            while not pool.members["b"].users:
+                await asyncio.sleep(0.001)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+            async with asyncio.timeout(10):
+                while pool.members["b"].state != "unloaded":
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(check())
+
+
 def test_keep_alive():
     opener = Opener()
     pool, app = make_pool(opener)

@@ -212,9 +212,11 @@ class _Dispatcher:
         async with pool.use(member.name):
             if (app := member.app) is None:
                 raise http_error("internal")
-            await app(scope, _with_body(data, receive), send)
-        if keep is not None:
-            pool.keep(member, keep.seconds)
+            try:
+                await app(scope, _with_body(data, receive), send)
+            finally:  # also if the client has disconnected
+                if keep is not None:
+                    pool.keep(member, keep.seconds)
 
     def _names(self) -> list[str]:
         return [member.name for member in self._directory.pool.members.values()]
