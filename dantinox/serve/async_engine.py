@@ -198,7 +198,7 @@ class AsyncEngine:
             self._responders[job] = _Responder(self.run, stream)
             self._counters["requests"] += 1
             self._counters["prompt_tokens"] += len(request.ids)
-        self._preparer.submit(self._prepare, job)
+            self._preparer.submit(self._prepare, job)  # with the lock, because `close` stops this executor
         return stream
 
     async def replace_weights(self, model: LoadedModel) -> None:

@@ -519,6 +519,19 @@ def test_one_copy_of_the_prefix_cache_exists_at_a_time(tmp_path, monkeypatch):
     engine.close()
 
 
+def test_a_request_is_prepared_before_the_engine_can_close(engine, monkeypatch):
+    """`close` takes the lock before it stops the thread `prepare`, which then accepts no more work."""
+    queued, submit = [], engine._preparer.submit
+
+    def recorded(*args):
+        queued.append(engine._lock.locked())
+        return submit(*args)
+
+    monkeypatch.setattr(engine._preparer, "submit", recorded)
+    asyncio.run(generate(engine, "hello", **DRAWN))
+    assert queued == [True]
+
+
 def test_requests_with_different_salts_share_no_prefix(engine):
     async def read():
         counts = []
