@@ -32,6 +32,7 @@ from dantinox.serve.protocols.kobold_bodies import (
 )
 from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, Placeholders, fit_to_context, split_stops
 from dantinox.serve.protocols.logprobs import ChatLogprobs
+from dantinox.serve.protocols.server_sent_events import named_event
 from dantinox.serve.protocols.token_text import check_ids, healed
 from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer
@@ -47,7 +48,7 @@ STOP_REASON_NUMBERS = {None: -1, "length": 0, "loop": 0, "cancelled": 0, "eos": 
 ERROR_TYPES = {400: "bad_input", 401: "unauthorized", 429: "service_unavailable", 503: "service_unavailable"}
 
 
-def format_error(error: RequestError) -> JSON:
+def format_error(error: RequestError) -> dict[str, JSON]:
     """Returns an error in KoboldCpp's format."""
     kind = ERROR_TYPES.get(error.status, "bad_input" if error.status < 500 else "server_error")
     return {"detail": {"msg": error.message, "type": kind}}
@@ -206,25 +207,16 @@ class Generation(Reply):
         self.add(number, delta)
         if not (delta.text or delta.finish_reason):
             return b""
-        return _event(
-            "message", {"token": delta.text, "finish_reason": delta.finish_reason and FINISH_REASONS[delta.finish_reason]}
-        )
+        reason = None if delta.finish_reason is None else FINISH_REASONS[delta.finish_reason]
+        return named_event("message", {"token": delta.text, "finish_reason": reason})
 
     def format_stream_error(self, error: RequestError) -> bytes:
-        return _event("error", format_error(error))
+        return named_event("error", format_error(error))
 
     def close(self) -> None:
         self.ended = time.monotonic()
         if self.streams:
             self._generations.finish(self)
-
-
-def _event(name: str, content: JSON) -> bytes:
-    """Formats an event as Lite parses it: a line `event` and a line `data`, which end with plain line feeds.
-
-    The text is ASCII, because some other characters can end a line.
-    """
-    return f"event: {name}\ndata: {json.dumps(content, ensure_ascii=True, allow_nan=False)}\n\n".encode()
 
 
 class Generations:
@@ -322,8 +314,8 @@ def _token_routes(tokenizer: Tokenizer) -> list[Route]:
         body = await parse_body(request, CountBody)
         text = body.prompt or ""
         ids = await run_sized(len(text), tokenizer.encode, text, parse_special=True)
-        if body.special is not False and tokenizer.add_bos and tokenizer.bos_id is not None:
-            ids = [tokenizer.bos_id, *ids]
+        if body.special is not False:
+            ids = [*tokenizer.ids_before_text, *ids]
         return JSONResponse({"value": len(ids), "ids": ids})
 
     async def decode(request: Request) -> Response:

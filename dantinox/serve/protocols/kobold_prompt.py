@@ -99,8 +99,8 @@ def fit_to_context(run: LoadedModel, memory: str, prompt: str, new: int, context
     memory_ids, prompt_ids = (tokenizer.encode(text, parse_special=True) for text in (memory, prompt))  # as KoboldCpp does
     if not memory_ids and not prompt_ids:
         memory_ids = run.prompt_ids("")
-    elif tokenizer.add_bos and tokenizer.bos_id is not None and (memory_ids or prompt_ids)[0] != tokenizer.bos_id:
-        memory_ids = [tokenizer.bos_id, *memory_ids]
+    elif (memory_ids or prompt_ids)[0] not in tokenizer.ids_before_text:
+        memory_ids = [*tokenizer.ids_before_text, *memory_ids]
     min_prompt = min(len(prompt_ids), MIN_TOKENS)
     if len(memory_ids) + min_prompt >= context:
         message = f"the memory has {len(memory_ids):,} tokens and the context is {context:,}: shorten the memory"

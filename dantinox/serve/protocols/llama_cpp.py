@@ -32,6 +32,7 @@ from dantinox.serve.protocols.llama_options import (
 )
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.sampling_options import Integer, Number
+from dantinox.serve.protocols.server_sent_events import data_event
 from dantinox.serve.protocols.token_text import check_ids, healed
 from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer
@@ -260,7 +261,7 @@ async def parse_infill(service: Service, body: InfillBody) -> Reply:
     new_tokens = min(config.generation.max_new_tokens, service.context // 2)
 
     def encode() -> list[int]:
-        start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+        start = tokenizer.ids_before_text
         answer = tokenizer.encode(body.prompt) if body.prompt else []
         extra = "".join(f"{file.text}\n" for file in body.input_extra)
         room = max(service.context - new_tokens - len(start) - len(answer) - 4, 0)  # at most four tokens mark the parts
@@ -371,13 +372,13 @@ class LlamaReply(Reply):
         index = self._add(number, delta)
         content = self._content(index, delta.text)
         self._answers[index].records = []
-        return _event({"index": index, **content, "stop": False}) if delta.text or delta.tokens else b""
+        return data_event({"index": index, **content, "stop": False}) if delta.text or delta.tokens else b""
 
     def format_end(self) -> bytes:
-        return b"".join(_event(self._selected(self._last(index))) for index in range(len(self._answers)))
+        return b"".join(data_event(self._selected(self._last(index))) for index in range(len(self._answers)))
 
     def format_stream_error(self, error: RequestError) -> bytes:
-        return _event(error_object(error))
+        return data_event(error_object(error))
 
     def _content(self, index: int, text: str) -> dict[str, JSON]:
         """Returns a text and the token ids since the last event, with their log-probabilities if they are requested."""
@@ -454,7 +455,3 @@ def _timings(name: str, count: int, seconds: float) -> dict[str, JSON]:
         f"{name}_per_token_ms": milliseconds / count if count else 0.0,
         f"{name}_per_second": 1e3 * count / milliseconds if milliseconds else 0.0,
     }
-
-
-def _event(content: JSON) -> bytes:
-    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"

@@ -18,6 +18,7 @@ from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import StrictBody, content_text, parse_body, warn_unknown
+from dantinox.serve.protocols.server_sent_events import named_event
 from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_effort, prepare_chat
 from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
@@ -185,7 +186,7 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-def format_error(error: RequestError) -> JSON:
+def format_error(error: RequestError) -> dict[str, JSON]:
     """Returns an error in Anthropic's format."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
@@ -291,9 +292,7 @@ class MessagesReply(Reply):
         return _event(end) + _event({"type": "message_stop"})
 
     def format_stream_error(self, error: RequestError) -> bytes:
-        content = format_error(error)
-        assert isinstance(content, dict)
-        return _event(content)
+        return _event(format_error(error))
 
     def _advance(self, delta: Delta) -> list[dict[str, Any]]:
         """Adds a delta to the blocks and returns its events."""
@@ -360,4 +359,4 @@ class MessagesReply(Reply):
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
-    return f"event: {content['type']}\ndata: {json.dumps(content, allow_nan=False)}\n\n".encode()
+    return named_event(content["type"], content)

@@ -1,6 +1,5 @@
 """The native protocol: `/api/dantinox/about`, and `/api/dantinox/generate` with an event per token."""
 
-import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from dantinox.serve.errors import RequestError
 from dantinox.serve.operations.background import run_in_thread, run_sized
 from dantinox.serve.protocols.bodies import MAX_ALTERNATIVES, Alternatives, Message, parse_body
 from dantinox.serve.protocols.openai_bodies import ConstraintBody, chosen_tool
+from dantinox.serve.protocols.server_sent_events import named_event
 from dantinox.serve.protocols.token_text import check_ids, healed
 from dantinox.serve.protocols.tool_chat import (
     Conversation,
@@ -349,4 +349,4 @@ class NativeReply(Reply):
 
 
 def _event(name: str, content: Mapping[str, object]) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(replace_nonfinite(content), allow_nan=False)}\n\n".encode()
+    return named_event(name, replace_nonfinite(content))

@@ -3,7 +3,6 @@
 The fields are those of OpenAI's API reference and the additional fields that clients of vLLM send.
 """
 
-import json
 import secrets
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from dantinox.serve.protocols.capabilities import capabilities
 from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, LogprobsFormatter
 from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
+from dantinox.serve.protocols.server_sent_events import data_event
 from dantinox.serve.protocols.token_text import healed, prompt_ids
 from dantinox.serve.protocols.tool_chat import PreparedChat, prepare_chat
 from dantinox.serve.service import Reply, Service
@@ -224,15 +224,15 @@ class OpenAIReply(Reply):
     def _chunk(self, index: int, fields: Mapping[str, JSON], logprobs: Logprobs | None, reason: str | None) -> bytes:
         content: dict[str, JSON] = {"index": index, **fields, "logprobs": logprobs, "finish_reason": reason}
         usage: dict[str, JSON] = {"usage": None} if self._with_usage else {}
-        return _event({**self._frame, "object": self.names.chunk_object, "choices": [content], **usage})
+        return data_event({**self._frame, "object": self.names.chunk_object, "choices": [content], **usage})
 
     def format_end(self) -> bytes:
         if not self._with_usage:
             return DONE
-        return _event({**self._frame, "object": self.names.chunk_object, "choices": [], "usage": self._usage()}) + DONE
+        return data_event({**self._frame, "object": self.names.chunk_object, "choices": [], "usage": self._usage()}) + DONE
 
     def format_stream_error(self, error: RequestError) -> bytes:
-        return _event(error_object(error)) + DONE
+        return data_event(error_object(error)) + DONE
 
     def _usage(self) -> dict[str, JSON]:
         stats = [stream.stats for stream in self.streams.values()]
@@ -294,7 +294,3 @@ class ChatReply(OpenAIReply):
             opening: dict[str, JSON] = {"delta": {"role": "assistant", "content": ""}}
             data = b"".join(self._chunk(index, opening, None, None) for index in range(self._choices))
         return data + super().format_delta(number, delta)
-
-
-def _event(content: JSON) -> bytes:
-    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"

@@ -12,7 +12,7 @@ from dantinox.files import quote
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.operations.limits import MAX_CHOICES, MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
-from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody, warn_unknown
+from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody, to_tuple, warn_unknown
 from dantinox.serve.protocols.kobold_bodies import STEPS_OFF
 from dantinox.serve.protocols.sampling_options import to_breakers
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort
@@ -44,10 +44,6 @@ IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
     "function_call", "prediction", "guided_decoding_backend", "reasoning_format", "reasoning_control",
 )  # fmt: skip
-
-
-def _to_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 def _to_prompts(value: Any) -> list[str | list[int]]:
@@ -217,7 +213,7 @@ class Body(ConstraintBody):
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     best_of: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_to_tuple)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(to_tuple)] | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logit_bias: dict[str, Bias] | None = None
     dynatemp_range: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None

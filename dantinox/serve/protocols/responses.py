@@ -19,10 +19,11 @@ from starlette.routing import Route
 from dantinox.files import quote
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
-from dantinox.serve.errors import JSON, RequestError, error_object
+from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import Alternatives, StrictBody, content_text, parse_body, warn_unknown
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.openai_bodies import IGNORED, chosen_tool
+from dantinox.serve.protocols.server_sent_events import named_event
 from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_effort, prepare_chat
 from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
@@ -304,15 +305,11 @@ class ResponsesReply(Reply):
         return self._event({"type": f"response.{self._status}", "response": response})
 
     def format_stream_error(self, error: RequestError) -> bytes:
-        content = error_object(error)
-        assert isinstance(content, dict) and isinstance(content["error"], dict)
-        fields = content["error"]
-        return self._event({"type": "error", "code": fields["code"], "message": error.message, "param": error.param})
+        return self._event({"type": "error", "code": error.code, "message": error.message, "param": error.param})
 
     def _event(self, content: dict[str, Any]) -> bytes:
         self._sequence += 1
-        data = json.dumps({**content, "sequence_number": self._sequence}, allow_nan=False)
-        return f"event: {content['type']}\ndata: {data}\n\n".encode()
+        return named_event(content["type"], {**content, "sequence_number": self._sequence})
 
     def _response(self) -> dict[str, Any]:
         usage = None if self._status == "in_progress" else self._usage()

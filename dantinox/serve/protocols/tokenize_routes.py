@@ -60,13 +60,13 @@ class DetokenizeBody(StrictBody):
     tokens: list[int]
 
 
-def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+def _piece(tokenizer: Tokenizer, token: int) -> JSON:
     """Returns the text of a token, the name of a special token, or the bytes of an incomplete UTF-8 sequence."""
     data = token_bytes(tokenizer, token)
     try:
         return token_name(tokenizer, token) if data is None else data.decode()
     except UnicodeDecodeError:
-        return list(data or b"")
+        return [*(data or b"")]
 
 
 def _tokenize_content(tokenizer: Tokenizer, body: TokenizeBody, ids: list[int], context: int) -> str:
@@ -101,8 +101,8 @@ def routes(service: Service) -> list[Route]:
         if body.content is not None:
             parse_special = body.parse_special is not False
             ids = await run_sized(len(body.content), tokenizer.encode, body.content, parse_special=parse_special)
-            if body.add_special and tokenizer.add_bos and tokenizer.bos_id is not None:
-                ids = [tokenizer.bos_id, *ids]
+            if body.add_special:
+                ids = [*tokenizer.ids_before_text, *ids]
         elif body.messages is not None:
             rendered, _ = await service.render([message.fields() for message in body.messages], body.tools or ())
             ids = rendered.ids
