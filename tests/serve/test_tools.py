@@ -300,6 +300,16 @@ def test_items_of_the_input_become_messages():
     assert prompt_of(server) == "user: a\nassistant: c<tool_call>Rome</tool_call>\ntool: sunny\nassistant:\n"
 
 
+def test_every_message_after_a_reasoning_item_is_kept():
+    reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "f"}
+    first, second = ({"role": "assistant", "content": text} for text in "bc")
+    texts = [message["content"] for message in input_messages([reasoning, first, second])]
+    assert texts == ["b", "c"]
+    (message,) = input_messages([reasoning, call, first])
+    assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == ("a", "b", 1)
+
+
 def test_a_message_of_the_input_needs_a_role():
     with pytest.raises(RequestError, match=r"input\.1\.role must be user, assistant, system or developer, got null"):
         input_messages([{"type": "function_call"}, {"content": ""}])

@@ -220,6 +220,14 @@ class SamplingOptions(StrictBody):
         return given | ({"greedy": False} if given.get("temperature") else {})
 
 
+def given_settings(**given: Any) -> dict[str, object]:
+    """Returns the settings that a request has. A temperature overrides greedy decoding of the server's settings."""
+    found: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    if found.get("temperature"):
+        found["greedy"] = False
+    return found
+
+
 def without_inactive(found: Mapping[str, Any], base: GenerationSection) -> dict[str, Any]:
     """Returns settings of a request without those whose prerequisites are not met."""
 

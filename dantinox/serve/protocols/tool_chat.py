@@ -363,6 +363,15 @@ class ReplyFields:
         return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": part.text}}]}
 
 
+def check_budget(budget: Any, name: str) -> int | None:
+    """Returns a number of tokens of reasoning, or raises RequestError (400) if it is none; `name` is its field."""
+    if budget is None:
+        return None
+    if type(budget) is not int or budget < 0:
+        raise RequestError(400, f"{name} must be an integer of at least 0, got {quote(budget)}", param=name)
+    return budget
+
+
 def check_effort(effort: Any, name: str = "reasoning_effort") -> str | None:
     """Returns a reasoning effort, or raises RequestError (400) if it is unknown."""
     if effort is None:
