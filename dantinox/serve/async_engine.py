@@ -33,6 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,19 +61,29 @@ MAX_CACHED_LENGTH = 4096  # the configuration of a request is cached if its sett
 log = logging.getLogger("dantinox.serve")
 
 
+class _Programs(NamedTuple):
+    """The programs of a request, as the arguments of `SlotBatch.compile`, with the key of its configuration."""
+
+    key: ProgramKey
+    echo: bool
+    subset: int | None
+
+
 class _Responder:
     """Turns the outputs of one job into the deltas of its stream."""
 
     def __init__(self, model: LoadedModel, stream: ResponseStream):
-        self.stream, self._tokenizer = stream, model.tokenizer
+        self.stream = stream
+        self._tokenizer = model.tokenizer
         request = stream.request
-        # Of the tokens alone, which only reports need; `SampleText` decodes the text.
+        # Decode each token by itself, for the reports on tokens: one for each sample. The engine decodes the text.
         reported = request.config.generation.n if request.logprobs is not None else 0
         self._detokenizers = [response_detokenizer(model.tokenizer, request.ids, request.healed or ()) for _ in range(reported)]
 
     def push_output(self, output: Output) -> None:
         """Adds the new tokens of one sample to the stream."""
-        request, ids = self.stream.request, output.ids
+        request = self.stream.request
+        ids = output.ids
         records: list[TokenRecord] = [{"id": token} for token in ids]
         if output.steps is not None and ids:
             detokenizer = self._detokenizers[output.sample]
@@ -84,7 +95,8 @@ class _Responder:
 
     def _prompt_records(self, steps: StepInfo | None) -> list[TokenRecord]:
         """Returns a record for each token of the prompt; the first one has no probabilities."""
-        request, text_of = self.stream.request, self._tokenizer.token_text
+        request = self.stream.request
+        text_of = self._tokenizer.token_text
         ids = list(request.ids)
         records: list[TokenRecord] = [{"id": ids[0], "text": text_of(ids[0])}]
         if steps is not None:
@@ -122,7 +134,8 @@ class AsyncEngine:
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
         """
-        self.run, self.name = run, name
+        self.run = run
+        self.name = name
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         self._batch = SlotBatch(run, options, self._config, logit_processor=logit_processor)
         self._cache_dir = options.cache_dir
@@ -135,13 +148,16 @@ class AsyncEngine:
         self._responders: dict[Job, _Responder] = {}
         # Applying settings takes a millisecond, and clients often send the same settings again.
         self._cached_config = lru_cache(CACHED_SETTINGS)(self._apply_overrides)
-        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()  # the engine's thread has work
         self._one_adapter = asyncio.Lock()  # one adapter is loaded at a time, which limits the memory for its files
         self._one_save = asyncio.Lock()  # one copy of the prefix cache exists at a time
-        self._state, self._doing, self._closing = "loading", "warming up", False
+        self._state = "loading"
+        self._doing = "warming up"
+        self._closing = False
         self._counters: Counter[str] = Counter()
-        self._compiling: set[tuple[ProgramKey, bool, int | None]] = set()  # queued or running
-        self._failed: set[tuple[ProgramKey, bool, int | None]] = set()
+        self._compiling: set[_Programs] = set()  # queued or running
+        self._failed: set[_Programs] = set()
         self._embedder_requested = False
         self._preparer = ThreadPoolExecutor(1, "prepare")
         self._compiler = ThreadPoolExecutor(1, "compile")
@@ -330,7 +346,8 @@ class AsyncEngine:
         """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
         with self._lock:
             if self._state in ("ready", "loading"):
-                self._state, self._doing = "draining", "it accepts no more requests"
+                self._state = "draining"
+                self._doing = "it accepts no more requests"
         until = time.monotonic() + seconds
         while (self._responders or len(self._embeddings)) and self._state == "draining" and time.monotonic() < until:
             await asyncio.sleep(0.02)
@@ -341,7 +358,8 @@ class AsyncEngine:
         with self._lock:
             self._closing = True
             if self._state in ("ready", "loading"):
-                self._state, self._doing = "draining", "it is being closed"
+                self._state = "draining"
+                self._doing = "it is being closed"
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -365,7 +383,7 @@ class AsyncEngine:
 
         The engine calls this method for every request that waits for its programs.
         """
-        program = self._batch.program_key(config), echo, subset
+        program = _Programs(self._batch.program_key(config), echo, subset)
         if program in self._failed:
             raise RequestFailed("the programs for these settings could not be compiled")
         with self._lock:
@@ -388,7 +406,11 @@ class AsyncEngine:
 
     def _compile_in_background(self) -> None:
         """Queues the compilation of the programs that requests may need later."""
-        wanted = [(self._config, name == "echo") for name in ("steps", "echo") if name in self._background]
+        wanted: list[tuple[Config, bool]] = []  # configuration, and whether log-probabilities of prompts are reported
+        if "steps" in self._background:
+            wanted.append((self._config, False))
+        if "echo" in self._background:
+            wanted.append((self._config, True))
         if "strategies" in self._background:
             other = "chain" if self._config.generation.strategy == "entropy" else "entropy"
             with contextlib.suppress(UserError):  # the run may have settings that contradict the router
@@ -400,9 +422,9 @@ class AsyncEngine:
             with self._lock:
                 self._request_embedder()
 
-    def _compile(self, program: tuple[ProgramKey, bool, int | None], config: Config) -> None:
+    def _compile(self, program: _Programs, config: Config) -> None:
         try:
-            self._batch.compile(config, *program[1:])
+            self._batch.compile(config, program.echo, program.subset)
         except Exception:
             log.exception("the programs of a request could not be compiled")
             self._failed.add(program)
@@ -415,19 +437,21 @@ class AsyncEngine:
 
     def _work(self) -> None:
         try:
-            usual = self._batch.row_params(with_default_seed(self._config, 0)).subset if "steps" in self._background else None
-            self._batch.compile(self._config, subset=usual)
+            usual_steps = None  # compiles the program for all sampling steps
+            if "steps" in self._background:
+                usual_steps = self._batch.row_params(with_default_seed(self._config, 0)).subset
+            self._batch.compile(self._config, subset=usual_steps)
             with self._lock:
                 if self._state == "loading":
-                    self._state, self._doing = "ready", "serving"
+                    self._state = "ready"
+                    self._doing = "serving"
             self._compile_in_background()
             while not self._closing:
                 self._wake.clear()
                 self._copy_prefixes()
                 outputs = self._engine.step()
-                streams = {responder.stream: None for output in outputs if (responder := self._deliver(output))}
-                if streams:
-                    wake_readers(streams)
+                responders = {self._deliver(output) for output in outputs}
+                wake_readers(responder.stream for responder in responders if responder is not None)
                 embedded = self._embeddings.step()
                 if not outputs and not embedded and self._engine.idle:
                     self._wake.wait()

@@ -42,7 +42,7 @@ class EmbeddingQueue:
         self._lock = Lock()
         self._embedder: Embedder | None = None
         self._jobs: deque[EmbeddingJob] = deque()
-        self._running: EmbeddingJob | None = None
+        self._running: EmbeddingJob | None = None  # the job whose text the embedder has begun
         self.embedded_tokens = 0
         self.embedded_texts = 0
         self._failed = False  # whether the programs could not be compiled

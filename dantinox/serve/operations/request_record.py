@@ -80,11 +80,12 @@ class RequestRecord:
             yield
             return
         self.usage.reserve_tokens(most)
-        before = self.prompt_tokens, self.new_tokens
+        prompt_before = self.prompt_tokens
+        new_before = self.new_tokens
         try:
             yield
         finally:
-            self.usage.settle_tokens(most, self.prompt_tokens - before[0], self.new_tokens - before[1])
+            self.usage.settle_tokens(most, self.prompt_tokens - prompt_before, self.new_tokens - new_before)
 
     @property
     def prompt_tokens(self) -> int:
