@@ -5,7 +5,7 @@ Sources: KoboldCpp's API documentation, and the requests of its clients.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -39,10 +39,11 @@ from dantinox.text import Tokenizer
 
 KOBOLDAI_VERSION = "1.2.5"  # supported version of KoboldAI's API
 KOBOLDCPP_VERSION = "1.74"  # supported version of KoboldCpp's API: the lowest for which Lite enables all features
-FEATURES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "savedata"
+MISSING_FEATURES = ("txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "savedata")
 # Clients poll these paths while they read a stream.
 UNLIMITED = ("/api/extra/generate/check", "/api/extra/abort", "/api/extra/last_logprobs")
-MAX_FINISHED, KEEP_SECONDS = 64, 600.0  # number of finished generations that are kept, and seconds for which they are kept
+MAX_FINISHED = 64  # number of finished generations that are kept
+KEEP_SECONDS = 600.0  # for which a finished generation is kept
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "loop": "length", "cancelled": "length"}
 STOP_REASON_NUMBERS = {None: -1, "length": 0, "loop": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`
 ERROR_TYPES = {400: "bad_input", 401: "unauthorized", 429: "service_unavailable", 503: "service_unavailable"}
@@ -92,7 +93,8 @@ async def parse(
     """
     if stream and (body.n or 1) > 1:
         raise RequestError(400, f"n must be 1 in a stream, got {body.n}: /api/v1/generate returns several results", param="n")
-    model, base = service.model, service.engine.settings({}).generation
+    model = service.model
+    base = service.engine.settings({}).generation
     has_lora = isinstance(body.model, str) and body.model.startswith(f"{service.engine.name}:")
     lora = service.check_model(body.model if has_lora else None, body.lora)
     memory = body.memory or ""
@@ -102,17 +104,7 @@ async def parse(
     if body.replace_instruct_placeholders is not False and any("{{[" in text for text in (memory, prompt, *stops)):
         ends, memory, prompt, stops = await run_in_thread(placeholders.fill_all, memory, prompt, stops)
     settings = body.settings(base) | await run_in_thread(_bans, model.tokenizer, base, body)
-    texts, ids = split_stops(model.tokenizer, stops)
-    ids += sorted(ends.difference(model.tokenizer.stop_ids))
-    if body.stop_sequence is not None:
-        settings["stop"] = texts
-    if ids:
-        settings["stop_token_ids"] = [*base.stop_token_ids, *dict.fromkeys(ids)]
-    if body.trim_stop is not None and (settings.get("stop", base.stop) or ids or base.stop_token_ids):
-        settings["keep_stop"] = not body.trim_stop
-    if body.singleline:
-        settings |= {"stop": [*(texts if body.stop_sequence is not None else base.stop), "\n"], "keep_stop": False}
-    config = service.settings(settings)
+    config = service.settings(settings | _stop_settings(model.tokenizer, base, body, stops, ends))
     context = min(service.context, max(body.max_context_length or service.context, MIN_TOKENS))
     requested = config.generation.max_new_tokens
     try:
@@ -121,8 +113,33 @@ async def parse(
         raise RequestError(400, str(error), param="prompt") from None
     config = with_generation(config, max_new_tokens=new, n=1 if stream else config.generation.n)
     logprobs = min(MAX_ALTERNATIVES, model.tokenizer.vocab_size) if body.logprobs else None
-    (request,) = await healed(model, [GenerationRequest(tuple(found), config, logprobs, False, body.constraint(), lora=lora)])
+    request = GenerationRequest(tuple(found), config, logprobs=logprobs, constraint=body.constraint(), lora=lora)
+    (request,) = await healed(model, [request])
     return Generation(model.tokenizer, generations, body.genkey or "", request, stream)
+
+
+def _stop_settings(
+    tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody, stops: Sequence[str], ends: frozenset[int]
+) -> dict[str, Any]:
+    """Returns the settings of what ends an answer.
+
+    Args:
+      base: the generation settings of the server.
+      stops: the stop strings of the body, without placeholders.
+      ends: the tokens that end a turn of the placeholders.
+    """
+    texts, ids = split_stops(tokenizer, stops)
+    ids += sorted(ends.difference(tokenizer.stop_ids))
+    found: dict[str, Any] = {}
+    if body.stop_sequence is not None:
+        found["stop"] = texts
+    if ids:
+        found["stop_token_ids"] = [*base.stop_token_ids, *dict.fromkeys(ids)]
+    if body.trim_stop is not None and (found.get("stop", base.stop) or ids or base.stop_token_ids):
+        found["keep_stop"] = not body.trim_stop
+    if body.singleline:
+        found |= {"stop": [*found.get("stop", base.stop), "\n"], "keep_stop": False}
+    return found
 
 
 def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> dict[str, Any]:
@@ -167,7 +184,10 @@ class Generation(Reply):
     def __init__(self, tokenizer: Tokenizer, generations: "Generations", key: str, request: GenerationRequest, stream: bool):
         super().__init__([request], stream)
         samples = request.config.generation.n
-        self.key, self.request, self._tokenizer, self._generations = key, request, tokenizer, generations
+        self.key = key
+        self.request = request
+        self._tokenizer = tokenizer
+        self._generations = generations
         self.texts = [""] * samples
         self.tokens = [0] * samples
         self.reasons: list[str | None] = [None] * samples
@@ -194,7 +214,9 @@ class Generation(Reply):
         for text, tokens, reason in zip(self.texts, self.tokens, self.reasons, strict=True):
             known: dict[str, JSON] = {"text": text, "finish_reason": FINISH_REASONS[reason or "length"]}
             known |= {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
-            results.append(known if results else known | {"logprobs": self.logprobs()})
+            if not results:  # of the first sample only
+                known["logprobs"] = self.logprobs()
+            results.append(known)
         return {"results": results}
 
     def logprobs(self) -> dict[str, JSON] | None:
@@ -227,14 +249,14 @@ class Generations:
     """
 
     def __init__(self) -> None:
-        self._kept: list[Generation] = []
-        self.last: Generation | None = None
+        self._kept: list[Generation] = []  # the oldest first
+        self.last: Generation | None = None  # the one that has ended last
         self.count = 0
         self.started = time.monotonic()
         self.last_request = time.monotonic()
 
     def add(self, generation: Generation) -> None:
-        self.count = self.count + 1
+        self.count += 1
         self.last_request = time.monotonic()
         self._kept = [*self._recent(), generation]
 
@@ -243,8 +265,9 @@ class Generations:
         self._kept = self._recent()
         running = [one for one in self._kept if one.ended is None]
         if not key:
-            return [one for one in running if not one.key] if len(running) == 1 else []
-        return [one for one in (running if live else self._kept) if one.key == key]
+            return running if len(running) == 1 and not running[0].key else []
+        candidates = running if live else self._kept
+        return [one for one in candidates if one.key == key]
 
     def finish(self, generation: Generation) -> None:
         self.last = generation
@@ -272,7 +295,7 @@ def _info_routes(service: Service) -> list[Route]:
     """Returns the routes that describe the server. Paths of KoboldAI's API exist under `v1` and `latest`."""
     engine = service.engine
     about: dict[str, JSON] = {"result": "KoboldCpp", "version": KOBOLDCPP_VERSION, "protected": bool(service.options.keys)}
-    about |= dict.fromkeys(FEATURES, False) | {"embeddings": True, "guidance": engine.status().slots > 1}
+    about |= dict.fromkeys(MISSING_FEATURES, False) | {"embeddings": True, "guidance": engine.status().slots > 1}
     about["server"] = f"DantinoX {__version__}"
 
     def route(path: str, content: Callable[[], JSON], purpose: str) -> Route:
@@ -349,7 +372,8 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
 
     async def check(request: Request) -> Response:
         """Returns the text that a running generation has produced so far."""
-        texts = [text for one in (await find(request))[-1:] for text in one.texts] or [""]
+        found = await find(request)
+        texts = found[-1].texts if found else [""]
         return JSONResponse({"results": [{"text": text} for text in texts]})
 
     async def abort(request: Request) -> Response:
@@ -362,8 +386,8 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
 
     async def logprobs(request: Request) -> Response:
         """Returns the log-probabilities of a generation."""
-        last = [one.logprobs() for one in (await find(request))[-1:]]
-        return JSONResponse({"logprobs": last[0] if last else None})
+        found = await find(request)
+        return JSONResponse({"logprobs": found[-1].logprobs() if found else None})
 
     async def perf(request: Request) -> Response:
         """Returns times and counts of the last generation and of the server."""
@@ -386,7 +410,8 @@ def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
     found |= {"last_input_count": 0, "last_process_time": 0.0, "last_eval_time": 0.0, "last_process_speed": 0.0}
     found |= {"last_eval_speed": 0.0, "last_draft_success": 0, "last_draft_failed": 0}
     if last is not None:
-        stats, seed = last.streams[0].stats, last.request.config.generation.seed
+        stats = last.streams[0].stats
+        seed = last.request.config.generation.seed
         prefill = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
         decoding = max(stats.seconds - stats.first_token_seconds, 0.0)
         new = sum(last.tokens)

@@ -64,16 +64,14 @@ def _to_prompts(value: Any) -> list[list[str | int]]:
     """
     if type(value) is int:  # a token id may be a part of a prompt, but is not a prompt
         raise ValueError("must be a string, a list of strings and token ids, or a list of these")
-    several = (
-        isinstance(value, list)
-        and value != []
-        and (all(isinstance(part, str) for part in value) or any(isinstance(part, list | dict) for part in value))
-    )
-    prompts = value if several else [value]
+    parts = value if isinstance(value, list) else []
+    are_texts = parts != [] and all(isinstance(part, str) for part in parts)
+    are_prompts = any(isinstance(part, list | dict) for part in parts)
+    prompts = parts if are_texts or are_prompts else [value]
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"must have at most {MAX_PROMPTS} prompts")
     lists = [prompt if isinstance(prompt, list) else [prompt] for prompt in prompts]
-    return [[_to_part(part) for part in parts] for parts in lists]
+    return [[_to_part(part) for part in one] for one in lists]
 
 
 def _to_bias(value: Any) -> Any:
@@ -143,7 +141,9 @@ class LlamaBody(LlamaOptions):
             raise RequestError(400, "grammar and json_schema both constrain the answer: use one of them", param="json_schema")
         if self.grammar:
             return Constraint("gbnf", self.grammar)
-        return Constraint("json_schema", json.dumps(self.json_schema)) if self.json_schema is not None else None
+        if self.json_schema is not None:
+            return Constraint("json_schema", json.dumps(self.json_schema))
+        return None
 
 
 class LlamaCompletionBody(LlamaBody):
@@ -229,8 +229,10 @@ async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply
     Raises:
       RequestError, UserError: the body cannot be served.
     """
-    model, tokenizer = service.model, service.tokenizer
-    check_ids(tokenizer, [part for parts in body.prompt for part in parts if isinstance(part, int)], "prompt")
+    model = service.model
+    tokenizer = service.tokenizer
+    every_part = [part for parts in body.prompt for part in parts]
+    check_ids(tokenizer, [part for part in every_part if isinstance(part, int)], "prompt")
 
     def encode(parts: Sequence[str | int]) -> list[int]:
         ids: list[int] = []
@@ -242,7 +244,6 @@ async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply
                 ids += encode_part(part, parse_special=True)
         return ids or model.prompt_ids("")
 
-    every_part = [part for parts in body.prompt for part in parts]
     characters = sum(len(part) for part in every_part if isinstance(part, str))
     prompts = await _encode("prompt", characters + len(every_part), lambda: [encode(parts) for parts in body.prompt])
     return await _reply(service, body, await _settings(service, body), prompts)
@@ -338,6 +339,7 @@ class LlamaReply(Reply):
         self._body = body
         self._samples = requests[0].config.generation.n
         self._answers = [_Answer() for _ in range(len(requests) * self._samples)]
+        self._prompt_texts: dict[int, str] = {}  # by request number
         self._max_seconds = max(body.t_max_predict_ms or 0, 0) / 1e3  # 0: no limit
 
     def add(self, number: int, delta: Delta) -> None:
@@ -404,7 +406,6 @@ class LlamaReply(Reply):
         new_tokens = stats.new_tokens if self._samples == 1 else answer.token_count  # `stats` counts all samples together
         first = stats.first_token_seconds if stats.new_tokens else stats.seconds
         stop_type = STOP_TYPES[answer.reason]
-        detokenizer = self._tokenizer.detokenizer(self._tokenizer.special_ids)
         return {
             "index": index,
             "content": "",
@@ -420,7 +421,7 @@ class LlamaReply(Reply):
                 "n_cmpl": self._samples,
                 "grammar": self._body.grammar or "",
             },
-            "prompt": detokenizer.push(request.ids) + detokenizer.flush(),
+            "prompt": self._prompt_text(number),
             "stop_type": stop_type,
             "stopping_word": answer.stop_string,
             "truncated": stop_type == "limit" and prompt_tokens + new_tokens >= self._context,
@@ -432,6 +433,13 @@ class LlamaReply(Reply):
                 **_timings("predicted", new_tokens, stats.seconds - first),
             },
         }
+
+    def _prompt_text(self, number: int) -> str:
+        """Returns the text of a prompt with the names of its special tokens; its answers share it."""
+        if number not in self._prompt_texts:
+            detokenizer = self._tokenizer.detokenizer(self._tokenizer.special_ids)
+            self._prompt_texts[number] = detokenizer.push(self.requests[number].ids) + detokenizer.flush()
+        return self._prompt_texts[number]
 
     def _selected(self, response: dict[str, JSON]) -> dict[str, JSON]:
         """Returns the `response_fields` of a response; fields that it does not have are left out."""
