@@ -55,9 +55,11 @@ class Reply:
     truncate_on_error: ClassVar[bool] = False
 
     def __init__(self, requests: Sequence[GenerationRequest], stream: bool):
-        self.requests, self.stream = requests, stream
+        self.requests = requests
+        self.stream = stream
         self.streams: dict[int, ResponseStream] = {}
-        self.aborted = self.failed = False
+        self.aborted = False
+        self.failed = False
 
     def on_accepted(self) -> None:
         """Called after the engine has accepted a request."""
@@ -375,7 +377,8 @@ class _EventStream:
     """A response of events, each sent as soon as it is available. The generator is always closed."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], reply: Reply):
-        self._events, self._reply = events, reply
+        self._events = events
+        self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", self._reply.media_type.encode()), (b"x-accel-buffering", b"no")]

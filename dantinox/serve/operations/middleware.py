@@ -115,7 +115,8 @@ class Guard:
         if record.key is None or scope["method"] != "POST" or scope["path"] in self._unlimited:
             await self._run_while_connected(scope, body, receive, send)
             return
-        record.usage = usage = self._options.keys.usage_of(record.key)
+        usage = self._options.keys.usage_of(record.key)
+        record.usage = usage
         try:
             usage.begin()
         except RequestError as error:

@@ -124,7 +124,8 @@ def _http_attributes(record: RequestRecord) -> dict[str, Any]:
 
 def generation_attributes(record: RequestRecord, generation: Generation) -> dict[str, Any]:
     """Returns the attributes of one prompt: model, settings, tokens and finish reasons; no prompt and no generated text."""
-    section, stats = generation.request.config.generation, generation.stats
+    section = generation.request.config.generation
+    stats = generation.stats
     settings = {name: getattr(section, key) for key, name in SETTINGS.items()}
     if section.greedy:
         settings["gen_ai.request.temperature"] = 0.0

@@ -171,7 +171,8 @@ class ModelPool:
         self._timers = set[asyncio.TimerHandle]()
         self._changes = set[asyncio.Future[None]]()
         for member in self.members.values():
-            member.file_size = member.size = sizes.get(member.name, 0)
+            member.file_size = sizes.get(member.name, 0)
+            member.size = member.file_size
             if memory is not None and member.size > memory:
                 raise UserError(f"the model {member.name} {self._too_large(member.size)}")
 
@@ -390,7 +391,10 @@ class ModelPool:
             member.loras = dict(opened.engine.lora_paths)
             await asyncio.to_thread(opened.engine.close)
             member.past.update(opened.engine.status().counters)
-        member.opened = member.service = member.app = opened = None
+        opened = None  # nothing may refer to the model any more, so that its memory is free
+        member.opened = None
+        member.service = None
+        member.app = None
         await asyncio.to_thread(_free_memory)
         member.state = "unloaded"
         member.unloads += 1

@@ -51,18 +51,13 @@ def make_pool_app(pool: ModelPool, options: Options) -> ASGIApp:
     pool.attach = attach
     service = Service(pool.preload().engine, replace(options, aliases={}), metrics)
     dispatch = _Dispatcher(directory)
-    routes = [
-        *server_routes(pool, metrics, options, directory.counts),
-        *directory.routes(),
-        *(route for protocol in PROTOCOLS if not protocol.needs_model for route in protocol.routes(service)),
-        *(
-            Route(route.path, dispatch, methods=sorted(route.methods or ()) or None)
-            for protocol in PROTOCOLS
-            if protocol.needs_model
-            for route in protocol.routes(service)
-            if route.path not in LIST_PATHS
-        ),
-    ]
+    routes = [*server_routes(pool, metrics, options, directory.counts), *directory.routes()]
+    for protocol in PROTOCOLS:
+        for route in protocol.routes(service):
+            if not protocol.needs_model:
+                routes.append(route)
+            elif route.path not in LIST_PATHS:
+                routes.append(Route(route.path, dispatch, methods=sorted(route.methods or ()) or None))
     return guarded(make_router(routes), {route.path for route in routes}, options, metrics)
 
 

@@ -401,40 +401,63 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
     ]
 
 
+# The fields of `/perf` about the last generation, before there is one.
+NO_GENERATION: dict[str, JSON] = {
+    "last_process": 0.0,
+    "last_eval": 0.0,
+    "last_token_count": 0,
+    "last_seed": -1,
+    "stop_reason": STOP_REASON_NUMBERS[None],
+    "last_input_count": 0,
+    "last_process_time": 0.0,
+    "last_eval_time": 0.0,
+    "last_process_speed": 0.0,
+    "last_eval_speed": 0.0,
+    "last_draft_success": 0,
+    "last_draft_failed": 0,
+}
+
+
 def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
     """Returns statistics of the last generation and of the server."""
     status = service.engine.status()
     now = time.monotonic()
-    last = generations.last
-    found: dict[str, JSON] = {"last_process": 0.0, "last_eval": 0.0, "last_token_count": 0, "last_seed": -1, "stop_reason": -1}
-    found |= {"last_input_count": 0, "last_process_time": 0.0, "last_eval_time": 0.0, "last_process_speed": 0.0}
-    found |= {"last_eval_speed": 0.0, "last_draft_success": 0, "last_draft_failed": 0}
-    if last is not None:
-        stats = last.streams[0].stats
-        seed = last.request.config.generation.seed
-        prefill = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
-        decoding = max(stats.seconds - stats.first_token_seconds, 0.0)
-        new = sum(last.tokens)
-        prompt = len(last.request.ids)
-        found |= {"last_process": prefill, "last_process_time": prefill, "last_eval": decoding, "last_eval_time": decoding}
-        found |= {"last_process_speed": prompt / prefill if prefill else 0.0, "last_input_count": prompt}
-        accepted = stats.counts["accepted_draft_tokens"]
-        found |= {"last_eval_speed": new / decoding if decoding else 0.0, "last_draft_success": accepted}
-        found["last_draft_failed"] = stats.counts["draft_tokens"] - accepted
-        found |= {"last_token_count": new, "last_seed": -1 if seed is None else seed}
-        found["stop_reason"] = STOP_REASON_NUMBERS[last.reasons[0]]
-    found |= {
+    last = NO_GENERATION if generations.last is None else _generation_statistics(generations.last)
+    return {
+        **last,
         "total_gens": generations.count,
         "total_img_gens": 0,
         "total_tts_gens": 0,
         "queue": status.queued,
         "idle": int(status.busy == 0),
-    }
-    found |= {
         "total_transcribe_gens": 0,
         "hordeexitcounter": -1,
         "uptime": now - generations.started,
         "idletime": now - generations.last_request,
         "quiet": True,
     }
-    return found
+
+
+def _generation_statistics(one: Generation) -> dict[str, JSON]:
+    """Returns the fields of `NO_GENERATION` for a generation; times are in seconds, and speeds in tokens per second."""
+    stats = one.streams[0].stats
+    seed = one.request.config.generation.seed
+    prefill = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
+    decoding = max(stats.seconds - stats.first_token_seconds, 0.0)
+    new = sum(one.tokens)
+    prompt = len(one.request.ids)
+    accepted = stats.counts["accepted_draft_tokens"]
+    return {
+        "last_process": prefill,
+        "last_eval": decoding,
+        "last_token_count": new,
+        "last_seed": -1 if seed is None else seed,
+        "stop_reason": STOP_REASON_NUMBERS[one.reasons[0]],
+        "last_input_count": prompt,
+        "last_process_time": prefill,
+        "last_eval_time": decoding,
+        "last_process_speed": prompt / prefill if prefill else 0.0,
+        "last_eval_speed": new / decoding if decoding else 0.0,
+        "last_draft_success": accepted,
+        "last_draft_failed": stats.counts["draft_tokens"] - accepted,
+    }

@@ -154,7 +154,8 @@ def sampler_settings(names: Sequence[str] | str) -> dict[str, object]:
 
 def reported_options(section: GenerationSection) -> dict[str, Any]:
     """Returns the options that apply to a request, by llama.cpp's names and with its values, from the settings."""
-    low, high = section.dynatemp_low, section.dynatemp_high
+    low = section.dynatemp_low
+    high = section.dynatemp_high
     order = section_order(section)
     placed = {name: order.index(steps[0]) for name, (steps, _) in SAMPLERS.items() if steps[0] in order}
     return {

@@ -255,7 +255,9 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
             400, f"{where} must be a tool with name and input_schema; server tools are not supported", param=where
         )
     function = {"name": tool.get("name"), "description": tool.get("description", ""), "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function | ({"strict": True} if tool.get("strict") is True else {})}
+    if tool.get("strict") is True:
+        function["strict"] = True
+    return {"type": "function", "function": function}
 
 
 # --- replies
@@ -337,7 +339,9 @@ class MessagesReply(Reply):
         kind, name, delta = BLOCKS[part.kind]
         events = []
         if not self._blocks or self._blocks[-1]["type"] != kind:
-            empty = {"type": kind, name: ""} | ({"signature": ""} if kind == "thinking" else {})
+            empty = {"type": kind, name: ""}
+            if kind == "thinking":
+                empty["signature"] = ""
             events = [*self._end_block(), self._begin_block(empty)]
         self._blocks[-1][name] += part.text
         return [*events, self._delta({"type": delta, name: part.text})]

@@ -327,7 +327,8 @@ class NativeReply(Reply):
             tokens = [record | {"text": self._visible.get(record["id"], record["text"])} for record in tokens]
         content = {"sample": delta.sample, "text": delta.text, "tokens": tokens}
         if delta.finish_reason is not None:
-            content["finish_reason"] = self._reasons[delta.sample] = delta.finish_reason
+            content["finish_reason"] = delta.finish_reason
+            self._reasons[delta.sample] = delta.finish_reason
         if self._prepared is not None:
             self._fields_of(self._prepared, delta.sample).push(delta.text, delta.finish_reason)
         return begin + _event("token", content)

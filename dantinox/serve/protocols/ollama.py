@@ -132,8 +132,9 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
         ids = prepared.ids
     if body.context:
         check_ids(service.tokenizer, body.context, "context")
-        begins_with_bos = ids[:1] == [service.tokenizer.bos_id]
-        ids = [*body.context, *(ids[1:] if begins_with_bos else ids)]
+        if ids[:1] == [service.tokenizer.bos_id]:
+            ids = ids[1:]
+        ids = [*body.context, *ids]
     if body.truncate is not False:
         ids = shortened(ids, _context(service, body), config.generation.max_new_tokens, body.options.num_keep)
     return await _reply(service, body, config, ids, "prompt", prepared, lora)
@@ -249,14 +250,19 @@ async def _reply(
 def _response(text: str, thinking: str, calls: Sequence[JSON]) -> dict[str, JSON]:
     """The fields of an answer to `/api/generate`, which has no tools."""
     found: dict[str, JSON] = {"response": text}
-    return found | ({"thinking": thinking} if thinking else {})
+    if thinking:
+        found["thinking"] = thinking
+    return found
 
 
 def _message(text: str, thinking: str, calls: Sequence[JSON]) -> dict[str, JSON]:
     """The fields of an answer to `/api/chat`."""
     message: dict[str, JSON] = {"role": "assistant", "content": text}
-    message |= {"thinking": thinking} if thinking else {}
-    return {"message": message | ({"tool_calls": [*calls]} if calls else {})}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = [*calls]
+    return {"message": message}
 
 
 def _tool_calls(calls: Sequence[Mapping[str, Any]]) -> list[JSON]:
@@ -428,12 +434,23 @@ def _model_routes(service: Service) -> list[Route]:
         config = service.model.model.config
         template = service.options.template
         details = await run_in_thread(_details, service)
-        known: dict[str, JSON] = {"general.architecture": "dantinox", "general.parameter_count": service.model.parameters}
-        known |= {"dantinox.context_length": service.context, "dantinox.embedding_length": config.dim}
-        known |= {"dantinox.vocab_size": config.vocab_size}
-        content: dict[str, JSON] = {"modelfile": "", "parameters": "", "template": "" if template is None else template.source}
-        content |= {"details": details, "model_info": known, "modified_at": started}
-        return JSONResponse(content | {"capabilities": _capability_names(service)})
+        info: dict[str, JSON] = {
+            "general.architecture": "dantinox",
+            "general.parameter_count": service.model.parameters,
+            "dantinox.context_length": service.context,
+            "dantinox.embedding_length": config.dim,
+            "dantinox.vocab_size": config.vocab_size,
+        }
+        content: dict[str, JSON] = {
+            "modelfile": "",
+            "parameters": "",
+            "template": "" if template is None else template.source,
+            "details": details,
+            "model_info": info,
+            "modified_at": started,
+            "capabilities": _capability_names(service),
+        }
+        return JSONResponse(content)
 
     async def version(request: Request) -> Response:
         """Returns the supported version of Ollama's API."""

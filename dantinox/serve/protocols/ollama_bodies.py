@@ -151,7 +151,9 @@ class OllamaMessage(Message):
 
     def fields(self) -> dict[str, Any]:
         found = self.model_dump(exclude_none=True, exclude={"images", "thinking"})
-        return found | ({"reasoning_content": self.thinking} if self.thinking else {})
+        if self.thinking:
+            found["reasoning_content"] = self.thinking
+        return found
 
 
 class ChatBody(OllamaBody):

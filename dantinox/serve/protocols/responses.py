@@ -388,7 +388,9 @@ class ResponsesReply(Reply):
 
     def _begin_item(self, prefix: str, item: dict[str, Any]) -> list[dict[str, Any]]:
         self._items.append({"id": f"{prefix}_{secrets.token_hex(12)}", "status": "in_progress", **item})
-        added = {**self._items[-1]} | ({"content": []} if "content" in item else {})
+        added = {**self._items[-1]}
+        if "content" in item:
+            added["content"] = []  # a list of its own, which the parts of the item do not fill
         return [{"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": added}]
 
     def _end_item(self, status: str = "completed") -> list[dict[str, Any]]:

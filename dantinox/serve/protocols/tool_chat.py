@@ -319,7 +319,8 @@ class ReplyFields:
 
     def __init__(self, parser: ReplyParser | None):
         """`parser` is None if the whole text is the answer."""
-        self.content = self.reasoning = ""
+        self.content = ""
+        self.reasoning = ""
         self.calls: list[dict[str, Any]] = []
         self._parser = parser
 
@@ -331,7 +332,10 @@ class ReplyFields:
         """Returns the parts that new text makes known."""
         if self._parser is None:
             return [Part("content", text)] if text else []
-        return [*self._parser.push(text), *(self._parser.finish() if finish_reason is not None else ())]
+        parts = [*self._parser.push(text)]
+        if finish_reason is not None:
+            parts += self._parser.finish()
+        return parts
 
     def reason(self, finish_reason: str | None) -> str | None:
         """Returns the finish reason in OpenAI's format: `tool_calls` if the reply has ended with tool calls."""
