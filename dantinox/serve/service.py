@@ -109,7 +109,8 @@ class Service:
         self.tokenizer = engine.run.tokenizer
         # One thread, because the process that renders templates handles one conversation at a time.
         self._template_thread = ThreadPoolExecutor(1, "chat template")
-        check_aliases(options.aliases, self._own_names())
+        if options.aliases:
+            check_aliases(options.aliases, self._own_names())
 
     def _own_names(self) -> list[str]:
         """Returns the names of the model, alone and with each adapter."""
