@@ -66,6 +66,8 @@ class Unavailable(RequestError):
 
     def __init__(self, message: str):
         super().__init__(503, message, code="unavailable", headers=HEADERS_OF_CODES["unavailable"])
+
+
 # Name → status, code, message with placeholders.
 ERRORS: dict[str, tuple[int, str | None, str]] = {
     "internal": (500, "internal_error", "the server failed: see its log"),
