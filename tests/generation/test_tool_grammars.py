@@ -247,7 +247,7 @@ def test_schemas_with_many_parts_are_merged_in_linear_time(parts, monkeypatch):
 )
 def test_references_that_multiply_a_schema_are_refused(name, parameters):
     """The grammars would have over 20 million characters, a thousand times as many as the schemas."""
-    with pytest.raises(UserError, match="(use fewer or|use) smaller"):
+    with pytest.raises(UserError, match=r"(use fewer or|use) smaller"):
         tool_grammars(reply_format(None, BYTES, name), [Tool("t", parameters)], BYTES)
 
 
