@@ -145,8 +145,11 @@ class KeyUsage:
         """Counts the end of a request."""
         self.running -= 1
 
-    def reserve_tokens(self, tokens: int) -> None:
+    def reserve_tokens(self, tokens: int) -> int:
         """Takes the largest number of tokens that a request can use, before its work begins.
+
+        Returns:
+          The number of reserved tokens, for `settle_tokens`; 0 without a limit.
 
         Raises:
           RateLimited: the key has fewer tokens now.
@@ -154,7 +157,7 @@ class KeyUsage:
         """
         bucket = self._buckets.get("tokens")
         if bucket is None:
-            return
+            return 0
         name = self._key.name
         rate = bucket.per_minute
         if tokens > rate:
@@ -166,6 +169,7 @@ class KeyUsage:
         if wait := bucket.take(tokens, self._clock()):
             self.counts["refused_tokens"] += 1
             raise RateLimited(f"the key {name} has used its {rate:,} tokens per minute", wait)
+        return tokens
 
     def settle_tokens(self, reserved: int, prompt: int, new: int) -> None:
         """Replaces a reservation by the tokens that the request has used."""
