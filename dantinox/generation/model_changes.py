@@ -26,7 +26,7 @@ class NewAdapter(NamedTuple):
 class ModelChanges:
     """Weights and adapters that have been prepared, and wait for the next step of an engine.
 
-    Any thread may call `replace_weights`, `load_adapter`, `fail_adapters` and `unload_adapter`. Only the thread of
+    Any thread may call `replace_weights`, `load_adapter`, `fail_waiting` and `unload_adapter`. Only the thread of
     `Engine.step` may call `add_waiting` and `install_weights`.
     """
 
@@ -81,11 +81,17 @@ class ModelChanges:
             self._new_adapters.append(new)
         return new.copied
 
-    def fail_adapters(self, error: Exception) -> None:
-        """Ends the futures of `load_adapter`, if no further step will copy the adapters."""
-        for new in self._take_adapters():
-            if new.copied.set_running_or_notify_cancel():
-                new.copied.set_exception(error)
+    def fail_waiting(self, error: Exception) -> None:
+        """Ends the futures of `load_adapter` and `replace_weights`, if no further step will apply the changes."""
+        with self._lock:
+            weights = self._weights
+            self._weights = None
+        futures = [new.copied for new in self._take_adapters()]
+        if weights is not None:
+            futures.append(weights[1])
+        for future in futures:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def unload_adapter(self, name: str) -> None:
         """Removes an adapter. The requests that use it continue.

@@ -203,7 +203,8 @@ async def _handle_request_error(request: Request, error: Exception) -> Response:
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+    if not isinstance(error, HTTPException):
+        raise error
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         request_error = http_error("method", allowed, request.method, headers={"allow": allowed})

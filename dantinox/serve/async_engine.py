@@ -33,6 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,19 +61,29 @@ MAX_CACHED_LENGTH = 4096  # the configuration of a request is cached if its sett
 log = logging.getLogger("dantinox.serve")
 
 
+class _Programs(NamedTuple):
+    """The programs of a request, as the arguments of `SlotBatch.compile`, with the key of its configuration."""
+
+    key: ProgramKey
+    echo: bool
+    subset: int | None
+
+
 class _Responder:
     """Turns the outputs of one job into the deltas of its stream."""
 
     def __init__(self, model: LoadedModel, stream: ResponseStream):
-        self.stream, self._tokenizer = stream, model.tokenizer
+        self.stream = stream
+        self._tokenizer = model.tokenizer
         request = stream.request
-        # Of the tokens alone, which only reports need; `SampleText` decodes the text.
+        # Decode each token by itself, for the reports on tokens: one for each sample. The engine decodes the text.
         reported = request.config.generation.n if request.logprobs is not None else 0
         self._detokenizers = [response_detokenizer(model.tokenizer, request.ids, request.healed or ()) for _ in range(reported)]
 
     def push_output(self, output: Output) -> None:
         """Adds the new tokens of one sample to the stream."""
-        request, ids = self.stream.request, output.ids
+        request = self.stream.request
+        ids = output.ids
         records: list[TokenRecord] = [{"id": token} for token in ids]
         if output.steps is not None and ids:
             detokenizer = self._detokenizers[output.sample]
@@ -84,7 +95,8 @@ class _Responder:
 
     def _prompt_records(self, steps: StepInfo | None) -> list[TokenRecord]:
         """Returns a record for each token of the prompt; the first one has no probabilities."""
-        request, text_of = self.stream.request, self._tokenizer.token_text
+        request = self.stream.request
+        text_of = self._tokenizer.token_text
         ids = list(request.ids)
         records: list[TokenRecord] = [{"id": ids[0], "text": text_of(ids[0])}]
         if steps is not None:
@@ -122,7 +134,8 @@ class AsyncEngine:
         Raises:
           UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
         """
-        self.run, self.name = run, name
+        self.run = run
+        self.name = name
         self._config = overlay(run.config, {**(overrides or {}), "n": 1})
         self._batch = SlotBatch(run, options, self._config, logit_processor=logit_processor)
         self._cache_dir = options.cache_dir
@@ -135,12 +148,16 @@ class AsyncEngine:
         self._responders: dict[Job, _Responder] = {}
         # Applying settings takes a millisecond, and clients often send the same settings again.
         self._cached_config = lru_cache(CACHED_SETTINGS)(self._apply_overrides)
-        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()  # the engine's thread has work
         self._one_adapter = asyncio.Lock()  # one adapter is loaded at a time, which limits the memory for its files
-        self._state, self._doing, self._closing = "loading", "warming up", False
+        self._one_save = asyncio.Lock()  # one copy of the prefix cache exists at a time
+        self._state = "loading"
+        self._doing = "warming up"
+        self._closing = False
         self._counters: Counter[str] = Counter()
-        self._compiling: set[tuple[ProgramKey, bool, int | None]] = set()  # queued or running
-        self._failed: set[tuple[ProgramKey, bool, int | None]] = set()
+        self._compiling: set[_Programs] = set()  # queued or running
+        self._failed: set[_Programs] = set()
         self._embedder_requested = False
         self._preparer = ThreadPoolExecutor(1, "prepare")
         self._compiler = ThreadPoolExecutor(1, "compile")
@@ -197,7 +214,7 @@ class AsyncEngine:
             self._responders[job] = _Responder(self.run, stream)
             self._counters["requests"] += 1
             self._counters["prompt_tokens"] += len(request.ids)
-        self._preparer.submit(self._prepare, job)
+            self._preparer.submit(self._prepare, job)  # with the lock, because `close` stops this executor
         return stream
 
     async def replace_weights(self, model: LoadedModel) -> None:
@@ -207,15 +224,16 @@ class AsyncEngine:
 
         Raises:
           UserError: the model has another architecture or another tokenizer.
+          Unavailable: the engine is loading, draining or has failed.
         """
+        self._check_ready()
         if model.model.config != self.run.model.config:
             raise UserError("the new weights have another architecture than the old ones: restart the server")
         if model.tokenizer.fingerprint != self.run.tokenizer.fingerprint:
             raise UserError("the run has another tokenizer than before: restart the server")
         weights = await asyncio.to_thread(self._batch.prepare_weights, model)
         replaced = self._engine.changes.replace_weights(weights)
-        self._wake.set()
-        await asyncio.wrap_future(replaced)
+        await self._applied(replaced)
         self.run.replace_model(model)
 
     async def embed(self, ids: Sequence[Sequence[int]], pooling: str) -> np.ndarray:
@@ -232,10 +250,7 @@ class AsyncEngine:
             check_length(row, self._batch.context)
             self.run.check_ids(row)
         with self._lock:
-            if self._state != "ready":
-                raise Unavailable(f"the server is {self._state}: {self._doing}")
-            if self._embeddings.failed:
-                raise RequestFailed("the programs for embeddings could not be compiled")
+            self._check_ready()
             if len(self._embeddings) > self._engine.load.queue:
                 self._counters["refused"] += 1
                 raise Busy(min(60.0, max(1.0, self._engine.job_seconds)))
@@ -246,7 +261,10 @@ class AsyncEngine:
 
     def _check_ready(self) -> None:
         if self._state != "ready":
-            raise Unavailable(f"the server is {self._state}: {self._doing}")
+            raise self._unavailable()
+
+    def _unavailable(self) -> Unavailable:
+        return Unavailable(f"the server is {self._state}: {self._doing}")
 
     @property
     def loras(self) -> tuple[str, ...]:
@@ -264,15 +282,19 @@ class AsyncEngine:
         async with self._one_adapter:
             self._check_ready()
             copied = await asyncio.to_thread(self._read_adapter, name, path)
-            self._wake.set()
-            if not self._thread.is_alive():
-                self._engine.changes.fail_adapters(Unavailable(f"the server is {self._state}: {self._doing}"))
-            await asyncio.wrap_future(copied)
+            await self._applied(copied)
             self.lora_paths[name] = path
 
     def _read_adapter(self, name: str, path: Path) -> Future[None]:
         rank = None if self._batch.adapters is None else self._batch.adapters.rank
         return self._engine.changes.load_adapter(name, self.run.read_lora(path, max_rank=rank))
+
+    async def _applied(self, change: Future[None]) -> None:
+        """Waits until a step of the engine has applied a change, or raises Unavailable if there may be no further step."""
+        self._wake.set()
+        if self._state != "ready" or not self._thread.is_alive():
+            self._engine.changes.fail_waiting(self._unavailable())
+        await asyncio.wrap_future(change)
 
     def unload_lora(self, name: str) -> None:
         """Unloads an adapter. The requests that use it continue; its place is free when the last of them has ended.
@@ -312,19 +334,20 @@ class AsyncEngine:
           UserError: the prefix cache is off or has no folder, or the files cannot be written.
           Unavailable: the engine is loading, draining or has failed.
         """
-        snapshot: Future[Callable[[], int]] = Future()
-        with self._lock:
-            if self._state != "ready":
-                raise Unavailable(f"the server is {self._state}: {self._doing}")
-            self._snapshots.append(snapshot)
-        self._wake.set()
-        return await asyncio.to_thread(await asyncio.wrap_future(snapshot))
+        async with self._one_save:
+            snapshot: Future[Callable[[], int]] = Future()
+            with self._lock:
+                self._check_ready()
+                self._snapshots.append(snapshot)
+            self._wake.set()
+            return await asyncio.to_thread(await asyncio.wrap_future(snapshot))
 
     async def drain(self, seconds: float) -> None:
         """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
         with self._lock:
             if self._state in ("ready", "loading"):
-                self._state, self._doing = "draining", "it accepts no more requests"
+                self._state = "draining"
+                self._doing = "it accepts no more requests"
         until = time.monotonic() + seconds
         while (self._responders or len(self._embeddings)) and self._state == "draining" and time.monotonic() < until:
             await asyncio.sleep(0.02)
@@ -335,7 +358,8 @@ class AsyncEngine:
         with self._lock:
             self._closing = True
             if self._state in ("ready", "loading"):
-                self._state, self._doing = "draining", "it is being closed"
+                self._state = "draining"
+                self._doing = "it is being closed"
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -359,7 +383,7 @@ class AsyncEngine:
 
         The engine calls this method for every request that waits for its programs.
         """
-        program = self._batch.program_key(config), echo, subset
+        program = _Programs(self._batch.program_key(config), echo, subset)
         if program in self._failed:
             raise RequestFailed("the programs for these settings could not be compiled")
         with self._lock:
@@ -382,7 +406,11 @@ class AsyncEngine:
 
     def _compile_in_background(self) -> None:
         """Queues the compilation of the programs that requests may need later."""
-        wanted = [(self._config, name == "echo") for name in ("steps", "echo") if name in self._background]
+        wanted: list[tuple[Config, bool]] = []  # configuration, and whether log-probabilities of prompts are reported
+        if "steps" in self._background:
+            wanted.append((self._config, False))
+        if "echo" in self._background:
+            wanted.append((self._config, True))
         if "strategies" in self._background:
             other = "chain" if self._config.generation.strategy == "entropy" else "entropy"
             with contextlib.suppress(UserError):  # the run may have settings that contradict the router
@@ -394,9 +422,9 @@ class AsyncEngine:
             with self._lock:
                 self._request_embedder()
 
-    def _compile(self, program: tuple[ProgramKey, bool, int | None], config: Config) -> None:
+    def _compile(self, program: _Programs, config: Config) -> None:
         try:
-            self._batch.compile(config, *program[1:])
+            self._batch.compile(config, program.echo, program.subset)
         except Exception:
             log.exception("the programs of a request could not be compiled")
             self._failed.add(program)
@@ -409,19 +437,21 @@ class AsyncEngine:
 
     def _work(self) -> None:
         try:
-            usual = self._batch.row_params(with_default_seed(self._config, 0)).subset if "steps" in self._background else None
-            self._batch.compile(self._config, subset=usual)
+            usual_steps = None  # compiles the program for all sampling steps
+            if "steps" in self._background:
+                usual_steps = self._batch.row_params(with_default_seed(self._config, 0)).subset
+            self._batch.compile(self._config, subset=usual_steps)
             with self._lock:
                 if self._state == "loading":
-                    self._state, self._doing = "ready", "serving"
+                    self._state = "ready"
+                    self._doing = "serving"
             self._compile_in_background()
             while not self._closing:
                 self._wake.clear()
                 self._copy_prefixes()
                 outputs = self._engine.step()
-                streams = {responder.stream: None for output in outputs if (responder := self._deliver(output))}
-                if streams:
-                    wake_readers(streams)
+                responders = {self._deliver(output) for output in outputs}
+                wake_readers(responder.stream for responder in responders if responder is not None)
                 embedded = self._embeddings.step()
                 if not outputs and not embedded and self._engine.idle:
                     self._wake.wait()
@@ -433,20 +463,22 @@ class AsyncEngine:
             self.on_failure()
             raise
         finally:
-            stopped = f"the server is {self._state}: {self._doing}"
             for responder in [*self._responders.values()]:
-                responder.stream.end(Unavailable(stopped))
-            self._embeddings.close(Unavailable(stopped))
+                responder.stream.end(self._unavailable())
+            self._embeddings.close(self._unavailable())
             self._responders.clear()
-            self._engine.changes.fail_adapters(Unavailable(stopped))
+            self._engine.changes.fail_waiting(self._unavailable())
             with self._lock:
                 for snapshot in self._snapshots:
-                    snapshot.set_exception(Unavailable(stopped))
+                    if snapshot.set_running_or_notify_cancel():
+                        snapshot.set_exception(self._unavailable())
 
     def _copy_prefixes(self) -> None:
-        """Copies the prefix cache for each call of `save_prefixes`."""
+        """Copies the prefix cache for each call of `save_prefixes` that still waits for it."""
         while self._snapshots:
             snapshot = self._snapshots.pop()
+            if not snapshot.set_running_or_notify_cancel():
+                continue
             try:
                 snapshot.set_result(self._batch.prefix_writer())
             except Exception as error:

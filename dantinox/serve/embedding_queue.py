@@ -34,7 +34,6 @@ class EmbeddingQueue:
 
     Attributes:
       embedded_tokens, embedded_texts: totals since the start.
-      failed: whether the programs could not be compiled.
     """
 
     def __init__(self, make: Callable[[], Embedder]):
@@ -43,9 +42,10 @@ class EmbeddingQueue:
         self._lock = Lock()
         self._embedder: Embedder | None = None
         self._jobs: deque[EmbeddingJob] = deque()
-        self._running: EmbeddingJob | None = None
-        self.embedded_tokens = self.embedded_texts = 0
-        self.failed = False
+        self._running: EmbeddingJob | None = None  # the job whose text the embedder has begun
+        self.embedded_tokens = 0
+        self.embedded_texts = 0
+        self._failed = False  # whether the programs could not be compiled
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -62,15 +62,22 @@ class EmbeddingQueue:
             embedder.compile()
         except Exception as error:
             log.exception("the programs for embeddings could not be compiled")
-            self.failed = True
+            with self._lock:
+                self._failed = True
             self.close(RequestFailed(f"{type(error).__name__}: {error}"))
         else:
             self._embedder = embedder
 
     def add(self, ids: Sequence[Sequence[int]], pooling: str) -> "Future[np.ndarray]":
-        """Adds a request and returns the future of its embeddings; cancelling the future removes the request."""
+        """Adds a request and returns the future of its embeddings; cancelling the future removes the request.
+
+        Raises:
+          RequestFailed: the programs could not be compiled.
+        """
         job = EmbeddingJob(ids, pooling, [], Future())
         with self._lock:
+            if self._failed:
+                raise RequestFailed("the programs for embeddings could not be compiled")
             self._jobs.append(job)
         job.future.add_done_callback(lambda _: self._remove(job))
         return job.future

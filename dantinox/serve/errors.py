@@ -15,6 +15,8 @@ from dantinox.config.names import flat_name
 
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
+HEADERS_OF_CODES = {"unavailable": {"retry-after": "5"}, "invalid_api_key": {"www-authenticate": "Bearer"}}
+
 log = logging.getLogger("dantinox.serve")
 
 
@@ -39,7 +41,10 @@ class RequestError(Exception):
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
         self.headers = dict(headers or {})
 
 
@@ -60,7 +65,7 @@ class Unavailable(RequestError):
     """The engine is loading, draining or has failed, as the message states."""
 
     def __init__(self, message: str):
-        super().__init__(503, message, code="unavailable", headers={"retry-after": "5"})
+        super().__init__(503, message, code="unavailable", headers=HEADERS_OF_CODES["unavailable"])
 
 
 # Name → status, code, message with placeholders.
@@ -109,8 +114,9 @@ ERRORS: dict[str, tuple[int, str | None, str]] = {
 def http_error(name: str, *values: object, param: str | None = None, headers: Mapping[str, str] | None = None) -> RequestError:
     """Returns the error `name` of `ERRORS`, with `values` in its message."""
     status, code, sentence = ERRORS[name]
-    by_code = {"unavailable": {"retry-after": "5"}, "invalid_api_key": {"www-authenticate": "Bearer"}}
-    return RequestError(status, sentence.format(*values), param=param, code=code, headers=headers or by_code.get(code or ""))
+    if headers is None and code is not None:
+        headers = HEADERS_OF_CODES.get(code)
+    return RequestError(status, sentence.format(*values), param=param, code=code, headers=headers)
 
 
 def to_request_error(error: Exception) -> RequestError:

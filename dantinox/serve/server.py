@@ -158,11 +158,13 @@ class ServerRun:
     """
 
     def __init__(self, server: uvicorn.Server, engine: RunnableEngine, reloader: Reloader | None):
-        self._server, self._engine, self._reloader = server, engine, reloader
+        self._server = server
+        self._engine = engine
+        self._reloader = reloader
         self._loop = asyncio.get_running_loop()
         self._had_terminal = _has_terminal()
         self.code = 0
-        self._signals = 0
+        self._signals = 0  # number of signals that end the server
         self._timers: list[threading.Timer] = []
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -55,9 +55,11 @@ class Reply:
     truncate_on_error: ClassVar[bool] = False
 
     def __init__(self, requests: Sequence[GenerationRequest], stream: bool):
-        self.requests, self.stream = requests, stream
+        self.requests = requests
+        self.stream = stream
         self.streams: dict[int, ResponseStream] = {}
-        self.aborted = self.failed = False
+        self.aborted = False
+        self.failed = False
 
     def on_accepted(self) -> None:
         """Called after the engine has accepted a request."""
@@ -99,16 +101,16 @@ class Service:
     """
 
     def __init__(self, engine: EngineProtocol, options: Options, metrics: Metrics):
-        self.engine, self.options, self._metrics = engine, options, metrics
-        self.model, self.context = engine.run, engine.context
+        self.engine = engine
+        self.options = options
+        self._metrics = metrics
+        self.model = engine.run
+        self.context = engine.context
         self.tokenizer = engine.run.tokenizer
         # One thread, because the process that renders templates handles one conversation at a time.
         self._template_thread = ThreadPoolExecutor(1, "chat template")
-        for alias, name in options.aliases.items():
-            if name in options.aliases or name not in self._own_names():
-                raise UserError(f"the alias {quote(alias)} stands for {quote(name)}, which is not a model of this server")
-            if alias in self._own_names():
-                raise UserError(f"the alias {quote(alias)} is already the name of a model of this server")
+        if options.aliases:
+            check_aliases(options.aliases, self._own_names())
 
     def _own_names(self) -> list[str]:
         """Returns the names of the model, alone and with each adapter."""
@@ -127,10 +129,9 @@ class Service:
         resolved = self.engine.name if name is None else self.options.aliases.get(name, name)
         if resolved not in self._own_names():
             raise http_error("model", resolved[:60], shown_names([*self._own_names(), *self.options.aliases]), param="model")
-        record = current_record()
         if not self.is_allowed(resolved):
-            raise http_error("model_of_key", record.key and record.key.name, resolved[:60], param="model")
-        record.model = resolved
+            raise forbidden_model(resolved)
+        current_record().model = resolved
         return resolved
 
     def check_model(self, name: str | None, lora: str | None = None, *, param: str = "lora") -> str | None:
@@ -292,32 +293,35 @@ class Service:
 
     async def _generate(self, reply: Reply, record: RequestRecord) -> AsyncGenerator[tuple[int, Delta], None]:
         waiting = deque(enumerate(reply.requests))
-        live = dict[int, ResponseStream]()
-        tasks: dict[int, asyncio.Task[Delta | None]] = {}
+        live = dict[int, ResponseStream]()  # the streams that have not ended, by request number
+        tasks: dict[int, asyncio.Task[Delta | None]] = {}  # that read the next delta of a live stream
         queue_has_room = True  # False after a request is refused
         try:
             while waiting or live:
                 while waiting and queue_has_room:
                     number, request = waiting[0]
                     try:
-                        reply.streams[number] = live[number] = self.engine.submit(request)
+                        stream = self.engine.submit(request)
                     except Busy:
                         if not live:
                             raise
                         queue_has_room = False
                     else:
-                        record.generations.append(Generation(request, live[number].stats, time.time_ns()))
+                        live[number] = reply.streams[number] = stream
+                        record.generations.append(Generation(request, stream.stats, time.time_ns()))
                         waiting.popleft()
                         reply.on_accepted()
-                if len(live) > 1:
+                readable = [*live]
+                if len(live) > 1:  # one stream is read directly, which needs no task for each of its deltas
                     for number, stream in live.items():
                         if number not in tasks:
                             tasks[number] = asyncio.ensure_future(_next(stream))
                     await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
-                for number in [number for number in live if len(live) == 1 or tasks[number].done()]:
-                    task = tasks.pop(number, None)
+                    readable = [number for number in live if tasks[number].done()]
+                for number in readable:
+                    reading = tasks.pop(number, None)
                     try:
-                        delta = await (_next(live[number]) if task is None else task)
+                        delta = await (_next(live[number]) if reading is None else reading)
                     except Exception:
                         del live[number]
                         raise
@@ -345,6 +349,21 @@ def key_allows(model: str, aliases: Mapping[str, str]) -> bool:
     return key is None or key.models is None or model in {aliases.get(name, name) for name in key.models}
 
 
+def forbidden_model(name: str) -> RequestError:
+    """Returns the error of a request for a model that its key may not use."""
+    key = current_record().key
+    return http_error("model_of_key", None if key is None else key.name, name[:60], param="model")
+
+
+def check_aliases(aliases: Mapping[str, str], own_names: Collection[str]) -> None:
+    """Raises a UserError for an alias that does not stand for a model, or that is the name of one."""
+    for alias, name in aliases.items():
+        if name in aliases or name not in own_names:
+            raise UserError(f"the alias {quote(alias)} stands for {quote(name)}, which is not a model of this server")
+        if alias in own_names:
+            raise UserError(f"the alias {quote(alias)} is already the name of a model of this server")
+
+
 def shown_names(names: Collection[str]) -> str:
     """Returns at most `MAX_NAMES_SHOWN` names for an error message."""
     more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
@@ -359,7 +378,8 @@ class _EventStream:
     """A response of events, each sent as soon as it is available. The generator is always closed."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], reply: Reply):
-        self._events, self._reply = events, reply
+        self._events = events
+        self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", self._reply.media_type.encode()), (b"x-accel-buffering", b"no")]
@@ -377,7 +397,7 @@ def _check_size(name: str, value: object) -> None:
     """Raises RequestError for a number, list or string that is too large."""
     max_entries = MAX_ENTRIES_OF.get(name, MAX_ENTRIES)
     characters = 0
-    parts = [value]
+    parts = [value]  # that are still to be checked
     while parts:
         part = parts.pop()
         if isinstance(part, int | float) and abs(part) > MAX_NUMBER:
@@ -385,7 +405,9 @@ def _check_size(name: str, value: object) -> None:
         if isinstance(part, dict | list | tuple):
             if len(part) > max_entries:
                 raise RequestError(400, f"{name} must have at most {max_entries:,} entries, got {len(part):,}", param=name)
-            parts += [*part, *part.values()] if isinstance(part, dict) else part
+            parts += part
+            if isinstance(part, dict):  # `part` alone has its keys
+                parts += part.values()
         if isinstance(part, str):
             characters += len(part)
             if characters > MAX_CHARACTERS:

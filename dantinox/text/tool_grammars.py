@@ -17,6 +17,8 @@ APPLICATORS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if", "patternProper
 DEFINITIONS = ("$defs", "definitions")
 EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_SCHEMA_DEPTH = 32
+MAX_ENTRIES = 1_000_000  # of the properties that are copied to merge the schemas of one tool
+MAX_GRAMMAR = 1 << 22  # characters of the rules for the values of one request
 TEXT = r"/(?s:.)*/"
 
 
@@ -51,13 +53,19 @@ class Tool(NamedTuple):
 
     @property
     def merged_schema(self) -> dict[str, Any]:
-        """A schema of type object with all `properties` and `required` of the schema and of those that it combines."""
+        """A schema of type object with all `properties` and `required` of the schema and of those that it combines.
+
+        Raises:
+          UserError: as `schema`, or the references lead to too many properties.
+        """
         schema = self.schema
         definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
-        properties, required = _merge_properties(schema, schema, 0)
+        merger = _PropertyMerger(self.name, schema)
+        properties, required = merger.merge(schema)
         for name, inner in properties.items():
             if "$ref" in json.dumps(inner):  # at any depth: it then needs the definitions beside it
-                properties[name] = resolve_root(inner | definitions)
+                properties[name] = resolved = resolve_root(inner | definitions)
+                merger.count(len(resolved))
         plain = {key: value for key, value in schema.items() if key not in APPLICATORS}
         return plain | {"properties": properties, "required": [name for name in properties if name in required]}
 
@@ -89,23 +97,55 @@ def _resolve(reference: Any, document: Mapping[str, Any]) -> Mapping[str, Any] |
     return found if isinstance(found, Mapping) else None
 
 
-def _merge_properties(schema: Any, document: Mapping[str, Any], depth: int) -> tuple[dict[str, Any], set[str]]:
-    """Returns the properties of a schema and of those that it combines, and the names that all of these require."""
-    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
-        return {}, set()
-    properties = dict(schema.get("properties", {}))
-    required = set(schema.get("required", ()))
-    for inner in (_resolve(schema.get("$ref"), document), *schema.get("allOf", ())):
-        more, needed = _merge_properties(inner, document, depth + 1)
-        properties = properties | more | properties  # keeps the order and the schemas of the first
-        required |= needed
-    for key in ("anyOf", "oneOf"):
-        options = [_merge_properties(option, document, depth + 1) for option in schema.get(key, ())]
-        for more, _ in options:
-            properties = properties | more | properties
-        if options:  # a value may match any one of them, so only what all of them require is required
-            required |= set.intersection(*(needed for _, needed in options))
-    return properties, required
+class _PropertyMerger:
+    """Merges the properties of the schemas that a document combines. References may form cycles."""
+
+    def __init__(self, tool: str, document: Mapping[str, Any]):
+        """Initializes the merger for the parameters of a tool."""
+        self._tool, self._document = tool, document
+        self._merged: dict[str, tuple[dict[str, Any], set[str]]] = {}  # by reference
+        self._entries = 0
+
+    def count(self, entries: int) -> None:
+        """Counts copied entries, and raises a UserError if they are too many."""
+        self._entries += entries
+        if self._entries > MAX_ENTRIES:
+            tool = quote(self._tool)
+            raise UserError(f"the parameters of the tool {tool} refer too often to large schemas: use smaller ones")
+
+    def merge(self, schema: Any, depth: int = 0) -> tuple[dict[str, Any], set[str]]:
+        """Returns the properties of a schema and of those that it combines, and the names that all of these require."""
+        if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
+            return {}, set()
+        properties = dict(schema.get("properties", {}))
+        required = set(schema.get("required", ()))
+        parts = [self._merge_reference(schema.get("$ref"), depth)]
+        parts += [self.merge(inner, depth + 1) for inner in schema.get("allOf", ())]
+        for more, needed in parts:
+            self._add(properties, more)
+            required |= needed
+        for key in ("anyOf", "oneOf"):
+            options = [self.merge(option, depth + 1) for option in schema.get(key, ())]
+            for more, _ in options:
+                self._add(properties, more)
+            if options:  # a value may match any one of them, so only what all of them require is required
+                required |= set.intersection(*(needed for _, needed in options))
+        return properties, required
+
+    def _merge_reference(self, reference: Any, depth: int) -> tuple[dict[str, Any], set[str]]:
+        """Returns the result for the target of a reference, which is computed once."""
+        if not isinstance(reference, str):
+            return {}, set()
+        if reference not in self._merged:
+            self._merged[reference] = {}, set()  # what the target adds to itself
+            self._merged[reference] = self.merge(_resolve(reference, self._document), depth + 1)
+        return self._merged[reference]
+
+    def _add(self, properties: dict[str, Any], more: Mapping[str, Any]) -> None:
+        """Adds properties; of those with one name, the first schema stays."""
+        self.count(len(more))
+        for name, schema in more.items():
+            properties.setdefault(name, schema)
 
 
 class Grammars(NamedTuple):
@@ -133,6 +173,9 @@ def tool_grammars(
     Args:
       parallel: whether a reply may have several calls.
       optional_reasoning: whether reasoning may precede the calls in `whole`.
+
+    Raises:
+      UserError: a schema cannot be used, or the grammar has more than `MAX_GRAMMAR` characters.
     """
     rules: list[str] = []
     literal = _literals(tokenizer)
@@ -305,9 +348,18 @@ class _RuleWriter:
     def __init__(self, rules: list[str], literal: Callable[[str], str]):
         self.rules, self.literal = rules, literal
         self._number = 0
+        self._characters = 0
+
+    def _count(self, text: str) -> str:
+        """Counts a part of the grammar; references can multiply a schema. Raises UserError if the grammar becomes too long."""
+        self._characters += len(text)
+        if self._characters > MAX_GRAMMAR:
+            raise UserError(f"the grammar of the tools has more than {MAX_GRAMMAR:,} characters: use fewer or smaller schemas")
+        return text
 
     def rule(self, name: str, body: str, options: str = "") -> str:
         """Adds a rule and returns its name."""
+        self._count(body)
         self._number += 1
         self.rules.append(f"{name}_{self._number}{options}: {body}")
         return f"{name}_{self._number}"
@@ -320,7 +372,7 @@ class _RuleWriter:
         if isinstance(schema, Mapping) and schema.get("type") == "string":
             return "(" + " | ".join(json.dumps(str(value)) for value in schema["enum"]) + ")"
         inner = dict(schema) if isinstance(schema, Mapping) else {}
-        return f"%json {json.dumps(inner | {'x-guidance': JSON_SPACING | {'lenient': True}})}"
+        return self._count(f"%json {json.dumps(inner | {'x-guidance': JSON_SPACING | {'lenient': True}})}")
 
     def value(self, schema: Any, dialect: Dialect, depth: int = 0) -> str:
         """Returns the Lark expression of a value."""

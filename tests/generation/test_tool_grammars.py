@@ -8,6 +8,7 @@ import pytest
 
 from dantinox.config import TokenizerSection, UserError
 from dantinox.generation.guides.constraints import ConstraintCompiler
+from dantinox.text import tool_grammars as grammars
 from dantinox.text import train_tokenizer
 from dantinox.text.reply_formats import HARMONY, REASONING, TOOL_FORMATS, reply_format
 from dantinox.text.reply_parser import make_parser
@@ -209,3 +210,51 @@ def test_what_a_schema_of_a_tool_cannot_express_is_ignored_unless_it_is_strict(s
     if schema.get("format") != "path" and "uniqueItems" not in schema:
         with pytest.raises(UserError, match=r"the parameters of the tool 't' cannot be used: properties.a.\w+: "):
             tool_grammars(form, [Tool("t", parameters, strict=True)], BYTES)
+
+
+REFERENCE = {"$ref": "#/$defs/A"}
+
+
+def referring(count, target):
+    """Parameters with as many properties, all of which refer to one target."""
+    return {"type": "object", "$defs": {"A": target}, "properties": {f"a{i}": REFERENCE for i in range(count)}}
+
+
+def test_schemas_that_refer_to_themselves_are_merged_once():
+    """Following every path of ten references to one schema would take 10^16 steps."""
+    own = {"properties": {"b": {"type": "null"}, "a": {}}, "required": ["b"], "allOf": [REFERENCE] * 10}
+    parameters = {"properties": {"a": {"type": "integer"}}, "allOf": [REFERENCE], "$defs": {"A": own}}
+    merged = Tool("t", parameters).merged_schema
+    assert [*merged["properties"]] == ["a", "b"] and merged["required"] == ["b"]
+    assert merged["properties"]["a"] == {"type": "integer"}
+
+
+@pytest.mark.parametrize("parts", [2_000, 16_000])
+def test_schemas_with_many_parts_are_merged_in_linear_time(parts, monkeypatch):
+    """Each part is copied once."""
+    monkeypatch.setattr(grammars, "MAX_ENTRIES", parts)
+    tool = Tool("t", {"allOf": [{"properties": {f"a{number}": {}}} for number in range(parts)]})
+    assert len(tool.merged_schema["properties"]) == parts
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "gemma", "functiongemma", "pythonic"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        referring(300, {"type": "object", "properties": {f"b{i}": {"type": "string"} for i in range(1000)}}),
+        referring(1500, {f"keyword{i}": i for i in range(1500)} | {"type": "object"}),
+    ],
+)
+def test_references_that_multiply_a_schema_are_refused(name, parameters):
+    """The grammars would have over 20 million characters, a thousand times as many as the schemas."""
+    with pytest.raises(UserError, match=r"(use fewer or|use) smaller"):
+        tool_grammars(reply_format(None, BYTES, name), [Tool("t", parameters)], BYTES)
+
+
+@pytest.mark.parametrize("name", ["gemma", "pythonic"])
+def test_types_that_multiply_a_schema_are_refused(name):
+    schema = {"type": "integer"}
+    for _ in range(12):
+        schema = {"type": ["object"] * 8, "properties": {"a": schema}}
+    with pytest.raises(UserError, match="smaller schemas"):
+        tool_grammars(reply_format(None, BYTES, name), [Tool("t", {"properties": {"a": schema}})], BYTES)

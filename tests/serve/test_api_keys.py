@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from dantinox.config import UserError
 from dantinox.serve.app import make_app
 from dantinox.serve.operations.api_keys import ApiKeys, read_keys, single_key
-from dantinox.serve.operations.rate_limits import NANOSECONDS, ApiKey, RateLimited, TokenBucket, format_duration
+from dantinox.serve.operations.rate_limits import NANOSECONDS, ApiKey, KeyUsage, RateLimited, TokenBucket, format_duration
 from dantinox.serve.operations.reload import Reloader
 from dantinox.serve.operations.request_record import RequestRecord
 from dantinox.serve.options import Options
@@ -399,3 +399,13 @@ def test_only_a_file_has_admin_keys():
     for options, headers in ((Options(), {}), (Options(key=ALICE), bearer(ALICE))):
         with TestClient(make_app(FakeEngine(), options), base_url="http://localhost") as http:
             assert http.post("/admin/reload", headers=headers).status_code == 403
+
+
+def test_a_limit_that_begins_during_a_request_counts_its_tokens():
+    """The request has reserved nothing, so nothing of a reservation is given back."""
+    usage = KeyUsage(ApiKey("a", b""), lambda: 0)
+    record = RequestRecord("1", usage=usage)
+    with record.tokens(50):
+        usage.change_limits(ApiKey("a", b"", tokens_per_minute=100))
+        record.processed_tokens += 30
+    assert usage.headers()["x-ratelimit-remaining-tokens"] == "70"

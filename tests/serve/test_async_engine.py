@@ -465,6 +465,73 @@ def test_a_prefix_cache_without_a_folder_is_not_saved(engine):
         asyncio.run(engine.save_prefixes())
 
 
+def test_an_abandoned_save_of_the_prefix_cache_does_not_end_the_engine(tmp_path, monkeypatch):
+    """A client that disconnects during the save cancels it; the engine and the saves of other clients go on."""
+    engine = start_engine(QUEUE, cache_dir=tmp_path)
+
+    async def read():
+        copying, go_on = threading.Event(), threading.Event()
+        write = engine._batch.prefix_writer
+
+        def slow_writer():
+            copying.set()
+            assert go_on.wait(30)
+            return write()
+
+        monkeypatch.setattr(engine._batch, "prefix_writer", slow_writer)
+        first = asyncio.create_task(engine.save_prefixes())
+        assert await asyncio.to_thread(copying.wait, 30)
+        waiting = asyncio.create_task(engine.save_prefixes())
+        await asyncio.sleep(0.05)
+        for abandoned in (first, waiting):
+            abandoned.cancel()
+        await asyncio.gather(first, waiting, return_exceptions=True)
+        go_on.set()
+        assert await asyncio.wait_for(engine.save_prefixes(), 30) == engine.status().prefixes.used
+        assert await generate(engine, STORY, **DRAWN) == [story(STORY)]
+
+    asyncio.run(read())
+    assert engine.status().state == "ready"
+    engine.close()
+
+
+def test_one_copy_of_the_prefix_cache_exists_at_a_time(tmp_path, monkeypatch):
+    """Each save copies the cache, so many requests for it must not multiply its memory."""
+    engine = start_engine(QUEUE, cache_dir=tmp_path)
+    copies = []
+
+    def writer():
+        copies.append(1)
+
+        def write():
+            copies.append(-1)
+            return 7
+
+        return write
+
+    async def read():
+        monkeypatch.setattr(engine._batch, "prefix_writer", writer)
+        assert await asyncio.gather(*(engine.save_prefixes() for _ in range(5))) == [7] * 5
+
+    asyncio.run(read())
+    assert max(itertools.accumulate(copies)) == 1 and copies.count(1) == 5
+    monkeypatch.undo()
+    engine.close()
+
+
+def test_a_request_is_prepared_before_the_engine_can_close(engine, monkeypatch):
+    """`close` takes the lock before it stops the thread `prepare`, which then accepts no more work."""
+    queued, submit = [], engine._preparer.submit
+
+    def recorded(*args):
+        queued.append(engine._lock.locked())
+        return submit(*args)
+
+    monkeypatch.setattr(engine._preparer, "submit", recorded)
+    asyncio.run(generate(engine, "hello", **DRAWN))
+    assert queued == [True]
+
+
 def test_requests_with_different_salts_share_no_prefix(engine):
     async def read():
         counts = []

@@ -15,6 +15,7 @@ from dantinox.generation.api.embedder import POOLINGS, Embedder
 from dantinox.generation.engine_jobs import RequestFailed
 from dantinox.serve.app import make_app
 from dantinox.serve.async_engine import AsyncEngine
+from dantinox.serve.embedding_queue import EmbeddingQueue
 from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.options import Options
 from tests.error_texts import ERRORS
@@ -286,6 +287,22 @@ def test_closing_ends_waiting_calls():
             await engine.embed([[97]], "mean")
 
     asyncio.run(check())
+
+
+def test_a_call_that_arrives_as_the_compilation_fails_ends():
+    """Its thread may have read before that the programs have not failed."""
+
+    def broken():
+        raise ValueError("no memory")
+
+    queue = EmbeddingQueue(broken)
+    waiting = queue.add([[1]], "mean")
+    queue.compile()
+    with pytest.raises(RequestFailed, match="no memory"):
+        waiting.result(5)
+    with pytest.raises(RequestFailed, match="could not be compiled"):
+        queue.add([[1]], "mean")
+    assert len(queue) == 0
 
 
 def test_the_flags_have_the_names_of_the_engine():

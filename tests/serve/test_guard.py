@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 
 import httpx
@@ -13,6 +14,7 @@ from starlette.testclient import TestClient
 from dantinox.config import UserError
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import Busy, RequestError, Unavailable, to_request_error
+from dantinox.serve.operations.connection import Connection
 from dantinox.serve.operations.limits import MAX_DEPTH, Limits
 from dantinox.serve.options import Options
 from dantinox.serve.protocols.bodies import parse_json
@@ -168,6 +170,8 @@ def test_allowed_hosts():
         ("https://evil.example", 403),
         ("null", 403),
         ("http://localhost:8001", 403),
+        ("http://[", 403),
+        ("http://[::1", 403),
     ],
 )
 def test_pages_of_other_origins_are_refused(origin, expected):
@@ -328,6 +332,37 @@ def test_a_stalled_reader_is_disconnected():
         while not engine.cancelled and time.monotonic() < until:
             time.sleep(0.02)
         assert engine.cancelled
+
+
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])
+@pytest.mark.parametrize("size", [30_000, 200_000])
+def test_a_client_that_does_not_read_the_end_of_a_response_is_disconnected(size, connection):
+    """The response is complete for the application. Its last bytes wait in a buffer, whether small or large."""
+    limits = Limits(stall_seconds=0.3, receive_seconds=0.3)
+    lost = threading.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", connection.encode())]})
+        await send({"type": "http.response.body", "body": b"a" * size})
+
+    with (
+        serving(app, limits, send_buffer=4096) as port,
+        patched_loss(lost),
+        socket.socket() as reader,
+    ):
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        reader.connect(("127.0.0.1", port))
+        reader.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert lost.wait(10)
+
+
+@contextlib.contextmanager
+def patched_loss(lost):
+    """Sets an event when a connection of a server is lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        known = Connection.connection_lost
+        patch.setattr(Connection, "connection_lost", lambda self, error: (known(self, error), lost.set())[0])
+        yield
 
 
 @pytest.mark.parametrize("stream", [True, False])

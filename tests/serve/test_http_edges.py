@@ -1,8 +1,11 @@
 """Tests of unusual HTTP messages: each gets one JSON error, and sizes are checked before any work."""
 
+import functools
 import json
 import logging
+import threading
 import time
+from collections import Counter
 
 import pytest
 from starlette.testclient import TestClient
@@ -12,8 +15,9 @@ from dantinox.generation.token_settings import tokens_containing
 from dantinox.serve.app import make_app
 from dantinox.serve.operations import connection, limits
 from dantinox.serve.operations.background import Throttle
+from dantinox.serve.protocols import tokenize_routes
 
-from .fakes import BYTES, FakeEngine
+from .fakes import BYTES, FakeEngine, fake_run, fim_tokenizer
 from .sockets import exchange, serving
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 2})
@@ -149,6 +153,49 @@ def test_prompts_with_too_many_ids(path, words):
     with TestClient(make_app(FakeEngine()), base_url="http://localhost") as client:
         answer = client.post(path, json={"prompt": [[1] * 200_000]})
         assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+LONG = "a" * (limits.THREAD_THRESHOLD + 1)
+IDS = [1] * (limits.THREAD_THRESHOLD + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/infill", {"prompt": LONG}),
+        ("/infill", {"input_prefix": "a", "logit_bias": {LONG: 1}}),
+        ("/completion", {"logit_bias": [[LONG, 1]], "n_predict": 1}),
+        ("/completion", {"logit_bias": {f"t{number}": 1 for number in range(10_000)}}),
+        ("/tokenize", {"content": LONG, "with_pieces": True}),
+        ("/tokenize", {"prompt": LONG, "return_token_strs": True}),
+        ("/detokenize", {"tokens": IDS}),
+        ("/api/extra/detokenize", {"ids": IDS}),
+        ("/api/extra/tokencount", {"prompt": LONG}),
+    ],
+)
+def test_large_inputs_are_processed_on_a_thread(path, body, monkeypatch):
+    """The event loop, which serves all other clients, must not wait for them."""
+    on_the_event_loop = Counter()
+
+    def counted(function):
+        @functools.wraps(function)
+        def call(*args, **more):
+            if not threading.current_thread().name.startswith("requests"):
+                sizes = [len(arg) if isinstance(arg, str | list) else 1 for arg in args[1:]]
+                on_the_event_loop[function.__name__] += sum(sizes)
+            return function(*args, **more)
+
+        return call
+
+    engine = FakeEngine(fake_run(tokenizer=fim_tokenizer()))
+    tokenizer = type(engine.run.tokenizer)
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(tokenizer, name, counted(getattr(tokenizer, name)))
+    for name in ("token_name", "token_bytes"):
+        monkeypatch.setattr(tokenize_routes, name, counted(getattr(tokenize_routes, name)))
+    with TestClient(make_app(engine), base_url="http://localhost") as client:
+        assert client.post(path, json=body).status_code in (200, 400)
+    assert on_the_event_loop.total() < limits.THREAD_THRESHOLD, on_the_event_loop
 
 
 def test_limits_equal_those_of_the_engine():

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from dantinox.config import TokenizerSection, UserError
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import RequestError, Unavailable
+from dantinox.serve.operations.api_keys import ApiKeys, single_key
 from dantinox.serve.options import Options
 from dantinox.serve.protocols import kobold
 from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, fit_to_context
@@ -100,6 +101,14 @@ def test_a_missing_key_is_an_error_of_the_protocol(engine):
         refused = client.get("/api/v1/model")
         assert (refused.status_code, refused.json()["detail"]["type"]) == (401, "unauthorized")
         allowed = client.get("/api/extra/version", headers={"authorization": "Bearer secret"})
+        assert allowed.json()["protected"] is True
+
+
+def test_a_server_with_a_file_of_keys_is_protected(engine):
+    """Kobold Lite then asks for a key."""
+    keys = ApiKeys([single_key("secret-of-a", "a"), single_key("secret-of-b", "b")])
+    for client in clients(engine, keys=keys):
+        allowed = client.get("/api/extra/version", headers={"authorization": "Bearer secret-of-b"})
         assert allowed.json()["protected"] is True
 
 

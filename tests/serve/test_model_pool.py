@@ -507,6 +507,63 @@ def test_metrics_health_and_reload_of_several_models():
     asyncio.run(check())
 
 
+def test_a_reload_leaves_out_a_model_that_is_being_unloaded():
+    """The reload reaches it while its engine is being closed; new weights would then never be installed."""
+    opener = Opener()
+    pool, app = make_pool(opener)
+
+    async def check():
+        async with running(pool, app) as client:
+            text(await ask(client, "b"))
+            at_a, at_b, go_on = asyncio.Event(), [], asyncio.Event()
+            opened = {name: pool.members[name].opened for name in "ab"}
+
+            async def reload_a():
+                at_a.set()
+                await go_on.wait()
+                return True
+
+            async def reload_b():
+                at_b.append(1)
+                return True
+
+            for name, reload in (("a", reload_a), ("b", reload_b)):
+                pool.members[name].opened = opened[name]._replace(reload_weights=reload)
+            reloading = asyncio.create_task(pool.reload_weights())
+            await at_a.wait()
+            closing, close = threading.Event(), opener.engines["b"].close
+            opener.engines["b"].close = lambda: (closing.wait(30), close())
+            pool.keep(pool.members["b"], 0)
+            while pool.members["b"].state != "unloading":
+                await asyncio.sleep(0.001)
+            go_on.set()
+            assert await asyncio.wait_for(reloading, 30) is True and not at_b
+            closing.set()
+
+    asyncio.run(check())
+
+
+def test_keep_alive_of_a_request_whose_client_disconnects():
+    """The time of the request before it no longer applies, so the model would otherwise stay loaded for ever."""
+    opener = Opener()
+    opener.pause = 0.01
+    pool, app = make_pool(opener)
+
+    async def check():
+        async with running(pool, app) as client:
+            body = {"model": "b", "prompt": "x", "options": {"num_predict": 200}, "keep_alive": 0}
+            request = asyncio.create_task(client.post("/api/generate", json=body))
+            while not pool.members["b"].users:
+                await asyncio.sleep(0.001)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+            async with asyncio.timeout(10):
+                while pool.members["b"].state != "unloaded":
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(check())
+
+
 def test_keep_alive():
     opener = Opener()
     pool, app = make_pool(opener)

@@ -1,6 +1,7 @@
 """Tests tools and reasoning in the OpenAI and Anthropic protocols: prompts, constraints, whole and streamed replies, errors."""
 
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,10 @@ from starlette.testclient import TestClient
 from dantinox.serve.app import make_app
 from dantinox.serve.errors import RequestError
 from dantinox.serve.options import Options
+from dantinox.serve.protocols import tool_chat
 from dantinox.serve.protocols.responses import input_messages
 from dantinox.text import ChatTemplate
+from dantinox.text.tool_grammars import Tool
 
 from .fakes import BYTES, FakeEngine, fake_run
 
@@ -55,6 +58,23 @@ def events_of(server, path, body):
 
 def prompt_of(server):
     return BYTES.decode(server.engine.asked[-1].ids)
+
+
+def test_schemas_of_tools_are_processed_on_a_thread(monkeypatch):
+    """Their grammars can take a second, for which the event loop must not wait."""
+    threads = []
+
+    def recorded(function):
+        def call(*args, **more):
+            threads.append(threading.current_thread().name)
+            return function(*args, **more)
+
+        return call
+
+    monkeypatch.setattr(tool_chat, "tool_grammars", recorded(tool_chat.tool_grammars))
+    monkeypatch.setattr(Tool, "merged_schema", property(recorded(Tool.merged_schema.fget)))
+    post(serve(), CHAT, {"messages": HELLO, "tools": [WEATHER]})
+    assert len(threads) >= 2 and all(name.startswith("requests") for name in threads)
 
 
 # --- chat completions
@@ -280,9 +300,26 @@ def test_items_of_the_input_become_messages():
     assert prompt_of(server) == "user: a\nassistant: c<tool_call>Rome</tool_call>\ntool: sunny\nassistant:\n"
 
 
+def test_every_message_after_a_reasoning_item_is_kept():
+    reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "f"}
+    first, second = ({"role": "assistant", "content": text} for text in "bc")
+    texts = [message["content"] for message in input_messages([reasoning, first, second])]
+    assert texts == ["b", "c"]
+    (message,) = input_messages([reasoning, call, first])
+    assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == ("a", "b", 1)
+
+
 def test_a_message_of_the_input_needs_a_role():
     with pytest.raises(RequestError, match=r"input\.1\.role must be user, assistant, system or developer, got null"):
         input_messages([{"type": "function_call"}, {"content": ""}])
+
+
+@pytest.mark.parametrize("content", [5, True, "why", {"type": "reasoning_text"}])
+def test_the_content_of_a_reasoning_item_is_a_list(content):
+    with pytest.raises(RequestError, match=r"input\.0\.content must be a list of parts of type reasoning_text, got"):
+        input_messages([{"type": "reasoning", "content": content}])
+    assert input_messages([{"type": "reasoning", "content": None}])[0]["reasoning_content"] == ""
 
 
 def test_responses_are_kept_only_if_the_server_keeps_them():

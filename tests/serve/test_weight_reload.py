@@ -13,13 +13,14 @@ from dantinox.config import UserError
 from dantinox.config.engine_options import EngineOptions
 from dantinox.generation.request import GenerationRequest
 from dantinox.serve.async_engine import AsyncEngine
+from dantinox.serve.errors import Unavailable
 from dantinox.serve.pool import weight_reload
 from dantinox.serve.pool.weight_reload import weight_reloader
 from tests.conftest import CIRCLE
 from tests.error_texts import ERRORS
 from tests.generation import builder
 
-from .engines import start
+from .engines import make_request, start, start_engine
 
 PROMPT = CIRCLE * 6  # 78 tokens: more than one chunk of the prefix cache
 
@@ -137,5 +138,31 @@ def test_errors_keep_the_old_weights(engine, path, run_dir, monkeypatch):
             await engine.replace_weights(SimpleNamespace(model=SimpleNamespace(config=shorter)))
         assert await reload() is True
         assert await text_of(submit(engine)) == before
+
+    asyncio.run(check())
+
+
+def test_weights_for_an_engine_that_has_ended_are_refused(monkeypatch):
+    """Nothing installs them any more, so waiting for it would block this reload and all later ones."""
+
+    async def check():
+        ending = start_engine()
+        permits = gated_steps(ending, monkeypatch)
+        running = ending.submit(make_request(ending, "once", max_new_tokens=90))
+        while not running.stats.new_tokens:
+            permits.release()
+            await asyncio.sleep(0.02)
+        replacing = asyncio.create_task(ending.replace_weights(ending.run))
+        while not ending._engine.changes.has_weights:
+            await asyncio.sleep(0.001)
+        closing = asyncio.create_task(asyncio.to_thread(ending.close))
+        while not ending._closing:
+            await asyncio.sleep(0.001)
+        permits.release()
+        with pytest.raises(Unavailable, match="is draining"):
+            await asyncio.wait_for(replacing, 30)
+        with pytest.raises(Unavailable, match="is draining"):
+            await asyncio.wait_for(ending.replace_weights(ending.run), 30)
+        await closing
 
     asyncio.run(check())

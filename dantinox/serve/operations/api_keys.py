@@ -100,9 +100,10 @@ def _read_key(entry: object, where: str) -> ApiKey:
         raise UserError(f"name of {where} must be 1 to 64 letters, digits or characters of _.@-, got {quote(name)}")
     limits: dict[str, int | None] = {}
     for field in LIMITS:
-        limits[field] = value = entry.get(field)
+        value = entry.get(field)
         if value is not None and (type(value) is not int or not 1 <= value <= MAX_LIMIT):
             raise UserError(f"{field} of {where} must be an integer in [1, 10^9], or null, got {quote(value)}")
+        limits[field] = value
     admin = entry.get("admin", False)
     if not isinstance(admin, bool):
         raise UserError(f"admin of {where} must be true or false, got {quote(admin)}")
@@ -113,7 +114,8 @@ def _read_key(entry: object, where: str) -> ApiKey:
 
 
 def _read_digest(entry: Mapping[str, object], where: str) -> bytes:
-    secret, digest = entry.get("key"), entry.get("sha256")
+    secret = entry.get("key")
+    digest = entry.get("sha256")
     if (secret is None) == (digest is None):
         raise UserError(f"{where} must have either key or sha256")
     if secret is not None:

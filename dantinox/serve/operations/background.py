@@ -33,12 +33,14 @@ class Throttle(logging.Filter):
         self._seen: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        now, line = time.monotonic(), record.getMessage()
-        self._seen = {text: at for text, at in self._seen.items() if now - at < LOG_SECONDS}
-        if record.exc_info or (line not in self._seen and len(self._seen) < LOG_LINES):
-            self._seen[line] = now
-            return True
-        return False
+        now = time.monotonic()
+        line = record.getMessage()
+        recent = {text: at for text, at in self._seen.items() if now - at < LOG_SECONDS}
+        passes = bool(record.exc_info) or (line not in recent and len(recent) < LOG_LINES)
+        if passes:
+            recent[line] = now
+        self._seen = recent  # complete: another thread may read it at any time
+        return passes
 
 
 THROTTLE = Throttle()

@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 import sys
-from typing import cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -62,8 +61,10 @@ class Connection(H11Protocol):
     _waits_for: object = None  # the state of h11 in which this connection waits for its client
     _stall_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(cast(asyncio.Transport, transport))
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
+        super().connection_made(transport)
+        # `pause_writing` is then called for every byte that cannot be sent at once, also for the last ones of a response.
+        self.transport.set_write_buffer_limits(high=0)
         if not self.table.admit(self, self.client[0] if self.client else "", self.loop.time()):
             self.app_state = {**self.app_state, "overloaded": True}  # a copy: other connections share the original
             if len(self.table.refused) > MAX_REFUSED:

@@ -34,7 +34,8 @@ MAX_EMBEDDINGS = 2048  # texts of one request for embeddings, and documents of o
 MAX_SAMPLES = 16  # maximum of `n`
 MAX_CHOICES = 1024  # texts of `guided_choice`
 MAX_SALT_LENGTH = 1024  # characters of `cache_salt`
-MAX_STOPS, MAX_STOP_LENGTH = 32, 512  # number of stop strings, and characters of each
+MAX_STOPS = 32  # number of stop strings
+MAX_STOP_LENGTH = 512  # characters of each
 MAX_NUMBER = 2**32  # absolute value of a number in a setting; the product of two such numbers is finite in float32
 # Entries of a setting that is a list or a map. `generation.slot_params` has the same limits for its arrays.
 MAX_ENTRIES = 1024
@@ -49,7 +50,7 @@ class Limits:
     Attributes:
       max_body, max_head: maximum size of a body, and of a head (request line and headers), in bytes.
       receive_seconds: time for a client to send the head, and then the body.
-      stall_seconds: the connection is closed if the client reads nothing of its response for this time.
+      stall_seconds: time for a client to read what the server has sent, after which the connection is closed.
     """
 
     max_body: int = 1 << 20

@@ -110,16 +110,22 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the current state of the engine, or of each model."""
-        models = self._models
         status = self._engine.status()
-        label = () if models is None else ("model",)
-        found = {(): status} if models is None else {(name,): one for name, one in models().items()}
-        for prefix, gauges in (("", GAUGES), ("prefix_blocks_", PREFIX_GAUGES)):
-            for name, text in gauges.items():
-                gauge = GaugeMetricFamily(f"dantinox_{prefix}{name}", text, labels=label)
-                for values, one in found.items():
-                    gauge.add_metric(values, getattr(one.prefixes if prefix else one, name))
-                yield gauge
+        label: tuple[str, ...] = ()
+        found: dict[tuple[str, ...], Status] = {(): status}  # by the values of the labels
+        if self._models is not None:
+            label = ("model",)
+            found = {(name,): one for name, one in self._models().items()}
+        for name, text in GAUGES.items():
+            gauge = GaugeMetricFamily(f"dantinox_{name}", text, labels=label)
+            for values, one in found.items():
+                gauge.add_metric(values, getattr(one, name))
+            yield gauge
+        for name, text in PREFIX_GAUGES.items():
+            gauge = GaugeMetricFamily(f"dantinox_prefix_blocks_{name}", text, labels=label)
+            for values, one in found.items():
+                gauge.add_metric(values, getattr(one.prefixes, name))
+            yield gauge
         evicted = CounterMetricFamily(
             "dantinox_prefix_block_evictions", "blocks of the prefix cache that were replaced by others", labels=label
         )
@@ -146,10 +152,11 @@ class Metrics:
             running.add_metric((name,), one.running)
         yield running
         for metric, (text, label, names) in KEY_COUNTERS.items():
-            family = CounterMetricFamily(f"dantinox_{metric}", text, labels=("key", *([label] if label else ())))
+            labels = ("key",) if label is None else ("key", label)
+            family = CounterMetricFamily(f"dantinox_{metric}", text, labels=labels)
             for name, one in usage.items():
                 for value, counter in names.items():
-                    family.add_metric((name, *([value] if label else ())), one.counts[counter])
+                    family.add_metric((name, value)[: len(labels)], one.counts[counter])
             yield family
 
     def observe(self, stats: RequestStats, samples: int, model: str = "") -> None:

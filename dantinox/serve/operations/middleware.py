@@ -61,8 +61,13 @@ class Guard:
         unlimited: Collection[str],
         format_error: Callable[[str, RequestError], ASGIApp],
     ):
-        self._app, self._options, self._metrics, self._paths, self._public = app, options, metrics, paths, public
-        self._unlimited, self._format_error = unlimited, format_error
+        self._app = app
+        self._options = options
+        self._metrics = metrics
+        self._paths = paths
+        self._public = public
+        self._unlimited = unlimited
+        self._format_error = format_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,10 +84,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 self._metrics.responses.labels(record.route or "other", str(message["status"])).inc()
-                present = {name.lower() for name, _ in message["headers"]}
-                extra = HEADERS | {"x-request-id": record.id} | ({} if record.usage is None else record.usage.headers())
-                more = [(name.encode(), value.encode()) for name, value in extra.items() if name.encode() not in present]
-                message = {**message, "headers": [*message["headers"], *more]}
+                message = _with_headers(message, record)
             await send(message)
 
         try:
@@ -113,7 +115,8 @@ class Guard:
         if record.key is None or scope["method"] != "POST" or scope["path"] in self._unlimited:
             await self._run_while_connected(scope, body, receive, send)
             return
-        record.usage = usage = self._options.keys.usage_of(record.key)
+        usage = self._options.keys.usage_of(record.key)
+        record.usage = usage
         try:
             usage.begin()
         except RequestError as error:
@@ -131,40 +134,42 @@ class Guard:
           RequestError: the head is invalid, or the key is wrong.
         """
         head = scope["headers"]
-
-        def values(wanted: bytes) -> list[str]:
-            return [value.decode("latin-1") for name, value in head if name == wanted]
-
         if scope.get("state", {}).get("overloaded"):
             raise http_error("overloaded")
-        size = len(scope.get("raw_path") or b"") + len(scope["query_string"]) + sum(len(n) + len(v) + 4 for n, v in head)
-        if size > self._options.limits.max_head:
+        target_size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        fields_size = sum(len(name) + len(value) + len(": \r\n") for name, value in head)
+        if target_size + fields_size > self._options.limits.max_head:
             raise http_error("head_too_large")
-        hosts = values(b"host")
-        hosts_allowed = self._options.hosts
-        host = hosts[0].lower() if len(hosts) == 1 else ""
-        found = HOST_HEADER.fullmatch(host)
-        if found is None or not _is_allowed(found[1].removesuffix("."), hosts_allowed):
-            raise http_error("host", escape_name(host))
-        if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-            # A web page of another site can send requests to this server: through DNS rebinding, or as cross-origin requests,
-            # which have an effect although the page cannot read the responses. Browsers send the page's origin in the header
-            # Origin.
-            allowed = self._options.origins
-            for origin in map(str.lower, values(b"origin")):
-                if origin not in allowed and "*" not in allowed and urlsplit(origin).netloc != host:
-                    raise http_error("origin")
+        self._check_host_and_origin(scope)
         key = None
         if self._options.keys and scope["path"] not in self._public:
             key = self._options.keys.find(_secrets(head))
             if key is None:
                 raise http_error("key")
-        if values(b"content-length") and values(b"transfer-encoding"):
+        if _header_values(head, b"content-length") and _header_values(head, b"transfer-encoding"):
             raise http_error("two_lengths")
-        encoding = ", ".join(values(b"content-encoding"))
+        encoding = ", ".join(_header_values(head, b"content-encoding"))
         if encoding.lower() not in ("", "identity"):
             raise http_error("encoding", escape_name(encoding))
         return key
+
+    def _check_host_and_origin(self, scope: Scope) -> None:
+        """Raises RequestError for a request that a web page of another site may have sent.
+
+        Such a page can send requests through DNS rebinding, or as cross-origin requests, which have an effect although the page
+        cannot read the responses. Browsers send the page's origin in the header Origin.
+        """
+        hosts = _header_values(scope["headers"], b"host")
+        host = hosts[0].lower() if len(hosts) == 1 else ""
+        found = HOST_HEADER.fullmatch(host)
+        if found is None or not _is_allowed(found[1].removesuffix("."), self._options.hosts):
+            raise http_error("host", escape_name(host))
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return
+        allowed = self._options.origins
+        for origin in map(str.lower, _header_values(scope["headers"], b"origin")):
+            if origin not in allowed and "*" not in allowed and _host_of(origin) != host:
+                raise http_error("origin")
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
         """Returns the body, or None if the connection was lost.
@@ -176,7 +181,9 @@ class Guard:
         headers = dict(scope["headers"])
         too_large = http_error("body_too_large", limits.max_body)
         declared = int(headers.get(b"content-length", 0))  # h11 has checked the digits
-        if declared > (limits.max_body if b"expect" in headers else limits.max_body * DRAIN_FACTOR):
+        # A sender that expects `100 Continue` has sent nothing yet. Others get the error only when their body has been read.
+        most = limits.max_body if b"expect" in headers else limits.max_body * DRAIN_FACTOR
+        if declared > most:
             raise too_large
         body = bytearray()
         size = 0
@@ -221,7 +228,8 @@ class Guard:
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
-        work, watching = asyncio.ensure_future(self._app(scope, replay, forward)), asyncio.ensure_future(watch())
+        work = asyncio.ensure_future(self._app(scope, replay, forward))
+        watching = asyncio.ensure_future(watch())
         try:
             await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
             if complete or work.done():  # uvicorn also reports a disconnect after a complete response
@@ -230,6 +238,16 @@ class Guard:
             for task in (work, watching):
                 task.cancel()
             await asyncio.wait({work, watching})
+
+
+def _with_headers(message: Message, record: RequestRecord) -> Message:
+    """Returns the start of a response with the headers of every response that it does not have yet."""
+    headers = HEADERS | {"x-request-id": record.id}
+    if record.usage is not None:
+        headers |= record.usage.headers()
+    present = {name.lower() for name, _ in message["headers"]}
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {**message, "headers": [*message["headers"], *(field for field in encoded if field[0] not in present)]}
 
 
 def _origin_form(scope: Scope) -> Scope:
@@ -242,13 +260,30 @@ def _origin_form(scope: Scope) -> Scope:
     return {**scope, "path": found[2] or "/", "raw_path": raw_path, "headers": head}
 
 
+def _header_values(head: Sequence[tuple[bytes, bytes]], wanted: bytes) -> list[str]:
+    return [value.decode("latin-1") for name, value in head if name == wanted]
+
+
 def _secrets(head: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
     """Returns the keys in the headers `Authorization: Bearer KEY` and `x-api-key: KEY`; a repeated header counts as absent."""
-    bearer = [value for name, value in head if name == b"authorization"]
-    found = [value for name, value in head if name == b"x-api-key"]
-    found = found if len(found) == 1 else []
-    scheme, _, secret = (bearer[0] if len(bearer) == 1 else b"").partition(b" ")
-    return [secret.strip(), *found] if scheme.lower() == b"bearer" else found
+    found: list[bytes] = []
+    authorization = [value for name, value in head if name == b"authorization"]
+    if len(authorization) == 1:
+        scheme, _, secret = authorization[0].partition(b" ")
+        if scheme.lower() == b"bearer":
+            found.append(secret.strip())
+    keys = [value for name, value in head if name == b"x-api-key"]
+    if len(keys) == 1:
+        found += keys
+    return found
+
+
+def _host_of(origin: str) -> str:
+    """Returns the host and port of an origin; "" if it is malformed, such as `http://[`."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _is_allowed(host: str, hosts: frozenset[str]) -> bool:

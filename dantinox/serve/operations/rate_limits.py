@@ -80,7 +80,8 @@ class TokenBucket:
     def nanoseconds_until_full(self, now: int) -> int:
         """Returns the time until the bucket is full if nothing is taken."""
         self._refill(now)
-        return -((self._level - self.per_minute * MINUTE) // self.per_minute)
+        missing = self.per_minute * MINUTE - self._level
+        return -(-missing // self.per_minute)
 
 
 class RateLimited(RequestError):
@@ -112,7 +113,8 @@ class KeyUsage:
 
     def change_limits(self, key: ApiKey) -> None:
         """Applies new limits. Requests and tokens of the last minute still count."""
-        self._key, now = key, self._clock()
+        self._key = key
+        now = self._clock()
         for kind, rate in (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)):
             if rate is None:
                 self._buckets.pop(kind, None)
@@ -127,7 +129,8 @@ class KeyUsage:
         Raises:
           RateLimited: too many requests are running, or too many have begun in the last minute. Such a request is not counted.
         """
-        name, most = self._key.name, self._key.concurrent_requests
+        name = self._key.name
+        most = self._key.concurrent_requests
         if most is not None and self.running >= most:
             self.counts["refused_concurrent"] += 1
             raise RateLimited(f"the key {name} already has {self.running} running requests, and its limit is {most}", 0)
@@ -142,8 +145,11 @@ class KeyUsage:
         """Counts the end of a request."""
         self.running -= 1
 
-    def reserve_tokens(self, tokens: int) -> None:
+    def reserve_tokens(self, tokens: int) -> int:
         """Takes the largest number of tokens that a request can use, before its work begins.
+
+        Returns:
+          The number of reserved tokens, for `settle_tokens`; 0 without a limit.
 
         Raises:
           RateLimited: the key has fewer tokens now.
@@ -151,8 +157,9 @@ class KeyUsage:
         """
         bucket = self._buckets.get("tokens")
         if bucket is None:
-            return
-        name, rate = self._key.name, bucket.per_minute
+            return 0
+        name = self._key.name
+        rate = bucket.per_minute
         if tokens > rate:
             self.counts["refused_tokens"] += 1
             message = f"prompts and answers can have {tokens:,} tokens, but the key {name} has {rate:,} tokens per minute"
@@ -162,6 +169,7 @@ class KeyUsage:
         if wait := bucket.take(tokens, self._clock()):
             self.counts["refused_tokens"] += 1
             raise RateLimited(f"the key {name} has used its {rate:,} tokens per minute", wait)
+        return tokens
 
     def settle_tokens(self, reserved: int, prompt: int, new: int) -> None:
         """Replaces a reservation by the tokens that the request has used."""
@@ -187,4 +195,5 @@ def format_duration(nanoseconds: int) -> str:
     minutes, rest = divmod(milliseconds, 60_000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"
-    return f"{f'{minutes}m' if minutes else ''}{rest / 1000:g}s"
+    seconds = f"{rest / 1000:g}s"
+    return f"{minutes}m{seconds}" if minutes else seconds

@@ -21,7 +21,9 @@ def log_request(record: RequestRecord, trace_id: str | None = None) -> None:
     if not log.isEnabledFor(logging.INFO) or (record.path in QUIET_PATHS and record.status < 400):
         return
     path = record.path[:MAX_PATH]
-    fields = request_fields(record) | ({} if trace_id is None else {"trace_id": trace_id})
+    fields = request_fields(record)
+    if trace_id is not None:
+        fields["trace_id"] = trace_id
     log.info("%s %s %d", record.method, path, record.status, extra={"fields": fields})
 
 

@@ -79,12 +79,13 @@ class RequestRecord:
         if self.usage is None:
             yield
             return
-        self.usage.reserve_tokens(most)
-        before = self.prompt_tokens, self.new_tokens
+        reserved = self.usage.reserve_tokens(most)
+        prompt_before = self.prompt_tokens
+        new_before = self.new_tokens
         try:
             yield
         finally:
-            self.usage.settle_tokens(most, self.prompt_tokens - before[0], self.new_tokens - before[1])
+            self.usage.settle_tokens(reserved, self.prompt_tokens - prompt_before, self.new_tokens - new_before)
 
     @property
     def prompt_tokens(self) -> int:

@@ -7,9 +7,8 @@ created when the request is complete, from the times of its record, so tracing c
 Source of the names: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
 
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dantinox import __version__
@@ -79,6 +78,7 @@ def trace_exporter(provider: "TracerProvider") -> Callable[[RequestRecord], str 
         end = record.started + round(record.seconds * 1e9)
 
         def span(name: str, start: int, end: int, parent: Any, attributes: Mapping[str, Any], kind: Any = None) -> Any:
+            """Creates a span and returns its context, the parent of further spans."""
             made = tracer.start_span(name, parent, kind or trace.SpanKind.INTERNAL, attributes, start_time=start)
             if attributes.get("error.type"):
                 made.set_status(trace.StatusCode.ERROR)
@@ -124,7 +124,8 @@ def _http_attributes(record: RequestRecord) -> dict[str, Any]:
 
 def generation_attributes(record: RequestRecord, generation: Generation) -> dict[str, Any]:
     """Returns the attributes of one prompt: model, settings, tokens and finish reasons; no prompt and no generated text."""
-    section, stats = generation.request.config.generation, generation.stats
+    section = generation.request.config.generation
+    stats = generation.stats
     settings = {name: getattr(section, key) for key, name in SETTINGS.items()}
     if section.greedy:
         settings["gen_ai.request.temperature"] = 0.0
@@ -147,14 +148,11 @@ def _times(generation: Generation, end: int) -> list[int]:
     All are nanoseconds since the epoch, in increasing order; `end` is the end of the whole request.
     """
 
-    def reached() -> Iterator[float]:
-        stats = generation.stats
-        yield 0.0
-        if stats.queued_seconds or stats.new_tokens:
-            yield stats.queued_seconds
-        if stats.new_tokens:
-            yield stats.first_token_seconds
-
-    stop = generation.submitted + round(generation.stats.seconds * 1e9) if generation.stats.seconds else end
-    found = itertools.accumulate((generation.submitted + round(seconds * 1e9) for seconds in reached()), max)
-    return [*(min(stop, time) for time in found), stop]
+    stats = generation.stats
+    reached = [0.0]  # seconds since the arrival
+    if stats.queued_seconds or stats.new_tokens:
+        reached.append(stats.queued_seconds)
+    if stats.new_tokens:
+        reached.append(max(stats.queued_seconds, stats.first_token_seconds))
+    stop = generation.submitted + round(stats.seconds * 1e9) if stats.seconds else end
+    return [*(min(stop, generation.submitted + round(seconds * 1e9)) for seconds in reached), stop]

@@ -63,7 +63,7 @@ class Member:
       size: bytes that count towards the bound while it is not unloaded.
       users: requests that use it.
       waiting: requests that wait for it.
-      wanted: number of the first of these requests; it orders the loads.
+      wanted: the smaller, the earlier the first of these requests came; it orders the loads.
       since: when it began to wait for room, in seconds of the monotonic clock.
       used: time of the end of the last request.
       keep_until: when it is unloaded if no request has used it; None: never.
@@ -113,7 +113,7 @@ class Member:
     def status(self) -> Status:
         """Returns the state of its engine. The counters include those of earlier loads."""
         if self.opened is None or self.state == "unloading":
-            return Status(self.state, "", 0, 0, 0, 0, 0, self.past)
+            return Status(self.state, "", slots=0, busy=0, queued=0, queue=0, context=0, counters=self.past)
         status = self.opened.engine.status()
         counters = {name: status.counters.get(name, 0) + self.past[name] for name in {*status.counters, *self.past}}
         return Status(**{**vars(status), "counters": counters})
@@ -155,17 +155,24 @@ class ModelPool:
         sizes = sizes or {}
         self.members = {spec.name: Member(spec, loras=dict(spec.loras)) for spec in specs}
         self.default = self.members[specs[0].name]
-        self.max_models, self.memory, self._queue, self._wait = max_models, memory, queue, wait
+        self.max_models = max_models
+        self.memory = memory
+        self._queue = queue
+        self._wait = wait
         self._open = open_model
         self.attach: Callable[[Member, OpenModel], tuple[Service, ASGIApp]] = _not_attached
         self.on_failure: Callable[[], None] = lambda: None
         self._preloaded: OpenModel | None = None
-        self._state, self._doing, self._order, self.peak = "loading", "loading the first model", 0, 0
+        self._state = "loading"
+        self._doing = "loading the first model"
+        self._waits = 0  # how often a request began to wait for a model that no other request waited for
+        self.peak = 0
         self._loader: asyncio.Task[None] | None = None
         self._timers = set[asyncio.TimerHandle]()
         self._changes = set[asyncio.Future[None]]()
         for member in self.members.values():
-            member.file_size = member.size = sizes.get(member.name, 0)
+            member.file_size = sizes.get(member.name, 0)
+            member.size = member.file_size
             if memory is not None and member.size > memory:
                 raise UserError(f"the model {member.name} {self._too_large(member.size)}")
 
@@ -203,7 +210,8 @@ class ModelPool:
         failures = member.failures
         began = time.monotonic()
         if not member.waiting:
-            member.wanted = self._order = self._order + 1
+            self._waits += 1
+            member.wanted = self._waits
         member.waiting += 1
         try:
             self._start_loader()
@@ -294,7 +302,7 @@ class ModelPool:
             member.state = "unloaded"
         except Exception as error:
             member.state = "unloaded"
-            member.failures = member.failures + 1
+            member.failures += 1
             member.retry = time.monotonic() + LOAD_RETRY_SECONDS
             known = isinstance(error, UserError | Unavailable)
             log.error("the model %s cannot be loaded: %s", member.name, error, exc_info=not known)
@@ -335,7 +343,7 @@ class ModelPool:
             raise
         member.opened = opened
         member.state = "loaded"
-        member.loads = member.loads + 1
+        member.loads += 1
         member.used = time.monotonic()
 
     def _on_engine_failure(self, member: Member) -> None:
@@ -383,10 +391,13 @@ class ModelPool:
             member.loras = dict(opened.engine.lora_paths)
             await asyncio.to_thread(opened.engine.close)
             member.past.update(opened.engine.status().counters)
-        member.opened = member.service = member.app = opened = None
+        opened = None  # nothing may refer to the model any more, so that its memory is free
+        member.opened = None
+        member.service = None
+        member.app = None
         await asyncio.to_thread(_free_memory)
         member.state = "unloaded"
-        member.unloads = member.unloads + 1
+        member.unloads += 1
         self._notify()
 
     async def reload_weights(self) -> bool:
@@ -399,8 +410,9 @@ class ModelPool:
         """
         changed = False
         errors = []
-        for member in [member for member in self.members.values() if member.state == "loaded"]:
-            if (opened := member.opened) is None:
+        for member in self.members.values():
+            opened = member.opened
+            if opened is None or member.state != "loaded":
                 continue
             member.users += 1
             try:
@@ -441,20 +453,30 @@ class ModelPool:
             await self._wait_until_loaded(self.default)
         except Unavailable:
             if self._state == "loading":
-                self._state, self._doing = "failed", "the first model cannot be loaded"
+                self._state = "failed"
+                self._doing = "the first model cannot be loaded"
                 self.on_failure()
         if self._state == "loading":
-            self._state, self._doing = "ready", "serving"
+            self._state = "ready"
+            self._doing = "serving"
         self._notify()
 
     def status(self) -> Status:
         """Returns the state of the server, and sums over the loaded models; the context is that of the first one."""
         found = [member.status() for member in self.members.values()]
-        slots, busy, queued, queue = (sum(getattr(one, name) for one in found) for name in ("slots", "busy", "queued", "queue"))
         counters: Counter[str] = Counter()
         for one in found:
             counters.update(one.counters)
-        return Status(self._state, self._doing, slots, busy, queued, queue, self.default.status().context, counters)
+        return Status(
+            state=self._state,
+            doing=self._doing,
+            slots=sum(one.slots for one in found),
+            busy=sum(one.busy for one in found),
+            queued=sum(one.queued for one in found),
+            queue=sum(one.queue for one in found),
+            context=self.default.status().context,
+            counters=counters,
+        )
 
     def statuses(self) -> dict[str, Status]:
         """Returns the state of each model by name."""
@@ -462,14 +484,16 @@ class ModelPool:
 
     async def drain(self, seconds: float) -> None:
         """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
-        self._state, self._doing = "draining", "it accepts no more requests"
+        self._state = "draining"
+        self._doing = "it accepts no more requests"
         self._notify()
         opened = [member.opened for member in self.members.values() if member.opened is not None]
         await asyncio.gather(*(one.engine.drain(seconds) for one in opened))
 
     def close(self) -> None:
         """Stops all engines immediately."""
-        self._state, self._doing = "draining", "it is being closed"
+        self._state = "draining"
+        self._doing = "it is being closed"
         opened = [member.opened for member in self.members.values()]
         for one in (*opened, self._preloaded):
             if one is not None:

@@ -15,13 +15,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dantinox.config import UserError
-from dantinox.files import quote
 from dantinox.serve.app import PROTOCOLS, guarded, make_router, protocol_of, server_routes
 from dantinox.serve.errors import JSON, http_error
 from dantinox.serve.operations.background import run_in_thread, run_sized
 from dantinox.serve.operations.metrics import Metrics
-from dantinox.serve.operations.request_record import current_record
 from dantinox.serve.options import Options
 from dantinox.serve.pool.model_loading import OpenModel
 from dantinox.serve.pool.model_pool import Member, ModelPool
@@ -29,7 +26,7 @@ from dantinox.serve.protocols import ollama
 from dantinox.serve.protocols.bodies import PARSED_BODY, check_media_type, parse_json
 from dantinox.serve.protocols.keep_alive import keep_seconds
 from dantinox.serve.protocols.openai import about_model, model_entry
-from dantinox.serve.service import Service, key_allows, shown_names
+from dantinox.serve.service import Service, check_aliases, forbidden_model, key_allows, shown_names
 
 LIST_PATHS = ("/v1/models", "/v1/models/{id:path}", "/api/tags", "/api/ps")  # routes of this module instead of a model's
 
@@ -41,7 +38,6 @@ def make_pool_app(pool: ModelPool, options: Options) -> ASGIApp:
       UserError: the first model cannot be loaded, or an alias is not a name of a model.
     """
     directory = Directory(pool, options)
-    directory.check_aliases()
     metrics = Metrics(pool, options, pool.statuses)
     metrics.registry.register(_PoolCollector(pool))
 
@@ -55,18 +51,13 @@ def make_pool_app(pool: ModelPool, options: Options) -> ASGIApp:
     pool.attach = attach
     service = Service(pool.preload().engine, replace(options, aliases={}), metrics)
     dispatch = _Dispatcher(directory)
-    routes = [
-        *server_routes(pool, metrics, options, directory.counts),
-        *directory.routes(),
-        *(route for protocol in PROTOCOLS if not protocol.needs_model for route in protocol.routes(service)),
-        *(
-            Route(route.path, dispatch, methods=sorted(route.methods or ()) or None)
-            for protocol in PROTOCOLS
-            if protocol.needs_model
-            for route in protocol.routes(service)
-            if route.path not in LIST_PATHS
-        ),
-    ]
+    routes = [*server_routes(pool, metrics, options, directory.counts), *directory.routes()]
+    for protocol in PROTOCOLS:
+        for route in protocol.routes(service):
+            if not protocol.needs_model:
+                routes.append(route)
+            elif route.path not in LIST_PATHS:
+                routes.append(Route(route.path, dispatch, methods=sorted(route.methods or ()) or None))
     return guarded(make_router(routes), {route.path for route in routes}, options, metrics)
 
 
@@ -78,21 +69,19 @@ class Directory:
     """
 
     def __init__(self, pool: ModelPool, options: Options):
-        self.pool, self._aliases = pool, options.aliases
+        """Initializes the directory.
+
+        Raises:
+          UserError: an alias does not stand for a model, or is the name of one.
+        """
+        self.pool = pool
+        self._aliases = options.aliases
+        check_aliases(self._aliases, self._own_names())
         self._created = int(time.time())
         self._started = ollama.now()
-        # The descriptions of models that are not loaded, from their last load: name → fields.
-        self._about: dict[str, dict[str, JSON]] = {}
-        self._descriptions: dict[str, dict[str, JSON]] = {}
-
-    def check_aliases(self) -> None:
-        """Raises a UserError for an alias that does not stand for a model, or that is the name of one."""
-        names = self._own_names()
-        for alias, name in self._aliases.items():
-            if name not in names:
-                raise UserError(f"the alias {quote(alias)} stands for {quote(name)}, which is not a model of this server")
-            if alias in names:
-                raise UserError(f"the alias {quote(alias)} is already the name of a model of this server")
+        # What is known of each model from its last load, by name: fields of `/v1/models` and of `/api/tags`.
+        self._openai_fields: dict[str, dict[str, JSON]] = {}
+        self._ollama_fields: dict[str, dict[str, JSON]] = {}
 
     def _own_names(self) -> list[str]:
         return [name for member in self.pool.members.values() for name in member.names]
@@ -103,20 +92,27 @@ class Directory:
         Raises:
           RequestError: 404, this server has no model of that name, or the key may not use it.
         """
-        default = next((one for one in self.pool.members.values() if self._allows(one)), self.pool.default)
-        resolved = default.name if name is None else self._aliases.get(name, name)
-        member = next((one for one in self.pool.members.values() if resolved in one.names), None)
-        if member is None:
-            known = [one for one in (*self._own_names(), *self._aliases) if self._is_allowed(one)]
-            raise http_error("model", resolved[:60], shown_names(known), param="model")
-        if not (self._allows(member) if name is None else self._is_allowed(resolved)):
-            key = current_record().key
-            raise http_error("model_of_key", key and key.name, resolved[:60], param="model")
-        return member
+        members = self.pool.members.values()
+        if name is None:
+            allowed = next((member for member in members if self._allows(member)), None)
+            if allowed is None:
+                raise forbidden_model(self.pool.default.name)
+            return allowed
+        resolved = self._aliases.get(name, name)
+        found = next((member for member in members if resolved in member.names), None)
+        if found is None:
+            raise http_error("model", resolved[:60], shown_names(self._allowed_names()), param="model")
+        if not self._is_allowed(resolved):
+            raise forbidden_model(resolved)
+        return found
 
     def _allows(self, member: Member) -> bool:
         """Returns whether the key may use a model, alone or with an adapter."""
         return any(map(self._is_allowed, member.names))
+
+    def _allowed_names(self) -> list[str]:
+        """Returns the names and aliases that the key may use."""
+        return [name for name in (*self._own_names(), *self._aliases) if self._is_allowed(name)]
 
     def _is_allowed(self, name: str) -> bool:
         return key_allows(self._aliases.get(name, name), self._aliases)
@@ -134,8 +130,7 @@ class Directory:
 
         async def models(request: Request) -> Response:
             """Lists the models with their adapters and aliases, and whether they are loaded."""
-            names = [name for name in (*self._own_names(), *self._aliases) if self._is_allowed(name)]
-            return JSONResponse({"object": "list", "data": [self._entry(name) for name in names]})
+            return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._allowed_names()]})
 
         async def one_model(request: Request) -> Response:
             """Describes a model, or a model with an adapter; 404 for another name."""
@@ -168,14 +163,14 @@ class Directory:
         root = self._aliases.get(name, name)
         member = self.find(name)
         if member.service is not None:
-            self._about[member.name] = about_model(member.service)
-        entry = model_entry(name, root, member.name, self._created) | self._about.get(member.name, {})
+            self._openai_fields[member.name] = about_model(member.service)
+        entry = model_entry(name, root, member.name, self._created) | self._openai_fields.get(member.name, {})
         return entry | {"status": {"value": _shown_state(member)}}
 
     async def _describe(self, member: Member) -> dict[str, JSON]:
         if (service := member.service) is not None:
-            self._descriptions[member.name] = await run_in_thread(ollama.describe, service)
-        return dict(self._descriptions.get(member.name) or ollama.unknown_model(member.name, member.file_size))
+            self._ollama_fields[member.name] = await run_in_thread(ollama.describe, service)
+        return dict(self._ollama_fields.get(member.name) or ollama.unknown_model(member.name, member.file_size))
 
 
 def _shown_state(member: Member) -> str:
@@ -196,7 +191,7 @@ class _Dispatcher:
         request = Request(scope, receive)
         protocol = protocol_of(scope["path"])
         data = await request.body()
-        body = dict[str, JSON]()
+        body: dict[str, JSON] = {}
         if data and scope["method"] == "POST":
             check_media_type(request)
             parsed = await run_sized(len(data), parse_json, data)
@@ -208,13 +203,15 @@ class _Dispatcher:
             name = ollama.untagged(name, self._names())
         member = self._directory.find(name)
         pool = self._directory.pool
-        keep = keep_seconds(body.get("keep_alive")) if protocol.routes is ollama.routes and "keep_alive" in body else None
+        keep = keep_seconds(body.get("keep_alive")) if protocol.routes is ollama.routes else None
         async with pool.use(member.name):
             if (app := member.app) is None:
                 raise http_error("internal")
-            await app(scope, _with_body(data, receive), send)
-        if keep is not None:
-            pool.keep(member, keep.seconds)
+            try:
+                await app(scope, _with_body(data, receive), send)
+            finally:  # also if the client has disconnected
+                if keep is not None:
+                    pool.keep(member, keep.seconds)
 
     def _names(self) -> list[str]:
         return [member.name for member in self._directory.pool.members.values()]

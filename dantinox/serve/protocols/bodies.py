@@ -51,6 +51,13 @@ def to_integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def to_tuple(value: Any) -> Any:
+    """Converts a string, or a list, to a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
 def part_texts(value: Any, kinds: Collection[str] = TEXT_PARTS) -> list[str] | None:
     """Returns the texts of content that is a string or a list of text parts, or None for other content.
 
@@ -61,9 +68,13 @@ def part_texts(value: Any, kinds: Collection[str] = TEXT_PARTS) -> list[str] | N
         return [value]
     if not isinstance(value, list):
         return None
-    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") in kinds else None for part in value]
-    found = [text for text in texts if isinstance(text, str)]
-    return found if len(found) == len(texts) else None
+    texts: list[str] = []
+    for part in value:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") in kinds else None
+        if not isinstance(text, str):
+            return None
+        texts.append(text)
+    return texts
 
 
 def _message_text(value: Any) -> str:

@@ -112,7 +112,9 @@ def routes(service: Service) -> list[Route]:
         results: list[JSON] = []
         for index in order:
             result: dict[str, JSON] = {"index": index, "relevance_score": scores[index]}
-            results.append(result | ({"document": {"text": body.documents[index]}} if body.return_documents else {}))
+            if body.return_documents:
+                result["document"] = {"text": body.documents[index]}
+            results.append(result)
         usage: dict[str, JSON] = {"prompt_tokens": tokens, "total_tokens": tokens}
         fields: dict[str, JSON] = {"id": f"rerank-{secrets.token_hex(12)}", "model": service.engine.name}
         return JSONResponse(fields | {"results": results, "usage": usage})

@@ -33,12 +33,11 @@ async def fill_in_middle(
     tokenizer = model.tokenizer
 
     def encode() -> list[list[int]]:
-        start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
         found = []
         for prefix in prefixes:
             if isinstance(prefix, list):
                 check_ids(tokenizer, prefix, name)
-            found.append([*start, *fim_ids(tokenizer, prefix, suffix)])
+            found.append([*tokenizer.ids_before_text, *fim_ids(tokenizer, prefix, suffix)])
         return found
 
     try:

@@ -5,7 +5,7 @@ Sources: KoboldCpp's API documentation, and the requests of its clients.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -32,22 +32,24 @@ from dantinox.serve.protocols.kobold_bodies import (
 )
 from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, Placeholders, fit_to_context, split_stops
 from dantinox.serve.protocols.logprobs import ChatLogprobs
+from dantinox.serve.protocols.server_sent_events import named_event
 from dantinox.serve.protocols.token_text import check_ids, healed
 from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer
 
 KOBOLDAI_VERSION = "1.2.5"  # supported version of KoboldAI's API
 KOBOLDCPP_VERSION = "1.74"  # supported version of KoboldCpp's API: the lowest for which Lite enables all features
-FEATURES = "txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "savedata"
+MISSING_FEATURES = ("txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "savedata")
 # Clients poll these paths while they read a stream.
 UNLIMITED = ("/api/extra/generate/check", "/api/extra/abort", "/api/extra/last_logprobs")
-MAX_FINISHED, KEEP_SECONDS = 64, 600.0  # number of finished generations that are kept, and seconds for which they are kept
+MAX_FINISHED = 64  # number of finished generations that are kept
+KEEP_SECONDS = 600.0  # for which a finished generation is kept
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "loop": "length", "cancelled": "length"}
 STOP_REASON_NUMBERS = {None: -1, "length": 0, "loop": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`
 ERROR_TYPES = {400: "bad_input", 401: "unauthorized", 429: "service_unavailable", 503: "service_unavailable"}
 
 
-def format_error(error: RequestError) -> JSON:
+def format_error(error: RequestError) -> dict[str, JSON]:
     """Returns an error in KoboldCpp's format."""
     kind = ERROR_TYPES.get(error.status, "bad_input" if error.status < 500 else "server_error")
     return {"detail": {"msg": error.message, "type": kind}}
@@ -91,7 +93,8 @@ async def parse(
     """
     if stream and (body.n or 1) > 1:
         raise RequestError(400, f"n must be 1 in a stream, got {body.n}: /api/v1/generate returns several results", param="n")
-    model, base = service.model, service.engine.settings({}).generation
+    model = service.model
+    base = service.engine.settings({}).generation
     has_lora = isinstance(body.model, str) and body.model.startswith(f"{service.engine.name}:")
     lora = service.check_model(body.model if has_lora else None, body.lora)
     memory = body.memory or ""
@@ -101,17 +104,7 @@ async def parse(
     if body.replace_instruct_placeholders is not False and any("{{[" in text for text in (memory, prompt, *stops)):
         ends, memory, prompt, stops = await run_in_thread(placeholders.fill_all, memory, prompt, stops)
     settings = body.settings(base) | await run_in_thread(_bans, model.tokenizer, base, body)
-    texts, ids = split_stops(model.tokenizer, stops)
-    ids += sorted(ends.difference(model.tokenizer.stop_ids))
-    if body.stop_sequence is not None:
-        settings["stop"] = texts
-    if ids:
-        settings["stop_token_ids"] = [*base.stop_token_ids, *dict.fromkeys(ids)]
-    if body.trim_stop is not None and (settings.get("stop", base.stop) or ids or base.stop_token_ids):
-        settings["keep_stop"] = not body.trim_stop
-    if body.singleline:
-        settings |= {"stop": [*(texts if body.stop_sequence is not None else base.stop), "\n"], "keep_stop": False}
-    config = service.settings(settings)
+    config = service.settings(settings | _stop_settings(model.tokenizer, base, body, stops, ends))
     context = min(service.context, max(body.max_context_length or service.context, MIN_TOKENS))
     requested = config.generation.max_new_tokens
     try:
@@ -120,8 +113,33 @@ async def parse(
         raise RequestError(400, str(error), param="prompt") from None
     config = with_generation(config, max_new_tokens=new, n=1 if stream else config.generation.n)
     logprobs = min(MAX_ALTERNATIVES, model.tokenizer.vocab_size) if body.logprobs else None
-    (request,) = await healed(model, [GenerationRequest(tuple(found), config, logprobs, False, body.constraint(), lora=lora)])
+    request = GenerationRequest(tuple(found), config, logprobs=logprobs, constraint=body.constraint(), lora=lora)
+    (request,) = await healed(model, [request])
     return Generation(model.tokenizer, generations, body.genkey or "", request, stream)
+
+
+def _stop_settings(
+    tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody, stops: Sequence[str], ends: frozenset[int]
+) -> dict[str, Any]:
+    """Returns the settings of what ends an answer.
+
+    Args:
+      base: the generation settings of the server.
+      stops: the stop strings of the body, without placeholders.
+      ends: the tokens that end a turn of the placeholders.
+    """
+    texts, ids = split_stops(tokenizer, stops)
+    ids += sorted(ends.difference(tokenizer.stop_ids))
+    found: dict[str, Any] = {}
+    if body.stop_sequence is not None:
+        found["stop"] = texts
+    if ids:
+        found["stop_token_ids"] = [*base.stop_token_ids, *dict.fromkeys(ids)]
+    if body.trim_stop is not None and (found.get("stop", base.stop) or ids or base.stop_token_ids):
+        found["keep_stop"] = not body.trim_stop
+    if body.singleline:
+        found |= {"stop": [*found.get("stop", base.stop), "\n"], "keep_stop": False}
+    return found
 
 
 def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> dict[str, Any]:
@@ -166,7 +184,10 @@ class Generation(Reply):
     def __init__(self, tokenizer: Tokenizer, generations: "Generations", key: str, request: GenerationRequest, stream: bool):
         super().__init__([request], stream)
         samples = request.config.generation.n
-        self.key, self.request, self._tokenizer, self._generations = key, request, tokenizer, generations
+        self.key = key
+        self.request = request
+        self._tokenizer = tokenizer
+        self._generations = generations
         self.texts = [""] * samples
         self.tokens = [0] * samples
         self.reasons: list[str | None] = [None] * samples
@@ -193,7 +214,9 @@ class Generation(Reply):
         for text, tokens, reason in zip(self.texts, self.tokens, self.reasons, strict=True):
             known: dict[str, JSON] = {"text": text, "finish_reason": FINISH_REASONS[reason or "length"]}
             known |= {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
-            results.append(known if results else known | {"logprobs": self.logprobs()})
+            if not results:  # of the first sample only
+                known["logprobs"] = self.logprobs()
+            results.append(known)
         return {"results": results}
 
     def logprobs(self) -> dict[str, JSON] | None:
@@ -206,25 +229,16 @@ class Generation(Reply):
         self.add(number, delta)
         if not (delta.text or delta.finish_reason):
             return b""
-        return _event(
-            "message", {"token": delta.text, "finish_reason": delta.finish_reason and FINISH_REASONS[delta.finish_reason]}
-        )
+        reason = None if delta.finish_reason is None else FINISH_REASONS[delta.finish_reason]
+        return named_event("message", {"token": delta.text, "finish_reason": reason})
 
     def format_stream_error(self, error: RequestError) -> bytes:
-        return _event("error", format_error(error))
+        return named_event("error", format_error(error))
 
     def close(self) -> None:
         self.ended = time.monotonic()
         if self.streams:
             self._generations.finish(self)
-
-
-def _event(name: str, content: JSON) -> bytes:
-    """Formats an event as Lite parses it: a line `event` and a line `data`, which end with plain line feeds.
-
-    The text is ASCII, because some other characters can end a line.
-    """
-    return f"event: {name}\ndata: {json.dumps(content, ensure_ascii=True, allow_nan=False)}\n\n".encode()
 
 
 class Generations:
@@ -235,14 +249,14 @@ class Generations:
     """
 
     def __init__(self) -> None:
-        self._kept: list[Generation] = []
-        self.last: Generation | None = None
+        self._kept: list[Generation] = []  # the oldest first
+        self.last: Generation | None = None  # the one that has ended last
         self.count = 0
         self.started = time.monotonic()
         self.last_request = time.monotonic()
 
     def add(self, generation: Generation) -> None:
-        self.count = self.count + 1
+        self.count += 1
         self.last_request = time.monotonic()
         self._kept = [*self._recent(), generation]
 
@@ -251,8 +265,9 @@ class Generations:
         self._kept = self._recent()
         running = [one for one in self._kept if one.ended is None]
         if not key:
-            return [one for one in running if not one.key] if len(running) == 1 else []
-        return [one for one in (running if live else self._kept) if one.key == key]
+            return running if len(running) == 1 and not running[0].key else []
+        candidates = running if live else self._kept
+        return [one for one in candidates if one.key == key]
 
     def finish(self, generation: Generation) -> None:
         self.last = generation
@@ -279,8 +294,8 @@ class Generations:
 def _info_routes(service: Service) -> list[Route]:
     """Returns the routes that describe the server. Paths of KoboldAI's API exist under `v1` and `latest`."""
     engine = service.engine
-    about: dict[str, JSON] = {"result": "KoboldCpp", "version": KOBOLDCPP_VERSION, "protected": service.options.key is not None}
-    about |= dict.fromkeys(FEATURES, False) | {"embeddings": True, "guidance": engine.status().slots > 1}
+    about: dict[str, JSON] = {"result": "KoboldCpp", "version": KOBOLDCPP_VERSION, "protected": bool(service.options.keys)}
+    about |= dict.fromkeys(MISSING_FEATURES, False) | {"embeddings": True, "guidance": engine.status().slots > 1}
     about["server"] = f"DantinoX {__version__}"
 
     def route(path: str, content: Callable[[], JSON], purpose: str) -> Route:
@@ -322,15 +337,15 @@ def _token_routes(tokenizer: Tokenizer) -> list[Route]:
         body = await parse_body(request, CountBody)
         text = body.prompt or ""
         ids = await run_sized(len(text), tokenizer.encode, text, parse_special=True)
-        if body.special is not False and tokenizer.add_bos and tokenizer.bos_id is not None:
-            ids = [tokenizer.bos_id, *ids]
+        if body.special is not False:
+            ids = [*tokenizer.ids_before_text, *ids]
         return JSONResponse({"value": len(ids), "ids": ids})
 
     async def decode(request: Request) -> Response:
         """Returns the text of token ids."""
         ids = (await parse_body(request, IdsBody)).ids
         check_ids(tokenizer, ids, "ids")
-        return JSONResponse({"result": tokenizer.decode(ids), "success": True})
+        return JSONResponse({"result": await run_sized(len(ids), tokenizer.decode, ids), "success": True})
 
     async def convert(request: Request) -> Response:
         """Returns a JSON schema as text, which the field `grammar` accepts."""
@@ -357,7 +372,8 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
 
     async def check(request: Request) -> Response:
         """Returns the text that a running generation has produced so far."""
-        texts = [text for one in (await find(request))[-1:] for text in one.texts] or [""]
+        found = await find(request)
+        texts = found[-1].texts if found else [""]
         return JSONResponse({"results": [{"text": text} for text in texts]})
 
     async def abort(request: Request) -> Response:
@@ -370,8 +386,8 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
 
     async def logprobs(request: Request) -> Response:
         """Returns the log-probabilities of a generation."""
-        last = [one.logprobs() for one in (await find(request))[-1:]]
-        return JSONResponse({"logprobs": last[0] if last else None})
+        found = await find(request)
+        return JSONResponse({"logprobs": found[-1].logprobs() if found else None})
 
     async def perf(request: Request) -> Response:
         """Returns times and counts of the last generation and of the server."""
@@ -385,39 +401,63 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
     ]
 
 
+# The fields of `/perf` about the last generation, before there is one.
+NO_GENERATION: dict[str, JSON] = {
+    "last_process": 0.0,
+    "last_eval": 0.0,
+    "last_token_count": 0,
+    "last_seed": -1,
+    "stop_reason": STOP_REASON_NUMBERS[None],
+    "last_input_count": 0,
+    "last_process_time": 0.0,
+    "last_eval_time": 0.0,
+    "last_process_speed": 0.0,
+    "last_eval_speed": 0.0,
+    "last_draft_success": 0,
+    "last_draft_failed": 0,
+}
+
+
 def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
     """Returns statistics of the last generation and of the server."""
     status = service.engine.status()
     now = time.monotonic()
-    last = generations.last
-    found: dict[str, JSON] = {"last_process": 0.0, "last_eval": 0.0, "last_token_count": 0, "last_seed": -1, "stop_reason": -1}
-    found |= {"last_input_count": 0, "last_process_time": 0.0, "last_eval_time": 0.0, "last_process_speed": 0.0}
-    found |= {"last_eval_speed": 0.0, "last_draft_success": 0, "last_draft_failed": 0}
-    if last is not None:
-        stats, seed = last.streams[0].stats, last.request.config.generation.seed
-        prefill = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
-        decoding = max(stats.seconds - stats.first_token_seconds, 0.0)
-        new = sum(last.tokens)
-        prompt = len(last.request.ids)
-        found |= {"last_process": prefill, "last_process_time": prefill, "last_eval": decoding, "last_eval_time": decoding}
-        found |= {"last_process_speed": prompt / prefill if prefill else 0.0, "last_input_count": prompt}
-        accepted = stats.counts["accepted_draft_tokens"]
-        found |= {"last_eval_speed": new / decoding if decoding else 0.0, "last_draft_success": accepted}
-        found["last_draft_failed"] = stats.counts["draft_tokens"] - accepted
-        found |= {"last_token_count": new, "last_seed": -1 if seed is None else seed}
-        found["stop_reason"] = STOP_REASON_NUMBERS[last.reasons[0]]
-    found |= {
+    last = NO_GENERATION if generations.last is None else _generation_statistics(generations.last)
+    return {
+        **last,
         "total_gens": generations.count,
         "total_img_gens": 0,
         "total_tts_gens": 0,
         "queue": status.queued,
         "idle": int(status.busy == 0),
-    }
-    found |= {
         "total_transcribe_gens": 0,
         "hordeexitcounter": -1,
         "uptime": now - generations.started,
         "idletime": now - generations.last_request,
         "quiet": True,
     }
-    return found
+
+
+def _generation_statistics(one: Generation) -> dict[str, JSON]:
+    """Returns the fields of `NO_GENERATION` for a generation; times are in seconds, and speeds in tokens per second."""
+    stats = one.streams[0].stats
+    seed = one.request.config.generation.seed
+    prefill = max(stats.first_token_seconds - stats.queued_seconds, 0.0)
+    decoding = max(stats.seconds - stats.first_token_seconds, 0.0)
+    new = sum(one.tokens)
+    prompt = len(one.request.ids)
+    accepted = stats.counts["accepted_draft_tokens"]
+    return {
+        "last_process": prefill,
+        "last_eval": decoding,
+        "last_token_count": new,
+        "last_seed": -1 if seed is None else seed,
+        "stop_reason": STOP_REASON_NUMBERS[one.reasons[0]],
+        "last_input_count": prompt,
+        "last_process_time": prefill,
+        "last_eval_time": decoding,
+        "last_process_speed": prompt / prefill if prefill else 0.0,
+        "last_eval_speed": new / decoding if decoding else 0.0,
+        "last_draft_success": accepted,
+        "last_draft_failed": stats.counts["draft_tokens"] - accepted,
+    }

@@ -54,27 +54,30 @@ class Placeholders:
         has_placeholder = any(map(PLACEHOLDER.search, (memory, prompt, *stops)))
         ends = self._template.end_ids if self._template and has_placeholder else frozenset()
         prompt = self.fill(prompt, not memory.strip())
-        return ends, self.fill(memory, True), prompt, tuple(filter(None, (self.fill(stop, False).strip() for stop in stops)))
+        filled = [self.fill(stop, False).strip() for stop in stops]
+        return ends, self.fill(memory, True), prompt, tuple(stop for stop in filled if stop)
 
     def _read_tags(self) -> Mapping[str, str]:
-        if self._template is None:
+        template = self._template
+        if template is None:
             return DEFAULT_TAGS | {"FIRST": DEFAULT_TAGS["INPUT"]}
         roles = ("user", "assistant", "user")
         messages = [{"role": role, "content": text} for role, text in zip(roles, MARKERS, strict=True)]
-        parts = re.split("|".join(MARKERS), self._template.text(messages, generation_prompt=True))
+        parts = re.split("|".join(MARKERS), template.text(messages, generation_prompt=True))
         if len(parts) != 4:
-            raise UserError(f"{self._template.name} changes the text of messages: instruction placeholders cannot be replaced")
+            raise UserError(f"{template.name} changes the text of messages: instruction placeholders cannot be replaced")
         first, _, turn, answer = parts
-        return {"FIRST": first, "INPUT": turn, "OUTPUT": answer, "SYSTEM": self._system_tag()}
+        return {"FIRST": first, "INPUT": turn, "OUTPUT": answer, "SYSTEM": _system_tag(template)}
 
-    def _system_tag(self) -> str:
-        assert self._template is not None
-        messages = [{"role": role, "content": text} for role, text in zip(("system", "user"), MARKERS, strict=False)]
-        try:
-            before, found, _ = self._template.text(messages).partition(MARKERS[0])
-        except UserError:  # the template has no system role
-            return ""
-        return before if found else ""
+
+def _system_tag(template: ChatTemplate) -> str:
+    """Returns the text before a system message; "" for a template without this role."""
+    messages = [{"role": "system", "content": MARKERS[0]}, {"role": "user", "content": MARKERS[1]}]
+    try:
+        before, found, _ = template.text(messages).partition(MARKERS[0])
+    except UserError:
+        return ""
+    return before if found else ""
 
 
 def fit_to_context(run: LoadedModel, memory: str, prompt: str, new: int, context: int) -> tuple[list[int], int]:
@@ -96,23 +99,28 @@ def fit_to_context(run: LoadedModel, memory: str, prompt: str, new: int, context
       RequestError: 400, the memory alone is too long.
     """
     tokenizer = run.tokenizer
-    memory_ids, prompt_ids = (tokenizer.encode(text, parse_special=True) for text in (memory, prompt))  # as KoboldCpp does
+    memory_ids = tokenizer.encode(memory, parse_special=True)  # names of special tokens become these tokens, as in KoboldCpp
+    prompt_ids = tokenizer.encode(prompt, parse_special=True)
     if not memory_ids and not prompt_ids:
         memory_ids = run.prompt_ids("")
-    elif tokenizer.add_bos and tokenizer.bos_id is not None and (memory_ids or prompt_ids)[0] != tokenizer.bos_id:
-        memory_ids = [tokenizer.bos_id, *memory_ids]
+    elif (memory_ids or prompt_ids)[0] not in tokenizer.ids_before_text:
+        memory_ids = [*tokenizer.ids_before_text, *memory_ids]
     min_prompt = min(len(prompt_ids), MIN_TOKENS)
     if len(memory_ids) + min_prompt >= context:
         message = f"the memory has {len(memory_ids):,} tokens and the context is {context:,}: shorten the memory"
         raise RequestError(400, message, param="memory")
     max_text = min(max(context - new, context // 2), context - 1)
-    ids = memory_ids + prompt_ids[-max(max_text - len(memory_ids), min_prompt) :] if prompt_ids else memory_ids
+    ids = memory_ids
+    if prompt_ids:
+        max_prompt = max(max_text - len(memory_ids), min_prompt)
+        ids = memory_ids + prompt_ids[-max_prompt:]
     return ids, min(new, context - len(ids))
 
 
 def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[str], list[int]]:
     """Splits stop strings into texts and token ids. A string that starts with a special token's name becomes the token's id."""
-    texts, ids = [], []
+    texts: list[str] = []
+    ids: list[int] = []
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     for stop in stops:
         name = next((name for name in names if stop.lstrip().startswith(name)), None)

@@ -32,6 +32,7 @@ from dantinox.serve.protocols.llama_options import (
 )
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.sampling_options import Integer, Number
+from dantinox.serve.protocols.server_sent_events import data_event
 from dantinox.serve.protocols.token_text import check_ids, healed
 from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer
@@ -63,16 +64,14 @@ def _to_prompts(value: Any) -> list[list[str | int]]:
     """
     if type(value) is int:  # a token id may be a part of a prompt, but is not a prompt
         raise ValueError("must be a string, a list of strings and token ids, or a list of these")
-    several = (
-        isinstance(value, list)
-        and value != []
-        and (all(isinstance(part, str) for part in value) or any(isinstance(part, list | dict) for part in value))
-    )
-    prompts = value if several else [value]
+    parts = value if isinstance(value, list) else []
+    are_texts = parts != [] and all(isinstance(part, str) for part in parts)
+    are_prompts = any(isinstance(part, list | dict) for part in parts)
+    prompts = parts if are_texts or are_prompts else [value]
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"must have at most {MAX_PROMPTS} prompts")
     lists = [prompt if isinstance(prompt, list) else [prompt] for prompt in prompts]
-    return [[_to_part(part) for part in parts] for parts in lists]
+    return [[_to_part(part) for part in one] for one in lists]
 
 
 def _to_bias(value: Any) -> Any:
@@ -142,7 +141,9 @@ class LlamaBody(LlamaOptions):
             raise RequestError(400, "grammar and json_schema both constrain the answer: use one of them", param="json_schema")
         if self.grammar:
             return Constraint("gbnf", self.grammar)
-        return Constraint("json_schema", json.dumps(self.json_schema)) if self.json_schema is not None else None
+        if self.json_schema is not None:
+            return Constraint("json_schema", json.dumps(self.json_schema))
+        return None
 
 
 class LlamaCompletionBody(LlamaBody):
@@ -228,8 +229,10 @@ async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply
     Raises:
       RequestError, UserError: the body cannot be served.
     """
-    model, tokenizer = service.model, service.tokenizer
-    check_ids(tokenizer, [part for parts in body.prompt for part in parts if isinstance(part, int)], "prompt")
+    model = service.model
+    tokenizer = service.tokenizer
+    every_part = [part for parts in body.prompt for part in parts]
+    check_ids(tokenizer, [part for part in every_part if isinstance(part, int)], "prompt")
 
     def encode(parts: Sequence[str | int]) -> list[int]:
         ids: list[int] = []
@@ -241,10 +244,9 @@ async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply
                 ids += encode_part(part, parse_special=True)
         return ids or model.prompt_ids("")
 
-    every_part = [part for parts in body.prompt for part in parts]
     characters = sum(len(part) for part in every_part if isinstance(part, str))
     prompts = await _encode("prompt", characters + len(every_part), lambda: [encode(parts) for parts in body.prompt])
-    return await _reply(service, body, _settings(service, body), prompts)
+    return await _reply(service, body, await _settings(service, body), prompts)
 
 
 async def parse_infill(service: Service, body: InfillBody) -> Reply:
@@ -255,12 +257,12 @@ async def parse_infill(service: Service, body: InfillBody) -> Reply:
     Raises:
       RequestError, UserError: the body cannot be served.
     """
-    config = with_fim_ends(service, _settings(service, body), "input_suffix")
+    config = with_fim_ends(service, await _settings(service, body), "input_suffix")
     tokenizer = service.tokenizer
     new_tokens = min(config.generation.max_new_tokens, service.context // 2)
 
     def encode() -> list[int]:
-        start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+        start = tokenizer.ids_before_text
         answer = tokenizer.encode(body.prompt) if body.prompt else []
         extra = "".join(f"{file.text}\n" for file in body.input_extra)
         room = max(service.context - new_tokens - len(start) - len(answer) - 4, 0)  # at most four tokens mark the parts
@@ -273,7 +275,8 @@ async def parse_infill(service: Service, body: InfillBody) -> Reply:
             prefix_ids = prefix_ids[max(0, len(prefix_ids) - (room - kept)) :]
         return [*start, *fim_ids(tokenizer, prefix_ids, suffix), *answer]
 
-    size = len(body.input_prefix) + len(body.input_suffix) + sum(len(file.text) for file in body.input_extra)
+    texts = (body.input_prefix, body.input_suffix, body.prompt, *(file.text for file in body.input_extra))
+    size = sum(map(len, texts))
     return await _reply(service, body, config, await _encode("input_prefix", size, lambda: [encode()]))
 
 
@@ -285,7 +288,7 @@ async def _encode(param: str, size: int, encode: Callable[[], list[list[int]]]) 
         raise RequestError(400, str(error), param=param) from None
 
 
-def _settings(service: Service, body: LlamaBody) -> Config:
+async def _settings(service: Service, body: LlamaBody) -> Config:
     warn_unknown(body, *KNOWN_OPTIONS)
     base = service.engine.settings({}).generation
     found = body.settings(base, service.context)
@@ -294,7 +297,8 @@ def _settings(service: Service, body: LlamaBody) -> Config:
     if body.samplers is not None and has_samplers:
         found |= sampler_settings(body.samplers)
     if body.logit_bias is not None:
-        found["logit_bias"] = _token_biases(service.tokenizer, body.logit_bias)
+        size = sum(map(len, body.logit_bias))
+        found["logit_bias"] = await run_sized(size, _token_biases, service.tokenizer, body.logit_bias)
     return with_generation(service.settings(found), n=body.n_cmpl or 1)
 
 
@@ -335,6 +339,7 @@ class LlamaReply(Reply):
         self._body = body
         self._samples = requests[0].config.generation.n
         self._answers = [_Answer() for _ in range(len(requests) * self._samples)]
+        self._prompt_texts: dict[int, str] = {}  # by request number
         self._max_seconds = max(body.t_max_predict_ms or 0, 0) / 1e3  # 0: no limit
 
     def add(self, number: int, delta: Delta) -> None:
@@ -369,13 +374,13 @@ class LlamaReply(Reply):
         index = self._add(number, delta)
         content = self._content(index, delta.text)
         self._answers[index].records = []
-        return _event({"index": index, **content, "stop": False}) if delta.text or delta.tokens else b""
+        return data_event({"index": index, **content, "stop": False}) if delta.text or delta.tokens else b""
 
     def format_end(self) -> bytes:
-        return b"".join(_event(self._selected(self._last(index))) for index in range(len(self._answers)))
+        return b"".join(data_event(self._selected(self._last(index))) for index in range(len(self._answers)))
 
     def format_stream_error(self, error: RequestError) -> bytes:
-        return _event(error_object(error))
+        return data_event(error_object(error))
 
     def _content(self, index: int, text: str) -> dict[str, JSON]:
         """Returns a text and the token ids since the last event, with their log-probabilities if they are requested."""
@@ -401,7 +406,6 @@ class LlamaReply(Reply):
         new_tokens = stats.new_tokens if self._samples == 1 else answer.token_count  # `stats` counts all samples together
         first = stats.first_token_seconds if stats.new_tokens else stats.seconds
         stop_type = STOP_TYPES[answer.reason]
-        detokenizer = self._tokenizer.detokenizer(self._tokenizer.special_ids)
         return {
             "index": index,
             "content": "",
@@ -417,7 +421,7 @@ class LlamaReply(Reply):
                 "n_cmpl": self._samples,
                 "grammar": self._body.grammar or "",
             },
-            "prompt": detokenizer.push(request.ids) + detokenizer.flush(),
+            "prompt": self._prompt_text(number),
             "stop_type": stop_type,
             "stopping_word": answer.stop_string,
             "truncated": stop_type == "limit" and prompt_tokens + new_tokens >= self._context,
@@ -429,6 +433,13 @@ class LlamaReply(Reply):
                 **_timings("predicted", new_tokens, stats.seconds - first),
             },
         }
+
+    def _prompt_text(self, number: int) -> str:
+        """Returns the text of a prompt with the names of its special tokens; its answers share it."""
+        if number not in self._prompt_texts:
+            detokenizer = self._tokenizer.detokenizer(self._tokenizer.special_ids)
+            self._prompt_texts[number] = detokenizer.push(self.requests[number].ids) + detokenizer.flush()
+        return self._prompt_texts[number]
 
     def _selected(self, response: dict[str, JSON]) -> dict[str, JSON]:
         """Returns the `response_fields` of a response; fields that it does not have are left out."""
@@ -452,7 +463,3 @@ def _timings(name: str, count: int, seconds: float) -> dict[str, JSON]:
         f"{name}_per_token_ms": milliseconds / count if count else 0.0,
         f"{name}_per_second": 1e3 * count / milliseconds if milliseconds else 0.0,
     }
-
-
-def _event(content: JSON) -> bytes:
-    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"

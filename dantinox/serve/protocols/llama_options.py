@@ -11,6 +11,7 @@ from dantinox.config.generation_settings import order_names, section_order
 from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.files import escape_name, quote
 from dantinox.serve.errors import RequestError
+from dantinox.serve.protocols.bodies import to_tuple
 from dantinox.serve.protocols.sampling_options import AtLeastZero, Integer, Number, Option, Range, SamplingOptions, Seed
 
 log = logging.getLogger("dantinox.serve")
@@ -63,10 +64,6 @@ REPORTED_OPTIONS = {
 RANDOM_SEED = 2**32 - 1  # llama.cpp reports this number for a random seed
 
 
-def _to_texts(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
 class LlamaOptions(SamplingOptions):
     """Sampling options. Every key of `generation` and `router` is an additional option.
 
@@ -97,7 +94,7 @@ class LlamaOptions(SamplingOptions):
     repeat_last_n: Range | None = None
     frequency_penalty: Number | None = None
     seed: Seed | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_to_texts)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(to_tuple)] | None = None
 
     def settings(self, base: GenerationSection, context: int) -> dict[str, object]:
         """Returns the settings of the request, for `EngineProtocol.settings`. Parameters of a disabled step are omitted.
@@ -157,7 +154,8 @@ def sampler_settings(names: Sequence[str] | str) -> dict[str, object]:
 
 def reported_options(section: GenerationSection) -> dict[str, Any]:
     """Returns the options that apply to a request, by llama.cpp's names and with its values, from the settings."""
-    low, high = section.dynatemp_low, section.dynatemp_high
+    low = section.dynatemp_low
+    high = section.dynatemp_high
     order = section_order(section)
     placed = {name: order.index(steps[0]) for name, (steps, _) in SAMPLERS.items() if steps[0] in order}
     return {

@@ -18,7 +18,9 @@ from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import StrictBody, content_text, parse_body, warn_unknown
-from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_effort, prepare_chat
+from dantinox.serve.protocols.sampling_options import given_settings
+from dantinox.serve.protocols.server_sent_events import named_event
+from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_budget, check_effort, prepare_chat
 from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
 
@@ -88,11 +90,22 @@ class CountBody(StrictBody):
         choice, parallel = self._choice()
         effort, budget = self._thinking()
         tools = [_tool(tool, f"tools.{number}") for number, tool in enumerate(self.tools or ())]
-        return Conversation(messages, tools, choice, parallel, effort, budget, {}, self._constraint(), FIELD_NAMES)
+        return Conversation(
+            messages,
+            tools=tools,
+            choice=choice,
+            parallel=parallel,
+            effort=effort,
+            budget=budget,
+            constraint=self._constraint(),
+            field_names=FIELD_NAMES,
+        )
 
     def _choice(self) -> tuple[str, bool]:
+        """Returns which tool must be called, as in `Conversation`, and whether several calls are allowed."""
         given = self.tool_choice or {"type": "auto"}
-        kind, name = given.get("type"), given.get("name")
+        kind = given.get("type")
+        name = given.get("name")
         parallel = given.get("disable_parallel_tool_use") is not True
         if kind == "tool" and isinstance(name, str):
             return name, parallel
@@ -104,14 +117,12 @@ class CountBody(StrictBody):
     def _thinking(self) -> tuple[str | None, int | None]:
         """Returns the effort and the budget of the thinking."""
         given = self.thinking or {}
-        kind, budget = given.get("type"), given.get("budget_tokens")
+        kind = given.get("type")
         effort = check_effort((self.output_config or {}).get("effort"), "output_config.effort")
         if kind not in (None, "enabled", "adaptive", "disabled"):
             message = f"thinking.type must be enabled, adaptive or disabled, got {quote(kind)}"
             raise RequestError(400, message, param="thinking.type")
-        if budget is not None and (type(budget) is not int or budget < 0):
-            message = f"thinking.budget_tokens must be an integer of at least 0, got {quote(budget)}"
-            raise RequestError(400, message, param="thinking.budget_tokens")
+        budget = check_budget(given.get("budget_tokens"), "thinking.budget_tokens")
         if kind == "disabled":
             return "none", None
         return effort or ("high" if kind else None), budget
@@ -145,17 +156,13 @@ class MessagesBody(CountBody):
 
     def settings(self) -> dict[str, object]:
         """Returns the settings of the request, for `EngineProtocol.settings`."""
-        given = {
-            "max_new_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-        }
-        found: dict[str, object] = {name: value for name, value in given.items() if value is not None}
-        if self.temperature:
-            found["greedy"] = False
-        return found
+        return given_settings(
+            max_new_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+        )
 
 
 def routes(service: Service) -> list[Route]:
@@ -185,7 +192,7 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-def format_error(error: RequestError) -> JSON:
+def format_error(error: RequestError) -> dict[str, JSON]:
     """Returns an error in Anthropic's format."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
@@ -202,7 +209,8 @@ def _text_of(content: Any, where: str) -> str:
 
 def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Returns a message as messages in OpenAI's format: the results of tools become messages of their own."""
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(400, f"{where}.role must be user or assistant, got {quote(role)}", param=f"{where}.role")
     if isinstance(content, str):
@@ -236,7 +244,8 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
         plain["tool_calls"] = calls
     if thoughts:
         plain["reasoning_content"] = "\n\n".join(thoughts)
-    return [*results, plain] if texts or calls or thoughts or not results else results
+    is_only_results = results and not (texts or calls or thoughts)
+    return results if is_only_results else [*results, plain]
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -246,10 +255,18 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
             400, f"{where} must be a tool with name and input_schema; server tools are not supported", param=where
         )
     function = {"name": tool.get("name"), "description": tool.get("description", ""), "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function | ({"strict": True} if tool.get("strict") is True else {})}
+    if tool.get("strict") is True:
+        function["strict"] = True
+    return {"type": "function", "function": function}
 
 
 # --- replies
+
+# Part → type of its block, field of the block, type of its deltas.
+BLOCKS = {
+    "content": ("text", "text", "text_delta"),
+    "reasoning": ("thinking", "thinking", "thinking_delta"),
+}
 
 
 class MessagesReply(Reply):
@@ -267,33 +284,34 @@ class MessagesReply(Reply):
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""  # JSON of the current tool call
         self._started = False
-        self._stop: tuple[str | None, str | None] = None, None
+        self._stop_reason: str | None = None
+        self._stop_sequence: str | None = None
 
     def add(self, number: int, delta: Delta) -> None:
         self._advance(delta)
 
     def body(self) -> JSON:
-        reason, stop = self._stop
-        return {**self._frame, "content": [*self._blocks], "stop_reason": reason, "stop_sequence": stop, "usage": self._usage()}
+        return {**self._frame, "content": [*self._blocks], **self._stop(), "usage": self._usage()}
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
         events = self._advance(delta)
         if not self._started:
             self._started = True
             usage = {**self._usage(), "output_tokens": 0}
-            message = {**self._frame, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+            no_stop = {"stop_reason": None, "stop_sequence": None}  # also if the first delta is the last one
+            message = {**self._frame, "content": [], **no_stop, "usage": usage}
             events = [{"type": "message_start", "message": message}, *events]
         return b"".join(map(_event, events))
 
     def format_end(self) -> bytes:
-        reason, stop = self._stop
-        end = {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": self._usage()}
+        end = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
         return _event(end) + _event({"type": "message_stop"})
 
     def format_stream_error(self, error: RequestError) -> bytes:
-        content = format_error(error)
-        assert isinstance(content, dict)
-        return _event(content)
+        return _event(format_error(error))
+
+    def _stop(self) -> dict[str, JSON]:
+        return {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
 
     def _advance(self, delta: Delta) -> list[dict[str, Any]]:
         """Adds a delta to the blocks and returns its events."""
@@ -305,13 +323,9 @@ class MessagesReply(Reply):
                 reason = "stop_sequence"
             elif reason == "end_turn" and any(block["type"] == "tool_use" for block in self._blocks):
                 reason = "tool_use"
-            self._stop = reason, delta.stop_string
+            self._stop_reason = reason
+            self._stop_sequence = delta.stop_string
         return events
-
-    _KINDS: ClassVar[dict[str, tuple[str, str, str]]] = {  # part → type of the block, its field, type of its delta
-        "content": ("text", "text", "text_delta"),
-        "reasoning": ("thinking", "thinking", "thinking_delta"),
-    }
 
     def _add(self, part: Part) -> list[dict[str, Any]]:
         if part.kind == "arguments":
@@ -322,10 +336,12 @@ class MessagesReply(Reply):
             self._arguments = ""
             block = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.text, "input": {}}
             return [*ended, self._begin_block(block)]
-        kind, name, delta = self._KINDS[part.kind]
+        kind, name, delta = BLOCKS[part.kind]
         events = []
         if not self._blocks or self._blocks[-1]["type"] != kind:
-            empty = {"type": kind, name: ""} | ({"signature": ""} if kind == "thinking" else {})
+            empty = {"type": kind, name: ""}
+            if kind == "thinking":
+                empty["signature"] = ""
             events = [*self._end_block(), self._begin_block(empty)]
         self._blocks[-1][name] += part.text
         return [*events, self._delta({"type": delta, name: part.text})]
@@ -360,4 +376,4 @@ class MessagesReply(Reply):
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
-    return f"event: {content['type']}\ndata: {json.dumps(content, allow_nan=False)}\n\n".encode()
+    return named_event(content["type"], content)

@@ -1,6 +1,5 @@
 """The native protocol: `/api/dantinox/about`, and `/api/dantinox/generate` with an event per token."""
 
-import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from dantinox.serve.errors import RequestError
 from dantinox.serve.operations.background import run_in_thread, run_sized
 from dantinox.serve.protocols.bodies import MAX_ALTERNATIVES, Alternatives, Message, parse_body
 from dantinox.serve.protocols.openai_bodies import ConstraintBody, chosen_tool
+from dantinox.serve.protocols.server_sent_events import named_event
 from dantinox.serve.protocols.token_text import check_ids, healed
 from dantinox.serve.protocols.tool_chat import (
     Conversation,
@@ -142,7 +142,8 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
     if conversation is not None:
         prepared = await prepare_chat(service, conversation)
         config = service.model.with_stop_ids(config, prepared.end_ids)
-    context, size = service.context, service.tokenizer.vocab_size
+    context = service.context
+    size = service.tokenizer.vocab_size
     # With `fit`, a long prompt loses its beginning. This reserves space for the requested length of the answer, but never more
     # than half of the context.
     reserved = min(config.generation.max_new_tokens, context // 2)
@@ -183,7 +184,8 @@ def _answer_tokens(body: GenerateBody, texts: Sequence[Sequence[int]]) -> int:
     if start is None:
         start = 0 if body.messages is not None else len(prompt)
     lengths = iter(map(len, texts))
-    return sum([next(lengths) if isinstance(part, str) else 1 for part in prompt][start:])
+    tokens_of_parts = [next(lengths) if isinstance(part, str) else 1 for part in prompt]
+    return sum(tokens_of_parts[start:])
 
 
 # --- description of the server
@@ -250,7 +252,7 @@ def _type_info(schema: Mapping[str, Any]) -> dict[str, Any]:
     if len(options) > 1:  # a token: its id or its text
         return {"type": "text"}
     names = {"minimum": "low", "exclusiveMinimum": "above", "maximum": "high", "exclusiveMaximum": "below"}
-    return {"type": kind, **{short: one[long] for long, short in names.items() if long in one}}
+    return {"type": kind} | {names[bound]: one[bound] for bound in names if bound in one}
 
 
 # --- the prompt
@@ -263,19 +265,24 @@ async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list
       RequestError: 400, an id is not in the vocabulary, or a string cannot be encoded.
     """
     prompt = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
-    model, tokenizer = service.model, service.tokenizer
+    model = service.model
+    tokenizer = service.tokenizer
+    is_whole = body.messages is None  # not the beginning of the answer of a conversation
 
     def encode() -> tuple[list[int], list[list[int]]]:
         check_ids(tokenizer, [part for part in prompt if isinstance(part, int)], "prompt")
         ids: list[int] = []
         texts: list[list[int]] = []
         for number, part in enumerate(prompt):
-            if isinstance(part, str):
-                # Only the first string may need a BOS token.
-                at_start = number == 0 and body.messages is None
-                texts.append(model.prompt_ids(part) if at_start else tokenizer.encode(part))
-            ids += texts[-1] if isinstance(part, str) else [part]
-        return ids or ([] if body.messages is not None else model.prompt_ids("")), texts
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                encode_part = model.prompt_ids if number == 0 and is_whole else tokenizer.encode  # with a BOS token, or without
+                texts.append(encode_part(part))
+                ids += texts[-1]
+        if not ids and is_whole:
+            ids = model.prompt_ids("")
+        return ids, texts
 
     try:
         return await run_sized(sum(len(part) if isinstance(part, str) else 1 for part in prompt), encode)
@@ -304,13 +311,13 @@ class NativeReply(Reply):
         self._reasons: dict[int, str] = {}
         self._prepared = prepared
         self._replies = dict[int, ReplyFields]()
-        names = service.tokenizer.special_tokens.items()
         self._beginning = ""
         if request.begun:
             stream = service.tokenizer.detokenizer(request.visible_ids)
             stream.push(request.ids[: -request.begun])
             self._beginning = stream.push(request.ids[-request.begun :])
-        self._visible = {index: name for name, index in names if index in request.visible_ids}
+        special = service.tokenizer.special_tokens.items()
+        self._visible = {token: name for name, token in special if token in request.visible_ids}
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
         begin = b"" if self._begin is None else _event("begin", self._begin)
@@ -320,12 +327,13 @@ class NativeReply(Reply):
             tokens = [record | {"text": self._visible.get(record["id"], record["text"])} for record in tokens]
         content = {"sample": delta.sample, "text": delta.text, "tokens": tokens}
         if delta.finish_reason is not None:
-            content["finish_reason"] = self._reasons[delta.sample] = delta.finish_reason
+            content["finish_reason"] = delta.finish_reason
+            self._reasons[delta.sample] = delta.finish_reason
         if self._prepared is not None:
-            self._reply(self._prepared, delta.sample).push(delta.text, delta.finish_reason)
+            self._fields_of(self._prepared, delta.sample).push(delta.text, delta.finish_reason)
         return begin + _event("token", content)
 
-    def _reply(self, prepared: PreparedChat, sample: int) -> ReplyFields:
+    def _fields_of(self, prepared: PreparedChat, sample: int) -> ReplyFields:
         """Returns the fields of a sample's reply, which include the given beginning."""
         if sample not in self._replies:
             self._replies[sample] = prepared.fields()
@@ -349,4 +357,4 @@ class NativeReply(Reply):
 
 
 def _event(name: str, content: Mapping[str, object]) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(replace_nonfinite(content), allow_nan=False)}\n\n".encode()
+    return named_event(name, replace_nonfinite(content))

@@ -112,9 +112,9 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
     check_generate(body)
     config = _settings(service, body)
     prompt = body.prompt or ""
-    prepared = None
     if not prompt and not body.suffix:
         return OllamaReply(service, None, body)
+    prepared = None
     if body.suffix:
         config = with_fim_ends(service, config, "suffix")
         (ids,) = await fill_in_middle(service.model, [prompt], body.suffix)
@@ -132,7 +132,9 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
         ids = prepared.ids
     if body.context:
         check_ids(service.tokenizer, body.context, "context")
-        ids = [*body.context, *(ids[1:] if ids[0] == service.tokenizer.bos_id else ids)]
+        if ids[:1] == [service.tokenizer.bos_id]:
+            ids = ids[1:]
+        ids = [*body.context, *ids]
     if body.truncate is not False:
         ids = shortened(ids, _context(service, body), config.generation.max_new_tokens, body.options.num_keep)
     return await _reply(service, body, config, ids, "prompt", prepared, lora)
@@ -167,6 +169,7 @@ async def _fit(service: Service, chat: Conversation, whole: PreparedChat, contex
     """
     messages = chat.messages
     others = [number for number, message in enumerate(messages) if message["role"] != "system"]
+    # How many of the other messages can be left out, so that the next one is of the user.
     cuts = [count for count in range(1, len(others)) if messages[others[count]]["role"] == "user"]
 
     async def prepare(cut: int) -> PreparedChat:
@@ -174,7 +177,10 @@ async def _fit(service: Service, chat: Conversation, whole: PreparedChat, contex
         remaining = [message for number, message in enumerate(messages) if number not in dropped]
         return await prepare_chat(service, replace(chat, messages=remaining))
 
-    if len(whole.ids) < context or not cuts or len((best := await prepare(cuts[-1])).ids) >= context:
+    if len(whole.ids) < context or not cuts:
+        return whole
+    best = await prepare(cuts[-1])
+    if len(best.ids) >= context:
         return whole
     low = -1
     high = len(cuts) - 1  # with cut `low` the conversation is too long, with cut `high` it fits
@@ -182,7 +188,8 @@ async def _fit(service: Service, chat: Conversation, whole: PreparedChat, contex
         middle = (low + high) // 2
         found = await prepare(cuts[middle])
         if len(found.ids) < context:
-            best, high = found, middle
+            best = found
+            high = middle
         else:
             low = middle
     return best
@@ -229,10 +236,10 @@ async def _reply(
         raise http_error("context", context, len(ids), param=param)
     config = with_generation(config, max_new_tokens=min(config.generation.max_new_tokens, context - len(ids)))
     logprobs = body.alternatives(service.tokenizer.vocab_size)
-    request = GenerationRequest(tuple(ids), config, logprobs, False, body.constraint(), lora=lora)
     if prepared is not None:
         request = replace(prepared.request(config, logprobs, lora), ids=tuple(ids))
     else:
+        request = GenerationRequest(tuple(ids), config, logprobs=logprobs, constraint=body.constraint(), lora=lora)
         (request,) = await healed(service.model, [request])
     return OllamaReply(service, request, body, prepared)
 
@@ -241,16 +248,21 @@ async def _reply(
 
 
 def _response(text: str, thinking: str, calls: Sequence[JSON]) -> dict[str, JSON]:
-    """The fields of an answer to `/api/generate`."""
+    """The fields of an answer to `/api/generate`, which has no tools."""
     found: dict[str, JSON] = {"response": text}
-    return found | ({"thinking": thinking} if thinking else {})
+    if thinking:
+        found["thinking"] = thinking
+    return found
 
 
 def _message(text: str, thinking: str, calls: Sequence[JSON]) -> dict[str, JSON]:
     """The fields of an answer to `/api/chat`."""
     message: dict[str, JSON] = {"role": "assistant", "content": text}
-    message |= {"thinking": thinking} if thinking else {}
-    return {"message": message | ({"tool_calls": [*calls]} if calls else {})}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = [*calls]
+    return {"message": message}
 
 
 def _tool_calls(calls: Sequence[Mapping[str, Any]]) -> list[JSON]:
@@ -284,9 +296,9 @@ class OllamaReply(Reply):
         self._model = body.model or service.engine.name
         self._fields = ReplyFields(None) if prepared is None else prepared.fields()
         self._tokenizer = service.tokenizer
-        self._ids = list[int]()
+        self._ids: list[int] = []  # of the answer
         self._reason = "load"
-        self._records = list[Any]()
+        self._records: list[Any] = []  # records of tokens whose log-probabilities are not sent yet
 
     def add(self, number: int, delta: Delta) -> None:
         self._add(number, delta)
@@ -297,8 +309,12 @@ class OllamaReply(Reply):
         self._reason = FINISH_REASONS[delta.finish_reason] if delta.finish_reason else self._reason
         if self.requests[number].logprobs is not None:
             self._records += delta.tokens
-        fields = self._fields.push(delta.text, delta.finish_reason)
-        return tuple("".join(str(field.get(name, "")) for field in fields) for name in ("content", "reasoning_content"))  # type: ignore[return-value]
+        parts = self._fields.parts(delta.text, delta.finish_reason)
+        for part in parts:
+            self._fields.add(part)
+        text = "".join(part.text for part in parts if part.kind == "content")
+        thinking = "".join(part.text for part in parts if part.kind == "reasoning")
+        return text, thinking
 
     def body(self) -> JSON:
         fields = self._fields
@@ -415,14 +431,26 @@ def _model_routes(service: Service) -> list[Route]:
         """Describes the served model."""
         body = await parse_body(request, ModelBody)
         check_model(service, body.model or body.name)
-        config, template = service.model.model.config, service.options.template
+        config = service.model.model.config
+        template = service.options.template
         details = await run_in_thread(_details, service)
-        known: dict[str, JSON] = {"general.architecture": "dantinox", "general.parameter_count": service.model.parameters}
-        known |= {"dantinox.context_length": service.context, "dantinox.embedding_length": config.dim}
-        known |= {"dantinox.vocab_size": config.vocab_size}
-        content: dict[str, JSON] = {"modelfile": "", "parameters": "", "template": "" if template is None else template.source}
-        content |= {"details": details, "model_info": known, "modified_at": started}
-        return JSONResponse(content | {"capabilities": _capability_names(service)})
+        info: dict[str, JSON] = {
+            "general.architecture": "dantinox",
+            "general.parameter_count": service.model.parameters,
+            "dantinox.context_length": service.context,
+            "dantinox.embedding_length": config.dim,
+            "dantinox.vocab_size": config.vocab_size,
+        }
+        content: dict[str, JSON] = {
+            "modelfile": "",
+            "parameters": "",
+            "template": "" if template is None else template.source,
+            "details": details,
+            "model_info": info,
+            "modified_at": started,
+            "capabilities": _capability_names(service),
+        }
+        return JSONResponse(content)
 
     async def version(request: Request) -> Response:
         """Returns the supported version of Ollama's API."""

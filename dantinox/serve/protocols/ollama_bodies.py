@@ -95,7 +95,9 @@ class OllamaBody(StrictBody):
         """Returns the constraint on the answer, or None."""
         if not self.format and self.format != {}:
             return None
-        return Constraint("json_object", "") if self.format == "json" else Constraint("json_schema", json.dumps(self.format))
+        if self.format == "json":
+            return Constraint("json_object", "")
+        return Constraint("json_schema", json.dumps(self.format))
 
     @property
     def effort(self) -> str | None:
@@ -104,8 +106,10 @@ class OllamaBody(StrictBody):
         Raises:
           RequestError: 400, `think` is wrong.
         """
-        if self.think is None or isinstance(self.think, bool):
-            return None if self.think is None else "high" if self.think else "none"
+        if self.think is None:
+            return None
+        if isinstance(self.think, bool):
+            return "high" if self.think else "none"
         if self.think not in ("low", "medium", "high"):
             raise RequestError(400, f"think must be true, false, low, medium or high, got {quote(self.think)}", param="think")
         return self.think
@@ -147,7 +151,9 @@ class OllamaMessage(Message):
 
     def fields(self) -> dict[str, Any]:
         found = self.model_dump(exclude_none=True, exclude={"images", "thinking"})
-        return found | ({"reasoning_content": self.thinking} if self.thinking else {})
+        if self.thinking:
+            found["reasoning_content"] = self.thinking
+        return found
 
 
 class ChatBody(OllamaBody):

@@ -3,7 +3,6 @@
 The fields are those of OpenAI's API reference and the additional fields that clients of vLLM send.
 """
 
-import json
 import secrets
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from dantinox.serve.protocols.capabilities import capabilities
 from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, LogprobsFormatter
 from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
+from dantinox.serve.protocols.server_sent_events import data_event
 from dantinox.serve.protocols.token_text import healed, prompt_ids
 from dantinox.serve.protocols.tool_chat import PreparedChat, prepare_chat
 from dantinox.serve.service import Reply, Service
@@ -101,14 +101,22 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     else:
         prompts = await prompt_ids(service.model, body.prompt, encode_text=partial(LoadedModel.prompt_ids, parse_special=True))
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
-    echo = bool(body.echo)
     constraint = body.constraint()
-    reports = echo and logprobs is not None
-    salt = body.cache_salt or ""
-    requests = [GenerationRequest(tuple(ids), config, logprobs, reports, constraint, lora=lora, salt=salt) for ids in prompts]
+    requests = [
+        GenerationRequest(
+            tuple(ids),
+            config,
+            logprobs=logprobs,
+            echo=bool(body.echo) and logprobs is not None,
+            constraint=constraint,
+            lora=lora,
+            salt=body.cache_salt or "",
+        )
+        for ids in prompts
+    ]
     service.check_lengths(prompts, "prompt")
     echoed = [""] * len(requests)
-    if echo:
+    if body.echo:
         echoed = [tokenizer.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt]
     return OpenAIReply(service, await healed(service.model, requests), body, echoed)
 
@@ -156,11 +164,13 @@ class OpenAIReply(Reply):
 
     names = Names("cmpl", "text_completion", "text_completion")
     logprobs_format: LogprobsFormatter = CompletionLogprobs
+    _empty_fields: ClassVar[dict[str, JSON]] = {"text": ""}  # of a chunk without text
 
     def __init__(self, service: Service, requests: Sequence[GenerationRequest], body: Body, echoed: Sequence[str]):
         """Initializes the reply; `echoed` has the prompt of each request if `echo` is set, otherwise empty strings."""
         super().__init__(requests, bool(body.stream))
-        self._tokenizer, self._echoed = service.tokenizer, echoed
+        self._tokenizer = service.tokenizer
+        self._echoed = echoed
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._frame: dict[str, JSON] = {
             "id": f"{self.names.id}-{secrets.token_hex(12)}",
@@ -171,18 +181,22 @@ class OpenAIReply(Reply):
         self._first_index = [sum(samples[:number]) for number in range(len(samples))]
         self._choices = sum(samples)
         self._logprobs: dict[int, Callable[[Sequence[TokenRecord]], Logprobs]] = {}
-        self._parts: dict[int, list[ChoiceDelta]] = {}
+        self._parts: dict[int, list[ChoiceDelta]] = {}  # by the index of the choice
 
     def _choice_delta(self, number: int, delta: Delta) -> ChoiceDelta:
         request = self.requests[number]
         index = self._first_index[number] + delta.sample
-        text, records = delta.text, delta.tokens
+        text = delta.text
+        records = delta.tokens
         if index not in self._logprobs:
             self._logprobs[index] = type(self).logprobs_format(self._tokenizer, request, self._echoed[number])
             text = self._echoed[number] + text
             records = [*self.streams[number].prompt, *records]
-        reason = FINISH_REASONS.get(delta.finish_reason, delta.finish_reason) if delta.finish_reason else None
-        return ChoiceDelta(index, text, None if request.logprobs is None else self._logprobs[index](records), reason)
+        logprobs = None if request.logprobs is None else self._logprobs[index](records)
+        reason = delta.finish_reason
+        if reason is not None:
+            reason = FINISH_REASONS.get(reason, reason)
+        return ChoiceDelta(index, text, logprobs, reason)
 
     def add(self, number: int, delta: Delta) -> None:
         choice = self._choice_delta(number, delta)
@@ -196,62 +210,58 @@ class OpenAIReply(Reply):
                 for name, values in (part.logprobs or {}).items():
                     if logprobs is not None:
                         logprobs[name] += values
-            fields, reason = self._whole(index, "".join(part.text for part in parts), parts[-1].finish_reason)
+            fields, reason = self._whole_choice(index, "".join(part.text for part in parts), parts[-1].finish_reason)
             choices.append({"index": index, **fields, "logprobs": logprobs, "finish_reason": reason})
         return {**self._frame, "object": self.names.object, "choices": choices, "usage": self._usage()}
 
-    def _whole(self, index: int, text: str, reason: str | None) -> tuple[dict[str, JSON], str | None]:
-        """Returns the fields of a whole choice, and its finish reason."""
+    def _whole_choice(self, index: int, text: str, reason: str | None) -> tuple[dict[str, JSON], str | None]:
+        """Returns the fields of a choice that is not streamed, and its finish reason."""
         return {"text": text}, reason
 
-    def _deltas(self, choice: ChoiceDelta) -> tuple[list[dict[str, JSON]], str | None]:
-        """Returns the fields of the chunks of a streamed delta, and the finish reason."""
+    def _chunk_fields(self, choice: ChoiceDelta) -> tuple[list[dict[str, JSON]], str | None]:
+        """Returns the fields of each chunk of a streamed delta, and the finish reason."""
         return [{"text": choice.text}] if choice.text else [], choice.finish_reason
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
         choice = self._choice_delta(number, delta)
-        chunks, reason = self._deltas(choice)
+        chunks, reason = self._chunk_fields(choice)
         if not chunks and (reason or any((choice.logprobs or {}).values())):
-            chunks = [self._deltas_empty]
+            chunks = [self._empty_fields]
         data = b""
         for place, fields in enumerate(chunks):
             last = place == len(chunks) - 1
             data += self._chunk(choice.choice, fields, choice.logprobs if place == 0 else None, reason if last else None)
         return data
 
-    _deltas_empty: ClassVar[dict[str, JSON]] = {"text": ""}
-
     def _chunk(self, index: int, fields: Mapping[str, JSON], logprobs: Logprobs | None, reason: str | None) -> bytes:
         content: dict[str, JSON] = {"index": index, **fields, "logprobs": logprobs, "finish_reason": reason}
         usage: dict[str, JSON] = {"usage": None} if self._with_usage else {}
-        return _event({**self._frame, "object": self.names.chunk_object, "choices": [content], **usage})
+        return data_event({**self._frame, "object": self.names.chunk_object, "choices": [content], **usage})
 
     def format_end(self) -> bytes:
         if not self._with_usage:
             return DONE
-        return _event({**self._frame, "object": self.names.chunk_object, "choices": [], "usage": self._usage()}) + DONE
+        return data_event({**self._frame, "object": self.names.chunk_object, "choices": [], "usage": self._usage()}) + DONE
 
     def format_stream_error(self, error: RequestError) -> bytes:
-        return _event(error_object(error)) + DONE
+        return data_event(error_object(error)) + DONE
 
     def _usage(self) -> dict[str, JSON]:
         stats = [stream.stats for stream in self.streams.values()]
-        prompt, new = sum(len(request.ids) for request in self.requests), sum(one.new_tokens for one in stats)
-        cached, reasoning = sum(one.reused_tokens for one in stats), sum(one.reasoning_tokens for one in stats)
+        prompt = sum(len(request.ids) for request in self.requests)
+        new = sum(one.new_tokens for one in stats)
         counts = sum((one.counts for one in stats), Counter[str]())
         accepted = counts["accepted_draft_tokens"]
-        rejected = counts["draft_tokens"] - accepted
-        details = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": rejected,
-            "reasoning_tokens": reasoning,
-        }
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {**details},
+            "prompt_tokens_details": {"cached_tokens": sum(one.reused_tokens for one in stats)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": counts["draft_tokens"] - accepted,
+                "reasoning_tokens": sum(one.reasoning_tokens for one in stats),
+            },
         }
 
 
@@ -260,14 +270,14 @@ class ChatReply(OpenAIReply):
 
     names = Names("chatcmpl", "chat.completion", "chat.completion.chunk")
     logprobs_format = ChatLogprobs
-    _deltas_empty: ClassVar[dict[str, JSON]] = {"delta": {}}
+    _empty_fields: ClassVar[dict[str, JSON]] = {"delta": {}}
 
     def __init__(self, service: Service, request: GenerationRequest, body: ChatBody, prepared: PreparedChat):
         super().__init__(service, [request], body, [""])
         self._replies = [prepared.fields() for _ in range(self._choices)]
-        self._opened = False
+        self._opened = False  # whether the first chunk of each choice, which has the role, is written
 
-    def _whole(self, index: int, text: str, reason: str | None) -> tuple[dict[str, JSON], str | None]:
+    def _whole_choice(self, index: int, text: str, reason: str | None) -> tuple[dict[str, JSON], str | None]:
         reply = self._replies[index]
         reply.push(text, reason)
         message: dict[str, JSON] = {
@@ -281,11 +291,10 @@ class ChatReply(OpenAIReply):
             message["tool_calls"] = [*reply.calls]
         return {"message": message}, reply.reason(reason)
 
-    def _deltas(self, choice: ChoiceDelta) -> tuple[list[dict[str, JSON]], str | None]:
+    def _chunk_fields(self, choice: ChoiceDelta) -> tuple[list[dict[str, JSON]], str | None]:
         reply = self._replies[choice.choice]
-        return [{"delta": fields} for fields in reply.push(choice.text, choice.finish_reason)], reply.reason(
-            choice.finish_reason
-        )
+        fields: list[dict[str, JSON]] = [{"delta": delta} for delta in reply.push(choice.text, choice.finish_reason)]
+        return fields, reply.reason(choice.finish_reason)
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
         data = b""
@@ -294,7 +303,3 @@ class ChatReply(OpenAIReply):
             opening: dict[str, JSON] = {"delta": {"role": "assistant", "content": ""}}
             data = b"".join(self._chunk(index, opening, None, None) for index in range(self._choices))
         return data + super().format_delta(number, delta)
-
-
-def _event(content: JSON) -> bytes:
-    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"

@@ -12,7 +12,7 @@ from dantinox.files import quote
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.operations.limits import MAX_CHOICES, MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
-from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody, warn_unknown
+from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody, to_tuple, warn_unknown
 from dantinox.serve.protocols.kobold_bodies import STEPS_OFF
 from dantinox.serve.protocols.sampling_options import to_breakers
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort
@@ -44,10 +44,6 @@ IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
     "function_call", "prediction", "guided_decoding_backend", "reasoning_format", "reasoning_control",
 )  # fmt: skip
-
-
-def _to_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 def _to_prompts(value: Any) -> list[str | list[int]]:
@@ -168,21 +164,25 @@ class ConstraintBody(StrictBody):
     def _constraints(self) -> dict[str, Constraint]:
         """Returns field → constraint for each field that constrains the answer."""
         found = {} if (constraint := self._format_constraint()) is None else {"response_format": constraint}
-        for prefix, body in (("", self), ("structured_outputs.", self.structured_outputs)):
-            for name, make in CONSTRAINTS.items():
-                if (value := getattr(body, name, None)) not in OFF:
-                    found[prefix + (name.removeprefix("guided_") if prefix else name)] = make(value)
+        for name, make in CONSTRAINTS.items():
+            value = getattr(self, name)
+            if value not in OFF:
+                found[name] = make(value)
+        for name, make in CONSTRAINTS.items():
+            value = getattr(self.structured_outputs, name, None)
+            if value not in OFF:
+                found[f"structured_outputs.{name.removeprefix('guided_')}"] = make(value)
         return found
 
     def _format_constraint(self) -> Constraint | None:
         if self.response_format is None or self.response_format.type == "text":
             return None
-        kind, schema = self.response_format.type, self.response_format.source
+        kind = self.response_format.type
         if kind not in ("json_object", "json_schema"):
             message = f"response_format.type must be text, json_object or json_schema, got {quote(kind)}"
             raise RequestError(400, message, param="response_format.type")
         named = self.response_format.json_schema
-        source = schema if named is None else named.source
+        source = self.response_format.source if named is None else named.source
         if source is None and kind == "json_schema":
             raise RequestError(400, "response_format.json_schema.schema is missing", param="response_format")
         return Constraint("json_object", "") if source is None else _schema_constraint(source)
@@ -217,7 +217,7 @@ class Body(ConstraintBody):
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     best_of: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_to_tuple)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(to_tuple)] | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logit_bias: dict[str, Bias] | None = None
     dynatemp_range: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -227,7 +227,8 @@ class Body(ConstraintBody):
     def settings(self, max_tokens: int | None, base: GenerationSection) -> dict[str, object]:
         """Returns the settings of the request, for `EngineProtocol.settings`; `base` has those of the server."""
         extra = self.model_extra or {}
-        found: dict[str, Any] = {setting: extra[name] for name, setting in SETTING_NAMES.items() if extra.get(name) is not None}
+        given = {name: setting for name, setting in SETTING_NAMES.items() if extra.get(name) is not None}
+        found: dict[str, Any] = {setting: extra[name] for name, setting in given.items()}
         renamed = {
             "max_new_tokens": max_tokens,
             "n": self.n,
@@ -238,16 +239,15 @@ class Body(ConstraintBody):
         found |= {name: value for name, value in renamed.items() if value is not None}
         if self.dry_sequence_breakers is not None and found.get("dry_multiplier", base.dry_multiplier):
             found.setdefault("dry_breakers", list(self.dry_sequence_breakers))
-        if self.dynatemp_range:
-            middle = found.get("temperature", base.temperature)
-            if isinstance(middle, int | float):  # otherwise the error is about the temperature
-                low = max(middle - self.dynatemp_range, 0.0)
-                high = middle + self.dynatemp_range
-                found = {"dynatemp_low": low, "dynatemp_high": high} | found | {"temperature": 1.0}
+        middle = found.get("temperature", base.temperature)
+        if self.dynatemp_range and isinstance(middle, int | float):  # otherwise the error is about the temperature
+            low = max(middle - self.dynatemp_range, 0.0)
+            high = middle + self.dynatemp_range
+            found = {"dynatemp_low": low, "dynatemp_high": high} | found | {"temperature": 1.0}
         for switch, (off, parameters) in STEP_PARAMETERS.items():
             value = found.get(switch)
             if isinstance(value, int | float) and (value == off or value < 0):
-                found = {name: value for name, value in found.items() if name not in parameters}
+                found = {name: kept for name, kept in found.items() if name not in parameters}
         order = found.get("sampler_order")
         if isinstance(order, list) and all(type(code) is int for code in order) and "preset" not in found:
             found = STEPS_OFF | found | {"preset": "koboldcpp"}  # KoboldCpp's codes, as its clients send them
@@ -326,14 +326,14 @@ class ChatBody(Body):
             raise RequestError(400, message, param="continue_final_message")
         return Conversation(
             messages,
-            self.tools or (),
-            chosen_tool(self.tool_choice),
-            self.parallel_tool_calls is not False,
-            check_effort(self.reasoning_effort),
-            self.reasoning_budget,
-            self.chat_template_kwargs or {},
-            self.constraint(),
-            {"response_format": self.constraint_field()},
+            tools=self.tools or (),
+            choice=chosen_tool(self.tool_choice),
+            parallel=self.parallel_tool_calls is not False,
+            effort=check_effort(self.reasoning_effort),
+            budget=self.reasoning_budget,
+            variables=self.chat_template_kwargs or {},
+            constraint=self.constraint(),
+            field_names={"response_format": self.constraint_field()},
             continues=continues,
         )
 

@@ -8,7 +8,7 @@ import json
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
@@ -19,11 +19,13 @@ from starlette.routing import Route
 from dantinox.files import quote
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
-from dantinox.serve.errors import JSON, RequestError, error_object
+from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import Alternatives, StrictBody, content_text, parse_body, warn_unknown
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.openai_bodies import IGNORED, chosen_tool
-from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_effort, prepare_chat
+from dantinox.serve.protocols.sampling_options import given_settings
+from dantinox.serve.protocols.server_sent_events import named_event
+from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_budget, check_effort, prepare_chat
 from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
 
@@ -32,10 +34,10 @@ FIELD_NAMES = {"response_format": "text.format", "function.name": "name", "funct
 
 
 class Stored(NamedTuple):
-    """A response that is kept: its owner, its body, and the conversation with it in OpenAI's chat format."""
+    """A response that is kept: its body, and the conversation with it in OpenAI's chat format."""
 
     body: dict[str, JSON]
-    messages: list[dict[str, Any]]
+    messages: list[Mapping[str, Any]]
 
 
 class ResponsesBody(StrictBody):
@@ -85,11 +87,7 @@ class ResponsesBody(StrictBody):
 
     def settings(self) -> dict[str, object]:
         """Returns the settings of the request, for `EngineProtocol.settings`."""
-        given = {"max_new_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
-        found: dict[str, object] = {name: value for name, value in given.items() if value is not None}
-        if self.temperature:
-            found["greedy"] = False
-        return found
+        return given_settings(max_new_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p)
 
     def conversation(self, earlier: Sequence[Mapping[str, Any]]) -> Conversation:
         """Returns the conversation to answer; `earlier` has the messages of the previous response.
@@ -99,20 +97,16 @@ class ResponsesBody(StrictBody):
         """
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         reasoning = self.reasoning or {}
-        budget = reasoning.get("max_tokens")
-        if budget is not None and (type(budget) is not int or budget < 0):
-            message = f"reasoning.max_tokens must be an integer of at least 0, got {quote(budget)}"
-            raise RequestError(400, message, param="reasoning.max_tokens")
+        budget = check_budget(reasoning.get("max_tokens"), "reasoning.max_tokens")
         return Conversation(
             [*system, *earlier, *input_messages(self.input)],
-            [_chat_tool(tool, f"tools.{number}") for number, tool in enumerate(self.tools or ())],
-            chosen_tool(self.tool_choice),
-            self.parallel_tool_calls is not False,
-            check_effort(reasoning.get("effort"), "reasoning.effort"),
-            budget,
-            {},
-            self._constraint(),
-            FIELD_NAMES,
+            tools=[_chat_tool(tool, f"tools.{number}") for number, tool in enumerate(self.tools or ())],
+            choice=chosen_tool(self.tool_choice),
+            parallel=self.parallel_tool_calls is not False,
+            effort=check_effort(reasoning.get("effort"), "reasoning.effort"),
+            budget=budget,
+            constraint=self._constraint(),
+            field_names=FIELD_NAMES,
         )
 
     def _constraint(self) -> Constraint | None:
@@ -139,7 +133,7 @@ def routes(service: Service) -> list[Route]:
             raise RequestError(404, sentence, param="previous_response_id", code="response_not_found")
         return stored[name]
 
-    def keep(body: dict[str, JSON], messages: list[dict[str, Any]]) -> None:
+    def keep(body: dict[str, JSON], messages: list[Mapping[str, Any]]) -> None:
         stored[str(body["id"])] = Stored(body, messages)
         while len(stored) > most:
             stored.popitem(last=False)
@@ -186,6 +180,7 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
     if isinstance(given, str):
         return [{"role": "user", "content": given}] if given else []
     messages: list[dict[str, Any]] = []
+    awaits_text = False  # whether the last message has reasoning and no text: a message of the assistant then continues it
     for number, item in enumerate(given):
         kind = item.get("type", "message")
         where = f"input.{number}"
@@ -194,7 +189,11 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
             if not isinstance(role, str) or not role:
                 message = f"{where}.role must be user, assistant, system or developer, got {quote(role)}"
                 raise RequestError(400, message, param=f"{where}.role")
-            messages.append({"role": role, "content": content_text(item.get("content"), f"{where}.content")})
+            text = content_text(item.get("content"), f"{where}.content")
+            if awaits_text and role == "assistant":
+                messages[-1]["content"] = text
+            else:
+                messages.append({"role": role, "content": text})
         elif kind == "function_call":
             function = {"name": str(item.get("name")), "arguments": item.get("arguments") or "{}"}
             call = {"id": str(item.get("call_id")), "type": "function", "function": function}
@@ -203,14 +202,21 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
             text = content_text(item.get("output"), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text})
         elif kind == "reasoning":
-            text = "".join(str(part.get("text", "")) for part in item.get("content") or () if isinstance(part, Mapping))
-            messages.append({"role": "assistant", "content": "", "reasoning_content": text, "open": True})
+            text = _reasoning_text(item.get("content"), f"{where}.content")
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         else:
             message = f"{where}.type must be message, function_call, function_call_output or reasoning, got {quote(kind)}"
             raise RequestError(400, message, param=f"{where}.type")
-        if kind == "message" and item.get("role") == "assistant" and len(messages) > 1 and messages[-2].get("open"):
-            messages[-2:] = [messages[-2] | {"content": messages[-1]["content"]}]
-    return [{name: value for name, value in message.items() if name != "open"} for message in messages]
+        awaits_text = kind == "reasoning" or (awaits_text and kind == "function_call")
+    return messages
+
+
+def _reasoning_text(content: Any, where: str) -> str:
+    """Returns the text of a reasoning item, whose content may be null."""
+    if content is not None and not isinstance(content, list):
+        message = f"{where} must be a list of parts of type reasoning_text, got {quote(content)}"
+        raise RequestError(400, message, param=where)
+    return "".join(str(part.get("text", "")) for part in content or () if isinstance(part, Mapping))
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -232,6 +238,8 @@ def _chat_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 # --- the response
 
+KeepResponse = Callable[[dict[str, JSON], list[Mapping[str, Any]]], None]  # stores a response and its conversation
+
 
 class ResponsesReply(Reply):
     """A response: its output items, or their events."""
@@ -243,9 +251,9 @@ class ResponsesReply(Reply):
         body: ResponsesBody,
         prepared: PreparedChat,
         chat: Conversation,
-        keep: Any,
+        keep: KeepResponse | None,
     ):
-        """Initializes the reply; `keep` stores the response with its conversation, or is None."""
+        """Initializes the reply; `keep` stores the response."""
         super().__init__([request], bool(body.stream))
         self._fields = prepared.fields()
         self._chat = chat
@@ -254,7 +262,8 @@ class ResponsesReply(Reply):
         self._logprobs = None if request.logprobs is None else ChatLogprobs(service.tokenizer, request, "")
         self._new_logprobs: list[Any] = []
         self._items: list[dict[str, Any]] = []
-        self._sequence, self._status = -1, "in_progress"
+        self._sequence = -1  # the number of the last event
+        self._status = "in_progress"
         self._frame: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -296,15 +305,11 @@ class ResponsesReply(Reply):
         return self._event({"type": f"response.{self._status}", "response": response})
 
     def format_stream_error(self, error: RequestError) -> bytes:
-        content = error_object(error)
-        assert isinstance(content, dict) and isinstance(content["error"], dict)
-        fields = content["error"]
-        return self._event({"type": "error", "code": fields["code"], "message": error.message, "param": error.param})
+        return self._event({"type": "error", "code": error.code, "message": error.message, "param": error.param})
 
     def _event(self, content: dict[str, Any]) -> bytes:
         self._sequence += 1
-        data = json.dumps({**content, "sequence_number": self._sequence}, allow_nan=False)
-        return f"event: {content['type']}\ndata: {data}\n\n".encode()
+        return named_event(content["type"], {**content, "sequence_number": self._sequence})
 
     def _response(self) -> dict[str, Any]:
         usage = None if self._status == "in_progress" else self._usage()
@@ -314,9 +319,12 @@ class ResponsesReply(Reply):
         response = self._response()
         if self._keep is not None:
             message: dict[str, Any] = {"role": "assistant", "content": self._fields.content}
-            message |= {"tool_calls": self._fields.calls} if self._fields.calls else {}
+            if self._fields.calls:
+                message["tool_calls"] = self._fields.calls
             # The instructions are not part of the conversation that is continued; empty ones are no message.
-            earlier = [*self._chat.messages[bool(self._frame["instructions"]) :]]
+            earlier = [*self._chat.messages]
+            if self._frame["instructions"]:
+                del earlier[0]
             if self._continues:
                 message["content"] = earlier.pop()["content"] + message["content"]
             self._keep(response, [*earlier, message])
@@ -359,11 +367,13 @@ class ResponsesReply(Reply):
         kind, text_type, prefix = ITEMS[part.kind]
         events: list[dict[str, Any]] = []
         if not self._items or self._items[-1]["type"] != kind:
-            item: dict[str, Any] = {"type": kind}
-            item["role" if kind == "message" else "summary"] = "assistant" if kind == "message" else []
-            events = [*self._end_item(), *self._begin_item("msg" if kind == "message" else "rs", item | {"content": []})]
             content: dict[str, Any] = {"type": text_type, "text": ""}
-            content |= {"annotations": [], "logprobs": []} if kind == "message" else {}
+            events = self._end_item()
+            if kind == "message":
+                events += self._begin_item("msg", {"type": kind, "role": "assistant", "content": []})
+                content |= {"annotations": [], "logprobs": []}
+            else:
+                events += self._begin_item("rs", {"type": kind, "summary": [], "content": []})
             self._items[-1]["content"].append(content)
             added = {"type": "response.content_part.added", "content_index": 0, "part": dict(content)}
             events.append(self._at(added))
@@ -372,12 +382,15 @@ class ResponsesReply(Reply):
         event: dict[str, Any] = {"type": f"{prefix}.delta", "content_index": 0, "delta": part.text}
         if kind == "message":
             content["logprobs"] += self._new_logprobs
-            event["logprobs"], self._new_logprobs = self._new_logprobs, []
+            event["logprobs"] = self._new_logprobs
+            self._new_logprobs = []
         return [*events, self._at(event)]
 
     def _begin_item(self, prefix: str, item: dict[str, Any]) -> list[dict[str, Any]]:
         self._items.append({"id": f"{prefix}_{secrets.token_hex(12)}", "status": "in_progress", **item})
-        added = {**self._items[-1]} | ({"content": []} if "content" in item else {})
+        added = {**self._items[-1]}
+        if "content" in item:
+            added["content"] = []  # a list of its own, which the parts of the item do not fill
         return [{"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": added}]
 
     def _end_item(self, status: str = "completed") -> list[dict[str, Any]]:

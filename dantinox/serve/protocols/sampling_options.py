@@ -15,7 +15,7 @@ from dantinox.config import GenerationSection
 from dantinox.config.sampling_steps import PENALTY_STEPS, SETTINGS, STEPS
 from dantinox.config.sections import NEEDS
 from dantinox.serve.errors import RequestError
-from dantinox.serve.protocols.bodies import StrictBody, parse_json, to_integer
+from dantinox.serve.protocols.bodies import StrictBody, parse_json, to_integer, to_tuple
 
 # The settings that mirostat disables, as in KoboldCpp, with the values that disable them.
 FILTERS_OFF = {"top_k": 0, "top_p": 1.0} | {
@@ -52,9 +52,8 @@ class Option(NamedTuple):
 
 def _to_texts(value: Any) -> Any:
     """Converts a string or list to a tuple of strings. Drops empty strings, which come from unfilled forms."""
-    if isinstance(value, str):
-        return (value,) if value else ()
-    return tuple(text for text in value if text not in ("", None)) if isinstance(value, list) else value
+    texts = to_tuple(value)
+    return tuple(text for text in texts if text not in ("", None)) if isinstance(texts, tuple) else texts
 
 
 def to_breakers(value: Any) -> Any:
@@ -203,7 +202,9 @@ class SamplingOptions(StrictBody):
             given = getattr(self, field)
             if given is not None:
                 value = option.value(given)
-                found[option.setting] = max(value, found[option.setting]) if option.setting in found else value
+                if option.setting in found:
+                    value = max(value, found[option.setting])
+                found[option.setting] = value
         return found
 
     def _temperature(self, base: GenerationSection, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,8 +217,17 @@ class SamplingOptions(StrictBody):
             given = {"temperature": 1.0, "dynatemp_low": max(middle - width, 0.0), "dynatemp_high": middle + width}
         elif given or self.dynatemp_range is not None or mirostat:
             given |= {"dynatemp_low": 1.0, "dynatemp_high": 1.0}
-        # A temperature overrides greedy decoding of the server's settings.
-        return given | ({"greedy": False} if given.get("temperature") else {})
+        if given.get("temperature"):
+            given["greedy"] = False  # a temperature overrides greedy decoding of the server's settings
+        return given
+
+
+def given_settings(**given: Any) -> dict[str, object]:
+    """Returns the settings that a request has. A temperature overrides greedy decoding of the server's settings."""
+    found: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    if found.get("temperature"):
+        found["greedy"] = False
+    return found
 
 
 def without_inactive(found: Mapping[str, Any], base: GenerationSection) -> dict[str, Any]:

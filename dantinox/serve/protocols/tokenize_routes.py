@@ -1,6 +1,7 @@
 """`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM, llama.cpp and lm-evaluation-harness define them."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -13,6 +14,8 @@ from dantinox.serve.protocols.bodies import UNSUPPORTED, Message, StrictBody, pa
 from dantinox.serve.protocols.token_text import prompt_ids, token_bytes, token_name
 from dantinox.serve.service import Service
 from dantinox.text import Tokenizer
+
+ENCODED_AT_ONCE = 1000  # entries of a list in one call of the JSON encoder
 
 
 class TokenizeBody(StrictBody):
@@ -57,13 +60,32 @@ class DetokenizeBody(StrictBody):
     tokens: list[int]
 
 
-def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+def _piece(tokenizer: Tokenizer, token: int) -> JSON:
     """Returns the text of a token, the name of a special token, or the bytes of an incomplete UTF-8 sequence."""
     data = token_bytes(tokenizer, token)
     try:
         return token_name(tokenizer, token) if data is None else data.decode()
     except UnicodeDecodeError:
-        return list(data or b"")
+        return [*(data or b"")]
+
+
+def _tokenize_content(tokenizer: Tokenizer, body: TokenizeBody, ids: list[int], context: int) -> str:
+    """Returns the JSON of the response to a request for the tokens `ids`."""
+    tokens: list[JSON] = [*ids]
+    if body.with_pieces:
+        tokens = [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]
+    names = "null"
+    if body.return_token_strs:
+        names = _encode_list([token_name(tokenizer, token) for token in ids])
+    encoded = _encode_list(tokens)
+    return f'{{"count":{len(ids)},"max_model_len":{context},"tokens":{encoded},"token_strs":{names}}}'
+
+
+def _encode_list(items: Sequence[JSON]) -> str:
+    """Returns the JSON of a list, encoded in blocks, because the encoder of one long list would block all threads."""
+    blocks = (items[start : start + ENCODED_AT_ONCE] for start in range(0, len(items), ENCODED_AT_ONCE))
+    parts = (json.dumps(block, ensure_ascii=False, separators=(",", ":"))[1:-1] for block in blocks)
+    return f"[{','.join(parts)}]"
 
 
 def routes(service: Service) -> list[Route]:
@@ -79,8 +101,8 @@ def routes(service: Service) -> list[Route]:
         if body.content is not None:
             parse_special = body.parse_special is not False
             ids = await run_sized(len(body.content), tokenizer.encode, body.content, parse_special=parse_special)
-            if body.add_special and tokenizer.add_bos and tokenizer.bos_id is not None:
-                ids = [tokenizer.bos_id, *ids]
+            if body.add_special:
+                ids = [*tokenizer.ids_before_text, *ids]
         elif body.messages is not None:
             rendered, _ = await service.render([message.fields() for message in body.messages], body.tools or ())
             ids = rendered.ids
@@ -92,16 +114,15 @@ def routes(service: Service) -> list[Route]:
             (ids,) = await prompt_ids(service.model, [body.prompt])
             if body.add_special_tokens is False and tokenizer.add_bos:
                 ids = ids[1:]
-        names = [token_name(tokenizer, token) for token in ids] if body.return_token_strs else None
-        tokens = [{"id": token, "piece": _piece(tokenizer, token)} for token in ids] if body.with_pieces else ids
-        return JSONResponse({"count": len(ids), "max_model_len": service.context, "tokens": tokens, "token_strs": names})
+        content = await run_sized(len(ids), _tokenize_content, tokenizer, body, ids, service.context)
+        return Response(content, media_type="application/json")
 
     async def detokenize(request: Request) -> Response:
         """Returns the text of token ids."""
         body = await parse_body(request, DetokenizeBody)
         service.check_model(body.model)
-        (ids,) = await prompt_ids(service.model, [body.tokens])
-        text = tokenizer.decode(ids)
+        (ids,) = await prompt_ids(service.model, [body.tokens], "tokens")
+        text = await run_sized(len(ids), tokenizer.decode, ids)
         return JSONResponse({"prompt": text, "content": text})  # `content` as in llama.cpp
 
     async def info(request: Request) -> Response:

@@ -13,6 +13,7 @@ from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.guides.guide import Reasoning
 from dantinox.generation.request import GenerationRequest
 from dantinox.serve.errors import JSON, RequestError
+from dantinox.serve.operations.background import run_in_thread
 from dantinox.serve.service import Service
 from dantinox.text.chat_template import continues_last
 from dantinox.text.reply_formats import HARMONY, Delimiters, ReplyFormat
@@ -24,6 +25,8 @@ MAX_TOOLS = 128
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # OpenAI allows 64 characters and no dot, Anthropic 128
 # The most tokens of reasoning for each value of `reasoning_effort`, for templates that do not use the variable; None: no limit.
 EFFORTS: dict[str, int | None] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": None, "xhigh": None}
+HARMONY_REASONING = Delimiters("<|channel|>analysis<|message|>", "<|end|>")
+HARMONY_ANSWER = "<|channel|>final<|message|>"  # the text before the answer
 # Last messages that clients send as a place for the answer.
 EMPTY_ANSWERS = ({"role": "assistant", "content": ""}, {"role": "assistant", "content": None}, {"role": "assistant"})
 
@@ -122,18 +125,7 @@ async def prepare_chat(service: Service, chat: Conversation) -> PreparedChat:
       UserError: the template rejects the messages.
     """
     form = service.reply_format
-    tools = [] if chat.choice == "none" else parse_tools(chat)
-    if chat.choice not in ("auto", "none", "required"):
-        tools = [tool for tool in tools if tool.name == chat.choice]
-        if not tools:
-            raise RequestError(
-                400, f"tool_choice names the tool {quote(chat.choice)}, which is not in tools", param="tool_choice"
-            )
-    if chat.choice == "required" and not tools:
-        raise RequestError(400, "tool_choice: required needs tools", param="tool_choice")
-    if chat.constraint is not None and tools and chat.choice != "auto":
-        name = chat.field_name("response_format")
-        raise RequestError(400, f"a reply that must call a tool cannot also have {name}", param=name)
+    tools = _allowed_tools(chat)
     messages = chat.messages
     if len(messages) > 1 and messages[-1] in EMPTY_ANSWERS:
         messages = messages[:-1]
@@ -149,13 +141,47 @@ async def prepare_chat(service: Service, chat: Conversation) -> PreparedChat:
     )
     is_open = is_reasoning_open(form, prompt.text)
     reasoning = _reasoning(service, form, chat, is_open)
-    constraint = _constraint(service, form, chat, tools, is_open)
-    schemas = _tool_schemas(tools) if tools else None
-    visible = form.visible_ids if schemas is not None or form.reasons else frozenset[int]()
-    ends = (end_ids | (form.stop_ids if schemas is not None or form.name == HARMONY else frozenset())) - visible
+    constraint = _reply_constraint(form, chat, is_open)
+    schemas = None
+    if tools:
+        constraint = await run_in_thread(_call_constraint, service, form, chat, tools, is_open)
+        schemas = await run_in_thread(_tool_schemas, tools)
+    if schemas is not None or form.name == HARMONY:
+        end_ids |= form.stop_ids
+    visible_ids = form.visible_ids if schemas is not None or form.reasons else frozenset[int]()
     return PreparedChat(
-        prompt.ids, ends, constraint, reasoning, visible, form, schemas, is_open, heals_by_default(service), continues
+        ids=prompt.ids,
+        end_ids=end_ids - visible_ids,
+        constraint=constraint,
+        reasoning=reasoning,
+        visible_ids=visible_ids,
+        form=form,
+        schemas=schemas,
+        reasoning_is_open=is_open,
+        heals_by_default=heals_by_default(service),
+        continues=continues,
     )
+
+
+def _allowed_tools(chat: Conversation) -> list[Tool]:
+    """Returns the tools that the reply may call.
+
+    Raises:
+      RequestError: 400, a tool is wrong, or `choice` contradicts the tools or the constraint.
+    """
+    tools = [] if chat.choice == "none" else parse_tools(chat)
+    if chat.choice not in ("auto", "none", "required"):
+        tools = [tool for tool in tools if tool.name == chat.choice]
+        if not tools:
+            raise RequestError(
+                400, f"tool_choice names the tool {quote(chat.choice)}, which is not in tools", param="tool_choice"
+            )
+    if chat.choice == "required" and not tools:
+        raise RequestError(400, "tool_choice: required needs tools", param="tool_choice")
+    if chat.constraint is not None and tools and chat.choice != "auto":
+        name = chat.field_name("response_format")
+        raise RequestError(400, f"a reply that must call a tool cannot also have {name}", param=name)
+    return tools
 
 
 def heals_by_default(service: Service) -> bool:
@@ -217,13 +243,13 @@ def _reasoning(service: Service, form: ReplyFormat, chat: Conversation, is_open:
     if markers is None:
         return None
     begin, end = markers
-    closing = f"{end}<|start|>assistant<|channel|>final<|message|>" if form.name == HARMONY else f"\n{end}\n\n"
+    closing = f"{end}<|start|>assistant{HARMONY_ANSWER}" if form.name == HARMONY else f"\n{end}\n\n"
     return Reasoning(begin, end, is_open, budget, tuple(service.tokenizer.encode(closing, parse_special=True)))
 
 
 def reasoning_markers(form: ReplyFormat) -> Delimiters | None:
     """Returns the texts around the reasoning in a notation, or None if its models do not reason."""
-    return Delimiters("<|channel|>analysis<|message|>", "<|end|>") if form.name == HARMONY else form.reasoning
+    return HARMONY_REASONING if form.name == HARMONY else form.reasoning
 
 
 @contextmanager
@@ -243,19 +269,22 @@ def _tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
         return {tool.name: tool.merged_schema for tool in tools}
 
 
-def _constraint(
-    service: Service, form: ReplyFormat, chat: Conversation, tools: Sequence[Tool], is_open: bool
-) -> Constraint | None:
-    """Returns the constraint on the reply: that of its tool calls, or that of the answer after the reasoning."""
+def _reply_constraint(form: ReplyFormat, chat: Conversation, is_open: bool) -> Constraint | None:
+    """Returns the constraint on a reply without tools: that of its answer, which may follow reasoning."""
     answer_markers: tuple[str, ...] = ()
     if form.name == HARMONY:
-        answer_markers = ("<|channel|>final<|message|>",)
+        answer_markers = (HARMONY_ANSWER,)
     elif form.reasoning is not None and is_open:
         answer_markers = (form.reasoning.end,)
-    if not tools:
-        if chat.constraint is None or not answer_markers:
-            return chat.constraint
-        return Constraint(chat.constraint.kind, chat.constraint.source, after=answer_markers)
+    if chat.constraint is None or not answer_markers:
+        return chat.constraint
+    return Constraint(chat.constraint.kind, chat.constraint.source, after=answer_markers)
+
+
+def _call_constraint(
+    service: Service, form: ReplyFormat, chat: Conversation, tools: Sequence[Tool], is_open: bool
+) -> Constraint | None:
+    """Returns the constraint on the tool calls of a reply; None for a vocabulary that cannot be constrained."""
     if chat.constraint is not None:
         name = chat.field_name("response_format")
         raise RequestError(400, f"{name} cannot be combined with tools: set tool_choice to none", param=name)
@@ -271,7 +300,9 @@ def _constraint(
         return Constraint(
             "tools", grammars.section, after=form.tools.begin_markers, opening=form.tools.opening, repeats=parallel
         )
-    after = answer_markers if is_open and form.name != HARMONY else ()
+    after: tuple[str, ...] = ()
+    if is_open and form.reasoning is not None and form.name != HARMONY:
+        after = (form.reasoning.end,)
     return Constraint("tools", grammars.whole, after=after)
 
 
@@ -288,7 +319,8 @@ class ReplyFields:
 
     def __init__(self, parser: ReplyParser | None):
         """`parser` is None if the whole text is the answer."""
-        self.content = self.reasoning = ""
+        self.content = ""
+        self.reasoning = ""
         self.calls: list[dict[str, Any]] = []
         self._parser = parser
 
@@ -300,7 +332,10 @@ class ReplyFields:
         """Returns the parts that new text makes known."""
         if self._parser is None:
             return [Part("content", text)] if text else []
-        return [*self._parser.push(text), *(self._parser.finish() if finish_reason is not None else ())]
+        parts = [*self._parser.push(text)]
+        if finish_reason is not None:
+            parts += self._parser.finish()
+        return parts
 
     def reason(self, finish_reason: str | None) -> str | None:
         """Returns the finish reason in OpenAI's format: `tool_calls` if the reply has ended with tool calls."""
@@ -330,6 +365,15 @@ class ReplyFields:
             return {"tool_calls": [{"index": len(self.calls) - 1, **call, "function": dict(function)}]}
         self.calls[-1]["function"]["arguments"] += part.text
         return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": part.text}}]}
+
+
+def check_budget(budget: Any, name: str) -> int | None:
+    """Returns a number of tokens of reasoning, or raises RequestError (400) if it is none; `name` is its field."""
+    if budget is None:
+        return None
+    if type(budget) is not int or budget < 0:
+        raise RequestError(400, f"{name} must be an integer of at least 0, got {quote(budget)}", param=name)
+    return budget
 
 
 def check_effort(effort: Any, name: str = "reasoning_effort") -> str | None:
