@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 PROMPTS_TOGETHER = 64  # prompts of a file that are decoded together; their answers are written when all of them have ended
 TRACE_ALTERNATIVES = 10  # number of most likely tokens that a trace lists with each token
-
-
+# The flags that name files.
+INPUT_FILES = ("prompt_file", "json_schema", "grammar")
+OUTPUT_FILES = ("out", "trace", "report")
 MOST_USED = (
     "prompt", "prompt_file", "chat", "max_new_tokens", "n", "seed", "stop", "greedy", "temperature", "top_k", "top_p", "min_p",
     "repetition_penalty", "json", "report",
@@ -295,10 +296,21 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
         raise UserError("--resume continues the file of --out: give --out too")
     if options.resume and (options.trace is not None or options.report is not None):
         raise UserError("--resume cannot be combined with --trace or --report, which need the tokens of all answers")
+    _check_different_files(options)
     if options.out is not None:
         check_answer_file(options.out, options.resume)
-    if options.trace and options.report and options.trace.resolve() == options.report.resolve():
-        raise UserError(f"--trace and --report both write {options.report}: give two different files")
+
+
+def _check_different_files(options: argparse.Namespace) -> None:
+    """Raises a UserError if an output would replace an input or another output."""
+    name_of: dict[Path, str] = {}
+    for name in (*INPUT_FILES, *OUTPUT_FILES):
+        path = getattr(options, name)
+        if path is None:
+            continue
+        other = name_of.setdefault(path.resolve(), name)
+        if name != other and name in OUTPUT_FILES:
+            raise UserError(f"--{other} and --{name} both name {path}: give two different files")
 
 
 def _check_chat(options: argparse.Namespace) -> None:
