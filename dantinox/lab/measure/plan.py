@@ -51,6 +51,7 @@ FORMULAS = {
     "prefill": "as evaluation, but the output layer reads only the last token of a row",
     "decode": "2N + 4·L·H·Q·S FLOPs per token, where S is the number of cache slots",
 }
+MAX_TOKENS = 1 << 28  # of a batch with its new tokens; arrays of this size are allocated to trace the programs
 # Custom calls of libtpu that are not kernels.
 NON_KERNELS = {
     "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart", "ConcatBitcast",
@@ -175,7 +176,7 @@ def make_plan(
       progress: called with a line before each compilation.
 
     Raises:
-      UserError: prompt and new tokens do not fit in the context, the settings name tokens by their text, or a mesh does not
+      UserError: prompt and new tokens do not fit in the context, the batch has more than `MAX_TOKENS` tokens, the settings name tokens by their text, or a mesh does not
         match the devices, the batch or the model.
     """
     model = config.architecture(vocab_size, topology.platform)
@@ -185,6 +186,12 @@ def make_plan(
         raise UserError(
             f"batch, prompt and new must be at least 1, and prompt + new at most the context of {model.max_context}, "
             f"got {batch}, {prompt} and {new}"
+        )
+    samples = config.generation.n
+    if batch * samples * (prompt + new) > MAX_TOKENS:
+        raise UserError(
+            f"batch × generation.n × (prompt + new) must be at most {MAX_TOKENS:,} tokens, "
+            f"got {batch:,} × {samples} × {prompt + new}"
         )
     distributed = [config.distributed.model_copy(update=dict(mesh)) for mesh in meshes or [{}]]
     mesh_configs = [config.model_copy(update={"distributed": section}) for section in distributed]
