@@ -124,6 +124,8 @@ def evaluate_ruler(
     directory = open_run(run_dir)
     run = load(run_dir)
     context = run.model.config.max_context
+    if context < MIN_LENGTH:
+        raise UserError(f"eval ruler needs a model with a context of at least {MIN_LENGTH} tokens, got {context}")
     for length in lengths or ():
         if not MIN_LENGTH <= length <= context:
             raise UserError(f"--lengths must be in [{MIN_LENGTH}, {context}], the model's context, got {length}")
@@ -131,7 +133,7 @@ def evaluate_ruler(
     if samples < 1:
         raise UserError(f"--samples must be at least 1, got {samples}")
     check_ratios(ratios)
-    task_names = select_names(None if tasks is None else tasks.split(","), TASKS, "task of RULER")
+    task_names = _select_tasks(tasks)
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
     names, left_out = select_methods(methods, RULER_METHODS, measured, directory.path, "eval ruler")
     source = "Python's manual" if data_path is None else str(data_path)
@@ -155,6 +157,16 @@ def evaluate_ruler(
         left_out=left_out,
         findings=findings,
     )
+
+
+def _select_tasks(tasks: str | None) -> list[str]:
+    """Returns the tasks that are named in a text with commas; None: all."""
+    if tasks is None:
+        return list(TASKS)
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise UserError("--tasks must name at least one task of RULER")
+    return select_names(names, TASKS, "task of RULER")
 
 
 def _read_haystack(run: LoadedModel, path: str) -> str:
