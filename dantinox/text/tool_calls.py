@@ -234,7 +234,7 @@ def _load_string(text: str) -> str:
     """Returns the value of a JSON string; "" if the text is not one."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return value if isinstance(value, str) else ""
 
