@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer as Core
 
-from dantinox.files import UserError, first_line, read_json, read_text
+from dantinox.files import UserError, first_line, quote, read_json, read_text
 from dantinox.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from dantinox.text.token_pieces import TokenPieces, build_token_pieces, byte_letters, core_vocab_size
 
@@ -90,7 +90,10 @@ class Tokenizer:
         for role in ROLES:
             if role in self.roles:
                 setattr(self, role.replace("token", "id"), self.token_to_id(self.roles[role]))
-        stops = [self.token_to_id(token) for token in self.roles.get("stop_tokens", [])]
+        stop_tokens = self.roles.get("stop_tokens") or []
+        if not isinstance(stop_tokens, list):
+            raise UserError(f"{TOKENIZER_CONFIG} of {name}: stop_tokens must be a list, got {quote(stop_tokens)}")
+        stops = [self.token_to_id(token) for token in stop_tokens]
         self.stop_ids = tuple(dict.fromkeys(i for i in (stops or [self.eos_id]) if i is not None))
         add_bos = self.roles.get("add_bos_token")
         if not isinstance(add_bos, bool):  # as the post-processor does; without one, as in training here
@@ -308,6 +311,7 @@ class Tokenizer:
         parts = self._special_pattern.split(text)
         parts[::2] = [part.replace("\0", "") for part in parts[::2]]
         joined = "".join(parts)
+        _to_bytes(joined)  # raises for lone surrogates
         if self._encoder_for(parts[::2]) is not self.core or self._special_pattern.split(joined) != parts:
             return self.encode_specials(text)[0].tolist()
         for part in parts[::2] if self.kind == "char" else ():
