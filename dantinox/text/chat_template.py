@@ -103,6 +103,18 @@ def continues_last(messages: Sequence[Message]) -> bool:
     return isinstance(content := last.get("content"), str) and content != ""
 
 
+def check_message(number: int, message: Any) -> None:
+    """Raises UserError unless a message is an object with a role of `ROLES` and a text as its content."""
+    if not isinstance(message, Mapping):
+        raise UserError(f"message {number} must be an object with role and content, got {quote(message)}")
+    role = message.get("role")
+    content = message.get("content")
+    if role not in ROLES:
+        raise UserError(f"the role of message {number} must be one of {', '.join(ROLES)}, got {quote(role)}")
+    if not isinstance(content, str):
+        raise UserError(f"the content of message {number} must be text, got {quote(content)}")
+
+
 class ChatTemplate:
     """A chat template with its tokenizer.
 
@@ -349,8 +361,8 @@ class ChatTemplate:
         for name in variables or {}:
             if not name.isidentifier() or name.startswith("_") or name in RESERVED_VARIABLES:
                 raise UserError(f"a variable of the chat template must not have the name {quote(name)}")
-        values = self._escape({**(variables or {}), **({"tools": list(tools)} if tools else {})})
         try:
+            values = self._escape({**(variables or {}), **({"tools": list(tools)} if tools else {})})
             request = {"cuts": cuts, "messages": self._check_messages(messages), "values": values}
             return _JSON.encode(request).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -364,13 +376,7 @@ class ChatTemplate:
 
     def _check_messages(self, messages: Sequence[Message]) -> list[Any]:
         for number, message in enumerate(messages):
-            if not isinstance(message, Mapping):
-                raise UserError(f"message {number} must be an object with role and content, got {quote(message)}")
-            role, content = message.get("role"), message.get("content")
-            if role not in ROLES:
-                raise UserError(f"the role of message {number} must be one of {', '.join(ROLES)}, got {quote(role)}")
-            if not isinstance(content, str):
-                raise UserError(f"the content of message {number} must be text, got {quote(content)}")
+            check_message(number, message)
         return [self._escape(dict(message)) for message in messages]
 
     def _escape(self, value: Any) -> Any:
