@@ -17,7 +17,7 @@ from dantinox.config.names import SHORT_NAMES, flat_name
 from dantinox.config.sections import flatten_config
 from dantinox.config.sweep_file import Trial
 from dantinox.config.yaml_files import load_training
-from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
+from dantinox.files import UserError, atomic_write, quote, read_json, wrap_os_errors
 from dantinox.model.flops import training_flops
 from dantinox.report import read_csv
 from dantinox.report.metric_files import best_evaluation
@@ -26,6 +26,7 @@ from dantinox.text import Corpus, Tokenizer
 from dantinox.text.sources import ADDITION
 
 STATE_FILE = "speedrun.json"
+MAX_JSON_BYTES = 1 << 20  # of the state, and of the summary of a stage
 REPORTS = ("report.md", "report.html")
 HUB = "huggingface:"  # begins the name of a dataset in `SpeedrunRequest.data`
 TrainStage = Callable[[Trial, RunDirectory], str | None]
@@ -236,10 +237,11 @@ def _load_state(folder: Path, request: SpeedrunRequest) -> dict[str, Any]:
         _save_state(folder, state)
         return state
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-        before = state["request"]
-        state = {"request": before, "finished": list(state["finished"]), "seconds": dict(state["seconds"])}
-    except (OSError, ValueError, KeyError, TypeError):
+        saved = read_json(file, MAX_JSON_BYTES)
+        before = dict(saved["request"])
+        seconds = {str(name): float(number) for name, number in saved["seconds"].items()}
+        state = {"request": before, "finished": list(saved["finished"]), "seconds": seconds}
+    except (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise UserError(f"{file} cannot be read: choose another --run_dir") from None
     for name, value in asdict(request).items():
         if before.get(name) != value:
@@ -264,7 +266,10 @@ def _stage_result(folder: Path, request: SpeedrunRequest, number: int, seconds: 
     if not best:
         measure = "val_reward" if rewarded else "val_loss"
         raise UserError(f"{folder / stage.name} has no {measure} in {run.log(config).name}: remove it and repeat the command")
-    summary = json.loads(run.summary(config).read_text(encoding="utf-8"))
+    try:
+        parameters = int(read_json(run.summary(config), MAX_JSON_BYTES)["parameters"])
+    except (UserError, ValueError, KeyError, TypeError, OverflowError):
+        raise UserError(f"{run.summary(config)} is damaged: remove {run.path} and repeat the command") from None
     model = config.trained_architecture(Tokenizer.load(run.tokenizer).vocab_size)
     steps = int(rows[-1]["step"])
     tokens = int(rows[-1]["tokens"])
@@ -272,7 +277,7 @@ def _stage_result(folder: Path, request: SpeedrunRequest, number: int, seconds: 
     return StageResult(
         stage.name,
         train_command(stage.config, stage_settings(request, folder, number), folder / stage.name),
-        int(summary["parameters"]),
+        parameters,
         steps,
         tokens,
         tokens * training_flops(model, tokens // (steps * sequences)),
