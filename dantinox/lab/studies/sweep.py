@@ -24,12 +24,13 @@ from typing import Any
 from dantinox.config import Config
 from dantinox.config.sections import DEFAULTS, flatten_config
 from dantinox.config.sweep_file import Sweep, Trial
-from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
+from dantinox.files import UserError, atomic_write, quote, read_json, wrap_os_errors
 from dantinox.report import read_csv, read_jsonl
 from dantinox.report.metric_files import best_evaluation, evaluation_loss
 from dantinox.run import RunDirectory, save_config
 
 PLAN_FILE = "plan.json"
+MAX_PLAN_BYTES = 64 << 20
 SIGNAL_EXIT_CODES = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}
 LOCK_TIMEOUT = 60  # seconds to wait for the process of a killed sweep to save and exit
 
@@ -155,10 +156,10 @@ def _load_plan(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:
     """
     plan = folder.path / PLAN_FILE
     try:
-        before = json.loads(plan.read_text()) if plan.exists() else {"trials": {}, "ended": {}}
-        trials = before["trials"]
+        before = read_json(plan, MAX_PLAN_BYTES) if plan.exists() else {"trials": {}, "ended": {}}
+        trials = {name: dict(settings) for name, settings in before["trials"].items()}
         ended = dict(before["ended"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{plan} cannot be read: choose another runs_dir") from None
     now = {trial.name: _settings(trial.config) for trial in sweep.trials}
     for name, settings in trials.items():
