@@ -167,6 +167,8 @@ def serve(options: argparse.Namespace) -> int:
     specs = _specs(options, name, settings)
     if len(specs) == 1 and (options.max_models or options.model_memory):
         raise UserError("--max_models and --model_memory need several models: give --model or --models")
+    if options.cache_dir is not None and options.prefix_cache == 0:
+        raise UserError("--cache_dir keeps the keys of the prefix cache: leave it out with --prefix_cache 0")
     if options.lite is not None and not options.lite.exists():
         raise UserError(f"--lite: no file or folder at {options.lite}")
     for folder in {folder for spec in specs if (folder := spec.options.cache_dir) is not None}:
