@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -377,14 +377,26 @@ def _read_header(directory: Path, wanted: Header) -> Header | None:
         if "records" in header:
             records = directory / Path(header["records"]).name
             valid = valid and records.name == header["records"] and records.stat().st_size == header["records_bytes"]
+        valid = valid and all(isinstance(number, int) for part in ("train", "val") for number in header[part].values())
+        valid = valid and _are_options(header["options"], "marks" in header, "records" in header)
         return header if valid and header | wanted | {"file": path.name} == header else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _are_options(options: Mapping[str, Any], has_marks: bool, has_records: bool) -> bool:
+    """Whether the options of a header have the form that `prepare_data` writes."""
+    if has_marks:
+        return bool(options["objective"] == "grpo" if has_records else options["objective"] in RECORD_FORMS)
+    before, after = options.get("around", [[], []])
+    return all(isinstance(token, int) for token in (*before, *after))
 
 
 def _open_store(directory: Path, header: Header, config: Config, tokenizer: Tokenizer) -> TokenStore:
     train, val = Counts(**header["train"]), Counts(**header["val"])
     path = directory / header["file"]
+    if config.data.mixture and len(header.get("mixture", ())) != len(config.data.mixture):
+        raise UserError(f"the tokens in {directory} were not built with this data.mixture: remove them to build them again")
     # An empty file cannot be memory-mapped.
     tokens = np.memmap(path, header["dtype"], mode="r") if train.tokens + val.tokens else np.empty(0, header["dtype"])
     shared: dict[str, Any] = {

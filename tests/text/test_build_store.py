@@ -219,11 +219,24 @@ def test_damage_rebuilds_the_store(built) -> None:
     for part, value in [("train", 7), ("val", {}), ("dtype", "<f8"), ("file", None), ("file", "../tokens.json")]:
         (directory / "tokens.json").write_text(json.dumps(json.loads(sound) | {part: value}))
         assert builds(config, directory, tokenizer), part
+    counts = json.loads(sound)["train"]
+    for change in [{"options": 5}, {"options": {"around": 5}}, {"train": {name: float(n) for name, n in counts.items()}}]:
+        (directory / "tokens.json").write_text(json.dumps(json.loads(sound) | change))
+        assert open_store(config, directory, tokenizer) is None, change
+    (directory / "tokens.json").write_text(json.dumps({k: v for k, v in json.loads(sound).items() if k != "options"}))
+    assert open_store(config, directory, tokenizer) is None and builds(config, directory, tokenizer)
     for content in [b"", data[:-2], data + b"\0\0"]:
         tokens.write_bytes(content)
         assert builds(config, directory, tokenizer)
     tokens.unlink()
     assert builds(config, directory, tokenizer) and not builds(config, directory, tokenizer)
+
+
+def test_a_mixture_of_other_sources_is_reported(built) -> None:
+    config, directory, tokenizer = built
+    mixed = config.model_copy(update={"data": config.data.model_copy(update={"mixture": (0.5, 0.5)})})
+    with pytest.raises(UserError, match=r"were not built with this data\.mixture"):
+        open_store(mixed, directory, tokenizer)
 
 
 def test_leftover_files_are_never_used(built, monkeypatch) -> None:
