@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from dantinox.cli.common import backend_problem, choose_run, plain_warnings
-from dantinox.cli.garbage import pause_garbage_collection
+from dantinox.cli.garbage_collection import pause_garbage_collection
 from dantinox.cli.interrupts import INTERRUPTED, exit_interrupted, watch_interrupts
 from dantinox.config.flags import Parser
 from dantinox.config.help_pages import first_page

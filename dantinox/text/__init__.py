@@ -8,7 +8,7 @@ from dantinox.text.prompt_store import Prompt, PromptStore
 from dantinox.text.store_writer import has_partial
 from dantinox.text.token_store import PADDING, Batch, Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer
-from dantinox.text.vocabulary import train_tokenizer
+from dantinox.text.tokenizer_training import train_tokenizer
 
 __all__ = [
     "PADDING",

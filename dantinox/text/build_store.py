@@ -27,7 +27,7 @@ from dantinox.text.conversations import (
     store_options,
 )
 from dantinox.text.corpus import BLOCK_BYTES, Corpus, Extent, split_text
-from dantinox.text.hub import fetch_datasets
+from dantinox.text.hub_datasets import fetch_datasets
 from dantinox.text.prompt_store import PromptStore, encode_prompt_records, prompt_examples, read_records
 from dantinox.text.store_writer import (
     MARKS,
@@ -41,7 +41,7 @@ from dantinox.text.store_writer import (
 )
 from dantinox.text.token_store import Counts, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
-from dantinox.text.vocabulary import train_tokenizer
+from dantinox.text.tokenizer_training import train_tokenizer
 
 FORMAT = 2
 ENCODING = 2  # raised if the same corpus and settings give other tokens; a run that has older tokens still opens them

@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TEMPLATE_BYTES = 1 << 20
-RENDERER = Path(__file__).with_name("rendering.py")
+RENDERER = Path(__file__).with_name("template_process.py")
 # The limits of one conversation: seconds of CPU time, bytes of memory, characters of output.
 CPU_SECONDS = 5
 MEMORY_BYTES = 1 << 30

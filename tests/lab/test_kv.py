@@ -19,7 +19,8 @@ from dantinox.generation.decode.quantized_weights import permute_heads, prepare
 from dantinox.lab.measure import head_loss as eviction
 from dantinox.lab.studies import kv, kv_bench, kv_variants, statistics
 from dantinox.lab.studies.continuations import NEUTRAL_SETTINGS
-from dantinox.lab.studies.kv import (
+from dantinox.lab.studies.kv_bench import CacheBenchmark, Generated, ReadMetrics, read_metrics
+from dantinox.lab.studies.kv_study import (
     KV_METHODS,
     LARGE_METHODS,
     _agreement,
@@ -29,11 +30,10 @@ from dantinox.lab.studies.kv import (
     gap_closed,
     intervals_by_seed,
 )
-from dantinox.lab.studies.kv_bench import CacheBenchmark, Generated, ReadMetrics, read_metrics
 from dantinox.lab.studies.kv_tasks import Sequences, draw_sequences, draw_tasks, encodes_words, split_by_seed
 from dantinox.lab.studies.kv_variants import NEAR_KEYS, build_variants, near_keys_variant, select_methods
 from dantinox.lab.studies.kv_view import kv_blocks
-from dantinox.lab.studies.ruler import RULER_METHODS
+from dantinox.lab.studies.ruler_study import RULER_METHODS
 from dantinox.lab.studies.statistics import mean_interval
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model

@@ -26,7 +26,7 @@ from dantinox.lab.studies.continuations import (
     generate_continuations,
     prompt_tokens,
 )
-from dantinox.lab.studies.sampling import (
+from dantinox.lab.studies.sampling_study import (
     MEASURES,
     METHODS,
     QUICK_SIZE,

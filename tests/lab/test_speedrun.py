@@ -42,7 +42,7 @@ from dantinox.report.tables import human_count
 from dantinox.run import RunDirectory, load_run_config, save_config, save_tokenizer, save_weights
 from dantinox.text import Tokenizer, train_tokenizer
 from dantinox.text.chat_template import PLAIN
-from dantinox.text.sources import ADDITION, INSTRUCTIONS
+from dantinox.text.corpus_files import ADDITION, INSTRUCTIONS
 from dantinox.training import launch
 from dantinox.training.loop import Trainer
 

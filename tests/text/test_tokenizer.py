@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from dantinox.config import TokenizerSection, UserError
 from dantinox.text import Tokenizer, train_tokenizer
-from dantinox.text.vocabulary import _sample_text, _split_long_words
+from dantinox.text.tokenizer_training import _sample_text, _split_long_words
 from tests.error_texts import ERRORS
 
 CORPUS = (

@@ -176,8 +176,8 @@ def make_plan(
       progress: called with a line before each compilation.
 
     Raises:
-      UserError: prompt and new tokens do not fit in the context, the batch has more than `MAX_TOKENS` tokens, the settings name tokens by their text, or a mesh does not
-        match the devices, the batch or the model.
+      UserError: prompt and new tokens do not fit in the context, the batch has more than `MAX_TOKENS` tokens, the settings
+        name tokens by their text, or a mesh does not match the devices, the batch or the model.
     """
     model = config.architecture(vocab_size, topology.platform)
     new = min(config.generation.max_new_tokens, model.max_context // 2) if new is None else new

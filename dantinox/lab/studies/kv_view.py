@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.lab.studies.kv import CacheResult, KVStudy
+from dantinox.lab.studies.kv_study import CacheResult, KVStudy
 from dantinox.lab.studies.kv_tasks import SEEDS
 from dantinox.lab.studies.kv_variants import NEAR_KEYS
 from dantinox.lab.studies.statistics import verdict

@@ -22,9 +22,9 @@ from dantinox.config import UserError
 from dantinox.files import atomic_write, check_writable_folder, first_line, read_json
 from dantinox.generation import load
 from dantinox.lab.measure.perplexity import ScoringInput, TokenScores
+from dantinox.lab.studies.harness_tasks import LMEvalModel
 from dantinox.lab.studies.statistics import Interval, stratified_interval
 from dantinox.lab.studies.task_files import LocalTask, Question, load_tasks, prompts
-from dantinox.lab.studies.tasks import LMEvalModel
 
 RESULT_FILE = "tasks.json"
 MAX_RESULT_BYTES = 64 << 20

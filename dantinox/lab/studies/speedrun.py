@@ -23,7 +23,7 @@ from dantinox.report import read_csv
 from dantinox.report.metric_files import best_evaluation
 from dantinox.run import RunDirectory, load_run_config
 from dantinox.text import Corpus, Tokenizer
-from dantinox.text.sources import ADDITION
+from dantinox.text.corpus_files import ADDITION
 
 STATE_FILE = "speedrun.json"
 MAX_JSON_BYTES = 1 << 20  # of the state, and of the summary of a stage

@@ -37,7 +37,7 @@ def read_answers(path: Path, prompts: "Sequence[tuple[str, Config]]") -> list[di
         complete = content[: content.rfind(b"\n") + 1]
         records = [_parse_line(line, f"{path}, line {number}") for number, line in enumerate(complete.splitlines(), 1)]
         for number, record in enumerate(records):
-            if number >= len(expected) or not _answers(record, *expected[number]):
+            if number >= len(expected) or not _is_answer(record, *expected[number]):
                 raise UserError(
                     f"{path}, line {number + 1}, is no answer to these prompts with this seed: choose another name for --out"
                 )
@@ -57,7 +57,7 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def _answers(record: dict[str, Any], prompt: str, index: int, seed: int | None) -> bool:
+def _is_answer(record: dict[str, Any], prompt: str, index: int, seed: int | None) -> bool:
     """Whether a record is sample `index` of a prompt, with the seed if it is not None."""
     if not isinstance(record.get("seed"), int) or seed not in (None, record["seed"]):
         return False
