@@ -123,13 +123,7 @@ def evaluate_ruler(
     """
     directory = open_run(run_dir)
     run = load(run_dir)
-    context = run.model.config.max_context
-    if context < MIN_LENGTH:
-        raise UserError(f"eval ruler needs a model with a context of at least {MIN_LENGTH} tokens, got {context}")
-    for length in lengths or ():
-        if not MIN_LENGTH <= length <= context:
-            raise UserError(f"--lengths must be in [{MIN_LENGTH}, {context}], the model's context, got {length}")
-    sizes = sorted(set(lengths or [length for length in LENGTHS if length <= context] or [context]))
+    chosen_lengths = _select_lengths(lengths, run.model.config.max_context)
     if samples < 1:
         raise UserError(f"--samples must be at least 1, got {samples}")
     check_ratios(ratios)
@@ -139,7 +133,7 @@ def evaluate_ruler(
     source = "Python's manual" if data_path is None else str(data_path)
     haystack = python_manual() if data_path is None else build_haystack(_read_haystack(run, source), source)
     findings: list[RulerResult] = []
-    for length in sizes:
+    for length in chosen_lengths:
         caches, _ = build_variants(run, measured, names, ratios or RATIOS, length, kv_dtype)
         samples_by_task = {
             name: [make_sample(name, length, run.tokenizer.encode, haystack, seed, i) for i in range(samples)]
@@ -157,6 +151,18 @@ def evaluate_ruler(
         left_out=left_out,
         findings=findings,
     )
+
+
+def _select_lengths(lengths: Sequence[int] | None, context: int) -> list[int]:
+    """Returns the lengths of prompts in ascending order; None: those of `LENGTHS` that the context allows, or the context."""
+    if context < MIN_LENGTH:
+        raise UserError(f"eval ruler needs a model with a context of at least {MIN_LENGTH} tokens, got {context}")
+    for length in lengths or ():
+        if not MIN_LENGTH <= length <= context:
+            raise UserError(f"--lengths must be in [{MIN_LENGTH}, {context}], the model's context, got {length}")
+    if lengths:
+        return sorted(set(lengths))
+    return [length for length in LENGTHS if length <= context] or [context]
 
 
 def _select_tasks(tasks: str | None) -> list[str]:
