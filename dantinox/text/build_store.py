@@ -39,7 +39,7 @@ from dantinox.text.store_writer import (
     remove_partial,
     write_partial,
 )
-from dantinox.text.token_store import Counts, TokenStore
+from dantinox.text.token_store import BatchOptions, Counts, SpecialIds, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
 from dantinox.text.tokenizer_training import train_tokenizer
 
@@ -393,30 +393,30 @@ def _are_options(options: Mapping[str, Any], has_marks: bool, has_records: bool)
 
 
 def _open_store(directory: Path, header: Header, config: Config, tokenizer: Tokenizer) -> TokenStore:
-    train, val = Counts(**header["train"]), Counts(**header["val"])
+    train = Counts(**header["train"])
+    val = Counts(**header["val"])
     path = directory / header["file"]
     if config.data.mixture and len(header.get("mixture", ())) != len(config.data.mixture):
         raise UserError(f"the tokens in {directory} were not built with this data.mixture: remove them to build them again")
     # An empty file cannot be memory-mapped.
     tokens = np.memmap(path, header["dtype"], mode="r") if train.tokens + val.tokens else np.empty(0, header["dtype"])
-    shared: dict[str, Any] = {
-        "batch_size": config.training.batch_size,
-        "sequence_length": config.model.max_context,
-        "seed": config.training.seed,
-        "pad_id": tokenizer.pad_id,
-        "counts": (train, val),
-        "mixture": list(zip(header["mixture"], config.data.mixture, strict=True)) if config.data.mixture else (),
-    }
+    batches = BatchOptions(
+        config.training.batch_size,
+        config.model.max_context,
+        config.training.seed,
+        mixture=list(zip(header["mixture"], config.data.mixture, strict=True)) if config.data.mixture else (),
+    )
     if "marks" in header:
         marks = np.memmap(directory / header["marks"], np.uint8, mode="r")
         if "records" in header:
             records = read_records(directory / header["records"])
-            t, answer = config.training, config.generation.max_new_tokens
-            sizes = {"batch_size": t.batch_size, "context": config.model.max_context, "answer_tokens": answer, "seed": t.seed}
-            return PromptStore(tokens, marks, records, (train, val), mixture=shared["mixture"], **sizes)
+            answer_tokens = config.generation.max_new_tokens
+            return PromptStore(tokens, marks, records, (train, val), batches, answer_tokens=answer_tokens)
         form = RECORD_FORMS[header["options"]["objective"]]
-        return ConversationStore(tokens, marks, name=header["file"], form=form, **shared)
-    parts = (tokens[: train.tokens], tokens[train.tokens :])
-    packing = config.data.packing == "best_fit"
+        pad_id = tokenizer.pad_id or 0
+        return ConversationStore(tokens, marks, (train, val), batches, pad_id=pad_id, name=header["file"], form=form)
     before, _ = header["options"].get("around", [[tokenizer.bos_id], []])
-    return TokenStore(*parts, eos_id=tokenizer.eos_id, bos_id=before[0] if before else None, packing=packing, **shared)
+    special = SpecialIds(tokenizer.eos_id, before[0] if before else None, tokenizer.pad_id or 0)
+    packing = config.data.packing == "best_fit"
+    parts = (tokens[: train.tokens], tokens[train.tokens :])
+    return TokenStore(*parts, batches, special, counts=(train, val), packing=packing)

@@ -125,7 +125,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokenizer: Tokenizer, name: str = "the chat template") -> None:
         """Stores the template. The first call that renders reports syntax errors."""
-        self.source, self.name, self._tokenizer = source, name, tokenizer
+        self.source = source
+        self.name = name
+        self._tokenizer = tokenizer
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = Lock()
 
@@ -243,17 +245,14 @@ class ChatTemplate:
     ) -> list[tuple[np.ndarray, np.ndarray] | UserError]:
         """Returns the result of `encode_with_loss_mask` for each of several conversations, or the error that it raises."""
         turns = [_turns_in_loss(conversation) for conversation in conversations]
-        cuts = [
-            list(dict.fromkeys([(len(c.messages), False), *((i, True) for i in its), *((i + 1, False) for i in its)]))
-            for c, its in zip(conversations, turns, strict=True)
-        ]
+        cuts = [_cuts_around(len(one.messages), own) for one, own in zip(conversations, turns, strict=True)]
         results: list[tuple[np.ndarray, np.ndarray] | UserError] = []
-        for result, its, at in zip(self._render_and_encode(conversations, cuts), cuts, turns, strict=True):
+        for result, own_cuts, own_turns in zip(self._render_and_encode(conversations, cuts), cuts, turns, strict=True):
             if isinstance(result, UserError):
                 results.append(result)
             else:
                 texts, tokens = result
-                results.append(self._mask_turns(dict(zip(its, texts, strict=True)), at, *tokens))
+                results.append(self._mask_turns(dict(zip(own_cuts, texts, strict=True)), own_turns, *tokens))
         return results
 
     def encode_prompts(self, conversations: Sequence[MaskedConversation]) -> list[np.ndarray | UserError]:
@@ -299,7 +298,8 @@ class ChatTemplate:
         full_text = next(iter(texts.values()))
         mask_N = np.zeros(len(ids_N), bool)
         for turn in turns:
-            before, after = texts[turn, True], texts[turn + 1, False]
+            before = texts[turn, True]
+            after = texts[turn + 1, False]
             if not (after.startswith(before) and full_text.startswith(after)):
                 return UserError(
                     f"{self.name} does not support training on single turns: a turn of the assistant does not continue its "
@@ -422,6 +422,15 @@ def _turns_in_loss(conversation: MaskedConversation) -> list[int]:
     return [i for i, role in enumerate(roles) if role == "assistant" and (in_loss is None or in_loss[i])]
 
 
+def _cuts_around(messages: int, turns: Sequence[int]) -> list[tuple[int, bool]]:
+    """Returns the `Rendering.cuts` of a conversation: the whole one first, then the start and the end of each turn."""
+    cuts = [(messages, False)]
+    cuts += [(turn, True) for turn in turns]
+    cuts += [(turn + 1, False) for turn in turns]
+    return list(dict.fromkeys(cuts))
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends the rendering process."""
     process.kill()
     process.communicate()  # closes the pipes

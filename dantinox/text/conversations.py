@@ -17,7 +17,9 @@ from dantinox.text.token_store import Counts
 from dantinox.text.tool_prompts import encode_with_loss_masks
 
 # Flags of a token: a target in the loss; the first token of a conversation; the first token if the label is true.
-IN_LOSS, FIRST_TOKEN, DESIRABLE = 1, 2, 4
+IN_LOSS = 1
+FIRST_TOKEN = 2
+DESIRABLE = 4
 
 BATCH_EXAMPLES = 256  # encoded together
 

@@ -130,7 +130,8 @@ def _with_tools(
 ) -> list[Any]:
     """Returns the results of `encode` for conversations with tools, with any template."""
     results: list[Any] = [None] * len(conversations)
-    chosen, again = {}, {}
+    chosen: dict[int, MaskedConversation] = {}
+    again: dict[int, MaskedConversation] = {}  # the same with the tools in the first message instead of a system message
     for index, conversation in enumerate(conversations):
         try:
             converted = conversation._replace(messages=template_messages(conversation.messages))
@@ -140,7 +141,8 @@ def _with_tools(
         if template.renders_tools or not (conversation.tools or uses_tools(converted.messages)):
             chosen[index] = converted
         else:
-            chosen[index], again[index] = (_without_tools(converted, place) for place in (True, False))
+            chosen[index] = _without_tools(converted, in_system_message=True)
+            again[index] = _without_tools(converted, in_system_message=False)
 
     def fill(inputs: Mapping[int, MaskedConversation]) -> None:
         for index, result in zip(inputs, encode(list(inputs.values())), strict=True):

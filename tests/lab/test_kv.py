@@ -48,7 +48,7 @@ from dantinox.run import (
     save_tokenizer,
     save_weights,
 )
-from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
+from dantinox.text import BatchOptions, TokenStore, open_store, prepare_data, train_tokenizer
 from dantinox.text import builtin_recall as recall
 from tests.error_texts import ERRORS
 
@@ -239,7 +239,7 @@ def test_sequences_do_not_overlap_or_cross_documents(run, store, text):
 
 def a_store(run, *documents):
     ids = [token for text in documents for token in [*run.tokenizer.encode(text), run.tokenizer.eos_id]]
-    return TokenStore(np.zeros(9, np.uint16), np.array(ids, np.uint16), batch_size=1, sequence_length=8, seed=0)
+    return TokenStore(np.zeros(9, np.uint16), np.array(ids, np.uint16), BatchOptions(1, 8, seed=0))
 
 
 def test_short_text_gives_overlapping_sequences_or_an_error(run):

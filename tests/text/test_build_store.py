@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dantinox.config import Config, TokenizerSection, UserError, build_config
-from dantinox.text import Tokenizer, TokenStore, corpus, corpus_changed, open_store, prepare_data, train_tokenizer
+from dantinox.text import (
+    BatchOptions,
+    SpecialIds,
+    Tokenizer,
+    TokenStore,
+    corpus,
+    corpus_changed,
+    open_store,
+    prepare_data,
+    train_tokenizer,
+)
 from dantinox.text import build_store as build
 from tests.error_texts import ERRORS
 
@@ -312,7 +322,7 @@ def test_batches_from_disk_equal_batches_from_memory(built) -> None:
     config, directory, tokenizer = built
     _, store = prepare_data(config, directory, tokenizer)
     train, val = (np.array(part) for part in parts(store))
-    other = TokenStore(train, val, batch_size=2, sequence_length=8, seed=42, eos_id=tokenizer.eos_id)
+    other = TokenStore(train, val, BatchOptions(2, 8, seed=42), SpecialIds(tokenizer.eos_id))
     for a, b in zip(store.batch(9), other.batch(9), strict=True):
         assert np.array_equal(a, b)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from dantinox.config import Config, UserError
 from dantinox.run import RunDirectory, load_run_config
-from dantinox.text import Corpus, PromptStore, Tokenizer, TokenStore, open_store
+from dantinox.text import BatchOptions, Corpus, PromptStore, SpecialIds, Tokenizer, TokenStore, open_store
 from dantinox.text.corpus import split_text
 from dantinox.text.tokenizer import UnknownCharacter
 
@@ -95,7 +95,7 @@ def open_text_store(directory: RunDirectory, data_path: str | Path | None = None
         raise UserError(f"{data_path} has {len(ids)} tokens, fewer than 2: select a longer text with --data_path")
     length = min(config.model.max_context, WINDOW, len(ids) - 1)
     bos_id = next(iter(tokenizer.ids_before_text), None)
-    return TokenStore(ids, ids, batch_size=1, sequence_length=length, seed=0, eos_id=tokenizer.eos_id, bos_id=bos_id)
+    return TokenStore(ids, ids, BatchOptions(1, length, seed=0), SpecialIds(tokenizer.eos_id, bos_id))
 
 
 def saved_text(directory: RunDirectory, config: Config, tokenizer: Tokenizer) -> TokenStore | None:
