@@ -17,7 +17,7 @@ from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import load
 from dantinox.generation.decode.quantized_weights import permute_heads, prepare
 from dantinox.lab.measure import head_loss as eviction
-from dantinox.lab.studies import kv, kv_bench, kv_variants, statistics
+from dantinox.lab.studies import kv_bench, kv_study, kv_variants, statistics
 from dantinox.lab.studies.continuations import NEUTRAL_SETTINGS
 from dantinox.lab.studies.kv_bench import CacheBenchmark, Generated, ReadMetrics, read_metrics
 from dantinox.lab.studies.kv_study import (
@@ -486,8 +486,8 @@ def test_record_of_an_evaluation(toy, monkeypatch):
     monkeypatch.setattr(statistics, "BOOTSTRAP_SAMPLES", 50)
     messages = []
     names = ["uniform", "entropy", "oracle"]  # each additional method takes seconds to compile
-    monkeypatch.setattr(kv, "QUICK_COUNTS", (48, 3))
-    monkeypatch.setattr(kv, "CONTINUED_PROMPTS", 3)
+    monkeypatch.setattr(kv_study, "QUICK_COUNTS", (48, 3))
+    monkeypatch.setattr(kv_study, "CONTINUED_PROMPTS", 3)
     study = evaluate_kv(toy, quick=True, methods=names, progress=messages.append, sequences=7)
     record = json.loads(json.dumps(asdict(study), allow_nan=False))
     assert record["tokens"] == CONTEXT and record["free_tokens"] == 32
