@@ -101,7 +101,9 @@ def parser_of(chosen: Collection[str]) -> Parser:
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         implementation = import_module(f"dantinox.cli.{module}")
         command.set_defaults(run=getattr(implementation, function))
-        getattr(implementation, f"add_{function.rstrip('_')}_flags", lambda _: None)(command)
+        add_flags = getattr(implementation, f"add_{function.rstrip('_')}_flags", None)
+        if add_flags is not None:  # `doctor` has no flags
+            add_flags(command)
     return parser
 
 

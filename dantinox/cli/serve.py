@@ -21,7 +21,10 @@ from dantinox.files import UserError, install_command, quote, wrap_os_errors
 
 if TYPE_CHECKING:
     from dantinox.serve.operations.api_keys import ApiKeys
+    from dantinox.serve.operations.reload import Reloader
+    from dantinox.serve.options import Options
     from dantinox.serve.pool.model_specs import ModelSpec
+    from dantinox.serve.server import RunnableEngine
 
 REQUIRED_MODULES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 API_KEY_VARIABLE = "DANTINOX_API_KEY"
@@ -191,15 +194,9 @@ def serve(options: argparse.Namespace) -> int:
     provider = make_provider() if options.otel else None
     with listen(options.host, options.port) as listener:
         use_compilation_cache()
-        from dantinox.serve.app import make_app
-        from dantinox.serve.operations.reload import Reloader
         from dantinox.serve.operations.request_log import configure_logging
         from dantinox.serve.operations.spans import close_provider, trace_exporter
         from dantinox.serve.options import Options
-        from dantinox.serve.pool.model_loading import open_model
-        from dantinox.serve.pool.model_pool import ModelPool
-        from dantinox.serve.pool.pool_app import make_pool_app
-        from dantinox.serve.server import RunnableEngine
         from dantinox.serve.server import serve as run_server
 
         if options.log is not None:
@@ -217,26 +214,7 @@ def serve(options: argparse.Namespace) -> int:
         )
         if provider is not None:
             server_options = replace(server_options, export_trace=trace_exporter(provider))
-        engine: RunnableEngine
-        if len(specs) == 1:
-            opened = open_model(specs[0])
-            reloader = Reloader(keys, opened.reload_weights)
-            engine = opened.engine
-            server_options = replace(server_options, template=opened.template, reloader=reloader)
-            app = make_app(opened.engine, server_options)
-        else:
-            pool = ModelPool(
-                specs,
-                open_model,
-                sizes=weights,
-                max_models=options.max_models,
-                memory=options.model_memory,
-                queue=options.queue,
-            )
-            reloader = Reloader(keys, pool.reload_weights)
-            engine = pool
-            server_options = replace(server_options, reloader=reloader)
-            app = make_pool_app(pool, server_options)
+        app, engine, reloader = _make_app(options, specs, server_options, weights)
         where = _address(listener)
         names = ", ".join(spec.name for spec in specs)
         if options.no_auth and not _is_loopback(options.host):
@@ -251,6 +229,31 @@ def serve(options: argparse.Namespace) -> int:
         if provider is not None:
             close_provider(provider)
         return code
+
+
+def _make_app(
+    options: argparse.Namespace, specs: "list[ModelSpec]", server_options: "Options", weights: Mapping[str, int]
+) -> "tuple[Any, RunnableEngine, Reloader]":
+    """Loads the only model, or makes a pool of several; returns the ASGI app, its engine and what rereads keys and weights.
+
+    Args:
+      weights: bytes of the weights of each model by name.
+    """
+    from dantinox.serve.app import make_app
+    from dantinox.serve.operations.reload import Reloader
+    from dantinox.serve.pool.model_loading import open_model
+    from dantinox.serve.pool.model_pool import ModelPool
+    from dantinox.serve.pool.pool_app import make_pool_app
+
+    if len(specs) == 1:
+        opened = open_model(specs[0])
+        reloader = Reloader(server_options.keys, opened.reload_weights)
+        server_options = replace(server_options, template=opened.template, reloader=reloader)
+        return make_app(opened.engine, server_options), opened.engine, reloader
+    bounds: dict[str, Any] = {"max_models": options.max_models, "memory": options.model_memory}
+    pool = ModelPool(specs, open_model, sizes=weights, **bounds, queue=options.queue)
+    reloader = Reloader(server_options.keys, pool.reload_weights)
+    return make_pool_app(pool, replace(server_options, reloader=reloader)), pool, reloader
 
 
 def _check_flags(options: argparse.Namespace, models: int) -> None:

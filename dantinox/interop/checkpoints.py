@@ -349,7 +349,7 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
         hf_config |= ids | {"dtype": Counter(dtypes.values()).most_common(1)[0][0]}
         stops = list(tokenizer.stop_ids)
-        generation = {key: value for key, value in ids.items() if value is not None}
+        generation: dict[str, Any] = {key: value for key, value in ids.items() if value is not None}
         generation |= {"eos_token_id": stops} if len(stops) > 1 else {}
         return ExportBundle(
             config, hf_config, generation, _tokenizer_config(tokenizer, config), tensors, dtypes, tokenizer, template

@@ -71,9 +71,9 @@ def _experts(model: ModelConfig) -> str:
     if model.experts is None:
         return ""
     shared = f" and a shared layer {model.experts.shared_dim} wide" if model.experts.shared_dim else ""
-    dense = (
-        f"; {len(model.experts.dense_layers)} dense layers {model.experts.dense_dim} wide" if model.experts.dense_layers else ""
-    )
+    dense = ""
+    if model.experts.dense_layers:
+        dense = f"; {len(model.experts.dense_layers)} dense layers {model.experts.dense_dim} wide"
     return f"; {model.experts.count} experts, {model.experts.top_k} per token{shared}{dense}"
 
 
@@ -102,7 +102,8 @@ def _training(run: RunDirectory, config: Config) -> str:
     losses = -rows["val_reward"] if rewarded else rows["val_loss"]
     best = int(np.argmin(np.where(np.isfinite(losses), losses, math.inf)))
     measured = f"val reward {-losses[best]:.4f}" if rewarded else f"val loss {losses[best]:.4f}"
-    bits = "" if np.isnan(rows["bits_per_byte"][best]) else f"{rows['bits_per_byte'][best]:.3f} bits per byte, "
+    bits_per_byte = rows["bits_per_byte"][best]
+    bits = "" if np.isnan(bits_per_byte) else f"{bits_per_byte:.3f} bits per byte, "
     return table([
         ("trained", f"{rows['step'][-1]:.0f} steps, {human_count(rows['tokens'][-1])} tokens"),
         ("best", f"{measured}, {bits}at step {rows['step'][best]:.0f}"),

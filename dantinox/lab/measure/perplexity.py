@@ -127,7 +127,8 @@ def measure_perplexity(
     if not math.isfinite(nats):
         raise UserError("the model returns a NaN or infinite log-probability for the text: its weights are damaged")
     unscored = [] if len(begin) else [document.ids[:1] for document in documents]
-    size = sum(document.bytes for document in documents) - sum(decoded_bytes(run.tokenizer, ids) for ids in unscored)
+    size = sum(document.bytes for document in documents)
+    size -= sum(decoded_bytes(run.tokenizer, ids) for ids in unscored)
     return Perplexity(
         nats=nats / total,
         perplexity=math.exp(min(nats / total, 700.0)),

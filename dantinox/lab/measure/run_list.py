@@ -186,12 +186,14 @@ def select_runs(runs: Sequence[RunSummary], where: Sequence[str], sort: str) -> 
 
 
 def _sort_key(value: Any, descending: bool) -> tuple[bool, bool, Any]:
+    """Returns a key that sorts numbers before other values, and missing values last."""
     is_number = isinstance(value, int | float)
     number = -value if is_number and descending else value
     return value is None, not is_number, number if is_number else str(value)
 
 
 def _value_function(key: str, flag: str) -> Callable[[RunSummary], Any]:
+    """Returns the function from a run to its value of a column or a setting, which a flag names."""
     if key in COLUMNS:
         return lambda run: getattr(run, key)
     found = [name for name in DEFAULTS if key in (name, flat_name(name))]
@@ -216,7 +218,7 @@ def run_lines(runs: Sequence[RunSummary], width: int) -> Iterator[str]:
         Column("best_step", "at step", lambda run: run.best_step, "d"),
         Column("seconds", "time", lambda run: None if run.seconds is None else human_time(run.seconds)),
     ]
-    for key, name in list(zip(keys, names, strict=True))[:MAX_COLUMNS]:
+    for key, name in zip(keys[:MAX_COLUMNS], names, strict=False):
         heading = name if names.count(name) == 1 else key
         columns.append(Column(key, heading, partial(_setting_cell, key)))
     yield from text_table(columns, runs, max(width, 60))

@@ -102,7 +102,7 @@ class LMEvalModel:
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Returns for each (context, settings of the harness) the continuation up to its stop strings, greedy by default."""
         prepared = []
-        common = {**NEUTRAL_SETTINGS, "ignore_eos": False, "seed": 0, **self._device}
+        common: dict[str, Any] = {**NEUTRAL_SETTINGS, "ignore_eos": False, "seed": 0, **self._device}
         for context, given in requests:
             settings = common | _generation_settings(given, self.context)
             ids = self._bos_ids + self._encode(context) if context else self._empty_context
@@ -226,7 +226,7 @@ def evaluate_tasks(
 def _harness_model(base: Any, model: LMEvalModel) -> Any:
     """Returns a model of the class `base`, `LM` of the harness, whose requests contain their arguments."""
 
-    class Model(base):  # type: ignore[misc]
+    class Model(base):
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             return model.loglikelihood([request.args for request in requests])
 

@@ -212,7 +212,7 @@ def evaluate_kv(
             **_cache_size(cache),
             **_loss_metrics(read[i], read[0], text.seeds),
             **_agreement(continuations[i], continuations[0]),
-            **{name: mean_interval(100 * correct_P) for name, correct_P in answered[i].items()},
+            **_recall(answered[i]),
         )
         for i, cache in enumerate(caches)
     ]
@@ -282,6 +282,11 @@ def intervals_by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[f
     parts = [values_S, *(values_S[seeds_S == seed] for seed in range(SEEDS))]
     whole, *seeds = [Interval(*(float(of(end)) for end in mean_interval(part))) for part in parts]
     return SeedIntervals(whole, seeds)
+
+
+def _recall(correct: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the share of correct answers in % of each kind of task, from `CacheBenchmark.measure_tasks`."""
+    return {name: mean_interval(100 * correct_P) for name, correct_P in correct.items()}
 
 
 def _agreement(cache: Generated | None, full: Generated | None) -> dict[str, Any]:

@@ -110,12 +110,11 @@ def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Recall
     """Builds `count` tasks of each kind, hidden among lines of the sequences. All contexts have the same length."""
     T = sequences.ids.shape[1]
     context = T - len(tokenizer.encode(builtin_recall.copy_task(random.Random(0), FACTS_PER_PROMPT).question))  # the longest
-    tasks = [
-        _make_task(tokenizer, sequences.ids, rng, kind, context)
-        for kind in KINDS
-        for rng, share in zip(map(random.Random, range(SEEDS)), split_by_seed(count), strict=True)
-        for _ in range(share)
-    ]
+    tasks = []
+    for kind in KINDS:
+        for seed, share in enumerate(split_by_seed(count)):
+            rng = random.Random(seed)
+            tasks += [_make_task(tokenizer, sequences.ids, rng, kind, context) for _ in range(share)]
     rows, answers = zip(*tasks, strict=True)
     return RecallTasks(*pad_rows(rows, T), np.array(answers), np.arange(len(rows)) < count, context)
 

@@ -29,7 +29,6 @@ from dantinox.lab.studies.kv_variants import (
 )
 from dantinox.lab.studies.ruler_tasks import TASKS, Sample, build_haystack, make_sample, match_score, python_manual
 from dantinox.lab.studies.statistics import Interval, mean_interval, select_names
-from dantinox.model import CacheReport
 from dantinox.run import open_run
 from dantinox.text import Corpus
 
@@ -219,7 +218,7 @@ def _evaluate_caches(
     progress: Callable[[str], None],
 ) -> Iterator[RulerResult]:
     """Yields the results of the methods `names` in this order; the first of `caches` is the full cache."""
-    full_bytes = _report(caches[0])["bytes"]
+    full_bytes = caches[0].known_report["bytes"]
     caches = sorted((cache for cache in caches if cache.name in names), key=lambda cache: names.index(cache.name))
     batches = [(mode, batch) for mode in QUESTION_MODES for batch in _make_batches(run, samples_by_task, length, mode)]
     bench = CacheBenchmark(caches, progress)
@@ -230,7 +229,7 @@ def _evaluate_caches(
             by_mode[mode].setdefault(batch.task, []).extend(_score_batch(run, batch, found))
         scores = {mode: _intervals(by_task) for mode, by_task in by_mode.items()}
         progress(f"{cache.name} at {cache.ratio:g} of {length} tokens, in %: {_summary(scores)}")
-        report = _report(cache)
+        report = cache.known_report
         yield RulerResult(
             method=cache.name,
             length=length,
@@ -242,11 +241,6 @@ def _evaluate_caches(
             prefill_seconds=median(found.prefill_seconds for found in generated),
             tokens_per_second=median(found.rate for found in generated),
         )
-
-
-def _report(cache: CacheVariant) -> CacheReport:
-    assert cache.report is not None  # only the oracle has none
-    return cache.report
 
 
 def _score_batch(run: LoadedModel, batch: TaskBatch, generated: Generated) -> Iterator[float]:

@@ -366,8 +366,12 @@ def bisection(diversity_at: Callable[[float], float], target: float, trials: int
     tried: list[tuple[float, float]] = []
     for _ in range(trials):
         position = (low + high) / 2
-        tried.append((position, diversity_at(position)))
-        low, high = (position, high) if tried[-1][1] < target else (low, position)
+        diversity = diversity_at(position)
+        tried.append((position, diversity))
+        if diversity < target:
+            low = position
+        else:
+            high = position
     best = min(tried, key=lambda pair: abs(pair[1] - target))[0]
     return best, low == 0.0 or high == 1.0
 

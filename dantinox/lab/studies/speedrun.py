@@ -62,7 +62,9 @@ STAGES = (
         {"training.steps": 2, "training.warmup_steps": 1, "training.batch_size": 4, "training.eval_tokens": 256},
     ),
 )  # fmt: skip
-BASE, SFT, FINAL = STAGES[0].name, STAGES[1].name, STAGES[-1].name
+BASE = STAGES[0].name
+SFT = STAGES[1].name
+FINAL = STAGES[-1].name
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,10 @@ def data_settings(data: str) -> dict[str, Any]:
     if not data.startswith(HUB):
         return {"data.path": data}
     name, _, configuration = data.removeprefix(HUB).partition(":")
-    return {"data.path": name, "data.dataset_source": "huggingface"} | (
-        {"data.dataset_config": configuration} if configuration else {}
-    )
+    settings = {"data.path": name, "data.dataset_source": "huggingface"}
+    if configuration:
+        settings["data.dataset_config"] = configuration
+    return settings
 
 
 def stage_settings(request: SpeedrunRequest, folder: Path, number: int) -> dict[str, Any]:
@@ -275,15 +278,15 @@ def _stage_result(folder: Path, request: SpeedrunRequest, number: int, seconds: 
     tokens = int(rows[-1]["tokens"])
     sequences = config.training.batch_size * (config.grpo.samples if rewarded else 1)
     return StageResult(
-        stage.name,
-        train_command(stage.config, stage_settings(request, folder, number), folder / stage.name),
-        parameters,
-        steps,
-        tokens,
-        tokens * training_flops(model, tokens // (steps * sequences)),
-        float(seconds.get(stage.name, math.nan)),
-        best.get("val_loss"),
-        best.get("bits_per_byte"),
-        best.get("val_reward"),
-        int(best["step"]),
+        name=stage.name,
+        command=train_command(stage.config, stage_settings(request, folder, number), folder / stage.name),
+        parameters=parameters,
+        steps=steps,
+        tokens=tokens,
+        flops=tokens * training_flops(model, tokens // (steps * sequences)),
+        seconds=float(seconds.get(stage.name, math.nan)),
+        val_loss=best.get("val_loss"),
+        bits_per_byte=best.get("bits_per_byte"),
+        reward=best.get("val_reward"),
+        best_step=int(best["step"]),
     )

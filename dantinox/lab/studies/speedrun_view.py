@@ -66,15 +66,17 @@ def stage_columns(price: float | None) -> list[Column]:
         Column("tokens", "tokens", lambda stage: human_count(stage.tokens)),
         Column("flops", "FLOPs", lambda stage: f"{stage.flops:.2e}"),
         Column("time", "time", lambda stage: human_time(stage.seconds)),
-        Column("val_loss", "val loss", lambda stage: _four(stage.val_loss)),
-        Column("bits_per_byte", "bits/byte", lambda stage: _four(stage.bits_per_byte)),
-        Column("reward", "val reward", lambda stage: _four(stage.reward)),
+        Column("val_loss", "val loss", lambda stage: _four_decimals(stage.val_loss)),
+        Column("bits_per_byte", "bits/byte", lambda stage: _four_decimals(stage.bits_per_byte)),
+        Column("reward", "val reward", lambda stage: _four_decimals(stage.reward)),
         Column("best_step", "at step", lambda stage: stage.best_step, "d"),
     ]
-    return columns + [Column("cost", "cost", lambda stage: _cost(stage.seconds, price))] * (price is not None)
+    if price is not None:
+        columns.append(Column("cost", "cost", lambda stage: _cost(stage.seconds, price)))
+    return columns
 
 
-def _four(number: float | None) -> str | None:
+def _four_decimals(number: float | None) -> str | None:
     return None if number is None else f"{number:.4f}"
 
 
