@@ -203,6 +203,7 @@ def _corpora(config: Config) -> tuple[Corpus, ...]:
 
 
 def _make_plan(config: Config) -> _CorpusPlan:
+    """Reads the corpora once, and splits them into training and validation."""
     corpora = _corpora(config)
     extents = tuple(corpus.scan() for corpus in corpora)
     if config.data.val_path is not None:
@@ -297,6 +298,7 @@ def _build_store(encode: EncodeFrom, tokenizer: Tokenizer, directory: Path, want
 
 
 def _write_store(encode: EncodeFrom, tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
+    """Writes the files of a store and returns its header; the directory is locked."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     # The sizes determine the items of a partial store.
     inputs = wanted | {"sizes": [CHUNK_CHARACTERS, BATCH_CHARACTERS, BATCH_CHUNKS, BLOCK_BYTES, BATCH_EXAMPLES]}
@@ -393,6 +395,7 @@ def _are_options(options: Mapping[str, Any], has_marks: bool, has_records: bool)
 
 
 def _open_store(directory: Path, header: Header, config: Config, tokenizer: Tokenizer) -> TokenStore:
+    """Opens the files that a header describes."""
     train = Counts(**header["train"])
     val = Counts(**header["val"])
     path = directory / header["file"]

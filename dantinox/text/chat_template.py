@@ -400,8 +400,9 @@ class ChatTemplate:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
             )
             weakref.finalize(self, _kill, self._process)
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+        stdin = self._process.stdin
+        stdout = self._process.stdout
+        assert stdin is not None and stdout is not None  # both are pipes
         try:
             stdin.write(line)
             stdin.flush()

@@ -155,6 +155,7 @@ class Corpus:
         return self._read_records(hashlib.sha256(), expected)
 
     def _read_records(self, total: Any, expected: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields the result of `records`; the arguments are those of `read_text`."""
         for file, content in self._contents(total, expected):
             if not file.records:
                 raise UserError(f"{file.path} is plain text: conversations must be records of JSON Lines (.jsonl)")
@@ -275,6 +276,7 @@ def _records(file: CorpusFile, field: str, content: Any) -> Iterator[tuple[bool,
 
 
 def _parse(line: bytes) -> Any:
+    """Returns the JSON value of a line; a UserError says what is wrong with it."""
     try:
         text = line.decode("utf-8-sig" if line.startswith(codecs.BOM_UTF8) else "utf-8")
         if text[:1] == "{":  # faster than `loads`

@@ -46,7 +46,8 @@ class MarkedParser:
     """
 
     def __init__(self, form: ReplyFormat, schemas: Schemas | None, reasoning_is_open: bool, continues: bool = False):
-        self._form, self._schemas = form, schemas
+        self._form = form
+        self._schemas = schemas
         self._in_reasoning = reasoning_is_open
         self._buffer = ""
         self._skips_space = not continues  # at the start, and after a marker

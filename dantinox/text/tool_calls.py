@@ -279,6 +279,7 @@ def parse_xml(schemas: Mapping[str, Schema]) -> Callable[[str], list[tuple[str, 
 
 
 def _typed(value: str, schema: Any) -> Any:
+    """Returns the value of a parameter that is written as text."""
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     if kinds == "string":
         return value
@@ -369,6 +370,7 @@ def _gemma_value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
 
 
 def _gemma_key(text: str, at: int, quote: str) -> tuple[str, int]:
+    """Returns the key at a position and the position after its colon."""
     if text.startswith(quote, at):
         end = text.index(quote, at + len(quote))
         key = text[at + len(quote) : end]

@@ -30,11 +30,12 @@ def info_lines(run_dir: str | Path) -> Iterator[str]:
     """
     run = open_run(run_dir)
     config = load_run_config(run)
-    yield _model(run, config, Tokenizer.load(run.tokenizer))
-    yield _training(run, config)
+    yield _model_table(run, config, Tokenizer.load(run.tokenizer))
+    yield _training_table(run, config)
 
 
-def _model(run: RunDirectory, config: Config, tokenizer: Tokenizer) -> str:
+def _model_table(run: RunDirectory, config: Config, tokenizer: Tokenizer) -> str:
+    """Returns a table of the sizes and options of the model, and of its stored weights."""
     model = config.architecture(tokenizer.vocab_size)
     cache = tree_bytes(jax.eval_shape(partial(make_cache, model, 1, model.max_context, compute_dtype(model))))
     windows = sorted({window for window in model.windows if window is not None})
@@ -68,6 +69,7 @@ def _model(run: RunDirectory, config: Config, tokenizer: Tokenizer) -> str:
 
 
 def _experts(model: ModelConfig) -> str:
+    """Returns the experts in words, with a semicolon before them; "" for a dense model."""
     if model.experts is None:
         return ""
     shared = f" and a shared layer {model.experts.shared_dim} wide" if model.experts.shared_dim else ""
@@ -94,7 +96,8 @@ def _stored_weights(run: RunDirectory, config: Config, model: ModelConfig) -> st
     return f"{human_bytes(sizes.total())} ({', '.join(f'{kind} {human_bytes(n)}' for kind, n in sizes.most_common())})"
 
 
-def _training(run: RunDirectory, config: Config) -> str:
+def _training_table(run: RunDirectory, config: Config) -> str:
+    """Returns a table of the steps and of the best evaluation, from the training log."""
     rows = csv_columns(run.log(config), ("step", "tokens", "val_loss", "val_reward", "bits_per_byte"))
     if not rows["step"].size:
         return "no training log\n"

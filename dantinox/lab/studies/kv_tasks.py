@@ -8,11 +8,11 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.lab.measure.texts import pad_rows
+from dantinox.lab.studies.continuations import STREAM_TOKENS
 from dantinox.lab.studies.statistics import repetition
 from dantinox.text import Tokenizer, TokenStore, builtin_recall
 
 SEEDS = 3
-STREAM_TOKENS = 1 << 22  # sequences come from the first tokens of the validation text, at most this many
 MAX_REPETITION = 0.2  # share of repeated word 4-grams above which a text is rejected
 FACTS_PER_PROMPT = 8
 MAX_TRIES = 100  # attempts to build a task

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from dantinox.lab.studies.local_tasks import LocalTaskStudy
+from dantinox.lab.studies.local_tasks_view import format_interval
 from dantinox.lab.studies.speedrun import BASE, FINAL, REPORTS, STAGES, StageResult
 from dantinox.lab.studies.speedrun_evaluation import ANSWER_TOKENS, Sample, TaskResult
 from dantinox.machine import cpu_name
@@ -95,8 +96,8 @@ def local_task_rows(studies: Mapping[str, LocalTaskStudy]) -> list[list[str]]:
     """Returns rows of a task and the accuracy of each stage. The last row has the mean centered accuracy with its interval."""
     scores = list(zip(*(study.scores for study in studies.values()), strict=True))
     rows = [[row[0].task, *(f"{score.accuracy:.2f}" for score in row)] for row in scores]
-    means = [study.mean() for study in studies.values()]
-    return [*rows, ["mean centered accuracy", *(f"{mean.value:.3f} [{mean.low:.3f}, {mean.high:.3f}]" for mean in means)]]
+    means = [format_interval(study.mean()) for study in studies.values()]
+    return [*rows, ["mean centered accuracy", *means]]
 
 
 def local_task_columns(studies: Mapping[str, LocalTaskStudy]) -> list[Column]:
