@@ -74,12 +74,16 @@ def random_run(folder: Path | None = None, size: dict[str, Any] = SMALL, chat_te
 
     config = build_config({"model": size, "tokenizer": {"tokenizer_type": "byte"}})
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
-    shapes, rng = abstract_model(config.architecture(tokenizer.vocab_size))[1], np.random.default_rng(0)
+    shapes = abstract_model(config.architecture(tokenizer.vocab_size))[1]
+    rng = np.random.default_rng(0)
     run = create_run(folder or temporary_folder() / "run")
     save_config(run, config)
     save_tokenizer(run, tokenizer.to_json())
-    arrays = {name: rng.standard_normal(x.shape) if len(x.shape) > 1 else np.ones(x.shape) for name, x in shapes.items()}
-    save_weights(run.weights, {name: 0.03 * x if x.ndim > 1 else x for name, x in arrays.items()})
+    arrays = {name: np.ones(shape.shape) for name, shape in shapes.items()}  # the scales of norms stay 1
+    for name, array in arrays.items():
+        if array.ndim > 1:
+            arrays[name] = 0.03 * rng.standard_normal(array.shape)
+    save_weights(run.weights, arrays)
     if chat_template:
         from dantinox.text.chat_template import BUILTIN
 

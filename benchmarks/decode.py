@@ -13,6 +13,12 @@ import time
 
 from common import LLAMA, Parser, use_threads
 
+CHAIN = {
+    "preset": "kobold", "repetition_penalty": 1.1, "repetition_range": 1024, "repetition_slope": 0.7, "top_k": 100,
+    "top_a": 0.1, "top_p": 0.9, "typical": 0.9, "temperature": 0.8, "seed": 0,
+}  # fmt: skip
+MODES = {"greedy": {"greedy": True}, "top_p": {"top_p": 0.9, "seed": 0}, "chain": CHAIN}
+
 
 def parse() -> argparse.Namespace:
     a = Parser(__doc__, smoke={**LLAMA, "prompt": 16, "new": 8, "batch": [2], "repeats": 1})
@@ -30,16 +36,32 @@ def parse() -> argparse.Namespace:
     a.add_argument("--repeats", type=int, default=3)
     a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8", "int4"), default="auto")
     a.add_argument("--matmul_kernel", choices=("auto", "xla", "native"), default="auto")
-    a.add_argument("--modes", nargs="+", choices=("greedy", "top_p", "chain"), default=["greedy", "top_p"])
+    a.add_argument("--modes", nargs="+", choices=[*MODES], default=["greedy", "top_p"])
     a.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     return a.parse_args()
+
+
+def memory_bandwidth() -> float:
+    """Returns the bytes per second at which a large array is summed, the best of 7 repeats."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones((1 << 7, 1 << 20), jnp.float32)  # XLA sums the rows in parallel, a single row in one thread
+    total = jax.jit(lambda x: jnp.sum(x, axis=1))
+    total(x).block_until_ready()
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        total(x).block_until_ready()
+        return time.perf_counter() - start
+
+    return x.nbytes / min(seconds() for _ in range(7))
 
 
 def main() -> None:
     o = parse()
     use_threads(o.threads)  # before jax starts its threads
     import jax
-    import jax.numpy as jnp
     import numpy as np
     from flax import nnx
 
@@ -49,19 +71,6 @@ def main() -> None:
     from dantinox.generation.static_batch import StaticBatch
     from dantinox.model import Transformer
     from dantinox.sampling import SamplingParams
-
-    def bandwidth() -> float:
-        """Returns the bytes per second at which a large array is summed, the best of 7 repeats."""
-        x = jnp.ones((1 << 7, 1 << 20), jnp.float32)  # XLA sums the rows in parallel, a single row in one thread
-        total = jax.jit(lambda x: jnp.sum(x, axis=1))
-        total(x).block_until_ready()
-
-        def seconds() -> float:
-            start = time.perf_counter()
-            total(x).block_until_ready()
-            return time.perf_counter() - start
-
-        return x.nbytes / min(seconds() for _ in range(7))
 
     config = ModelConfig(
         vocab_size=o.vocab, dim=o.dim, n_heads=o.heads, kv_heads=o.kv_heads, head_size=o.head_size, num_blocks=o.layers,
@@ -75,16 +84,11 @@ def main() -> None:
     # A step reads only a few rows of the embedding table, so the table is not counted. The prepared output layer is a separate
     # copy of the table, and is counted.
     read_bytes = weight_bytes(model) - model.embed[...].nbytes
-    chain = {
-        "preset": "kobold", "repetition_penalty": 1.1, "repetition_range": 1024, "repetition_slope": 0.7, "top_k": 100,
-        "top_a": 0.1, "top_p": 0.9, "typical": 0.9, "temperature": 0.8, "seed": 0,
-    }  # fmt: skip
-    modes = {"greedy": {"greedy": True}, "top_p": {"top_p": 0.9, "seed": 0}, "chain": chain}
-    peak = bandwidth()
+    peak = memory_bandwidth()
     for batch in o.batch:
         ids = np.random.default_rng(0).integers(1, o.vocab, (batch, o.prompt))
         for mode in o.modes:
-            params = SamplingParams.build(modes[mode], batch=batch)
+            params = SamplingParams.build(MODES[mode], batch=batch)
 
             def run(new: int, ids=ids, params=params, batch=batch) -> float:
                 start = time.perf_counter()
@@ -99,7 +103,8 @@ def main() -> None:
                 return min(run(new) for _ in range(o.repeats))
 
             cold = run(o.new) + run(1)
-            prefill, total = best(1), best(o.new)
+            prefill = best(1)
+            total = best(o.new)
             rate = batch * (o.new - 1) / (total - prefill)
             print(json.dumps({
                 "peer": "dantinox", "batch": batch, "mode": mode, "new": o.new, "params_m": round(params_m, 1),

@@ -26,7 +26,8 @@ def answer(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
-    continued, logits = [], []
+    continued = []
+    logits = []
     with torch.no_grad():
         for prompt, sequence in zip(job["prompts"], job["sequences"], strict=True):
             rules = {"do_sample": False, "max_new_tokens": job["new"], "min_new_tokens": job["new"], "eos_token_id": None}
@@ -35,7 +36,8 @@ def answer(folder: Path) -> None:
             logits.append(model(torch.tensor([sequence])).logits[0].numpy())
     line_ids = [tokenizer.encode(line, add_special_tokens=False) for line in job["lines"]]
     again = [tokenizer.decode(ids, skip_special_tokens=True) == line for ids, line in zip(line_ids, job["lines"], strict=True)]
-    lengths, tokens = np.array([len(ids) for ids in line_ids]), np.array([i for ids in line_ids for i in ids])
+    lengths = np.array([len(ids) for ids in line_ids])
+    tokens = np.array([token for ids in line_ids for token in ids])
     np.savez(
         folder / "answer.npz", continued=np.stack(continued), logits=np.concatenate(logits), lengths=lengths, tokens=tokens,
         again=np.array(again),

@@ -60,7 +60,8 @@ ROUTER: dict[str, dict[str, object]] = {
     "router, repetition 1.1": {**CALIBRATED, "repetition_penalty": 1.1},
     "defaults, DRY 0.8": {"dry_multiplier": 0.8},
 }
-LONGEST_LOOP, REPEATS = 50, 4
+LONGEST_LOOP = 50  # tokens
+REPEATS = 4
 COLUMNS = ("log p", "distinct_1", "distinct_2", "distinct_3", "loops")
 
 
@@ -108,7 +109,8 @@ def generate_with_llamacpp(path: str, prompts: Sequence[Sequence[int]], banned: 
 
 def measure_samples(run: LoadedModel, prompts, samples) -> dict[str, np.ndarray]:
     """Returns every measure per prompt, averaged over its samples."""
-    logp, found = [], {}
+    logp = []
+    found = {}
     for texts in samples:
         pairs = [ScoringInput(np.array([*ids, *text], np.int32), len(text)) for ids, text in zip(prompts, texts, strict=True)]
         logp.append([scores.logp.mean() for _, scores in score_sequences(run.model, pairs)])

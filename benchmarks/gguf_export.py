@@ -71,8 +71,13 @@ def families(o: argparse.Namespace) -> None:
         config = config_of(name)
         settings, weights = model_of(config)
         for parameter, array in weights.items():
-            wide = array.shape[1 if "experts" in parameter else 0]
-            array *= 0.2 if array.ndim == 1 else 0.35 if parameter == "embed" else 1.3 / wide**0.5
+            if array.ndim == 1:
+                array *= 0.2
+            elif parameter == "embed":
+                array *= 0.35
+            else:
+                inputs = array.shape[1 if "experts" in parameter else 0]
+                array *= 1.3 / inputs**0.5
             array += float(parameter.endswith("scale") and not family.norms_plus_one)
         model = abstract_model(settings.architecture(SYMBOLS))[0]({key: jnp.asarray(array) for key, array in weights.items()})
         tokens_BT = rng.integers(0, 64, (2, 40))

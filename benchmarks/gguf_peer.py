@@ -35,11 +35,13 @@ def main() -> None:
         model.reset()
         model.eval(tokens)
         logits.append(np.array(model.scores[: len(tokens)]))
-    continued, seconds = [], 0.0
+    continued = []
+    seconds = 0.0
     for tokens in job["prompts"]:
         model.reset()
         model.eval(tokens)
-        start, new = time.perf_counter(), []
+        start = time.perf_counter()
+        new = []
         for _ in range(job["new"]):
             new.append(int(np.argmax(model.scores[model.n_tokens - 1])))
             model.eval(new[-1:])

@@ -52,7 +52,8 @@ def ours(o: argparse.Namespace, run_dir: str) -> Speeds:
         params = SamplingParams.build({"greedy": True}, batch=batch)
 
         def once() -> float:
-            start, lengths = time.perf_counter(), np.full(batch, prompt)
+            start = time.perf_counter()
+            lengths = np.full(batch, prompt)
             session = StaticBatch(model, ids, lengths, params, limits_B=np.full(batch, new), eos_ids=[[]] * batch)
             for _ in session.run(dispatch_ahead=True):
                 pass
@@ -71,7 +72,9 @@ def llama(o: argparse.Namespace, file: str) -> Speeds:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_parallel, params.n_ctx = file, BATCH, BATCH * 1024
+    params.model.path = file
+    params.n_parallel = BATCH
+    params.n_ctx = BATCH * 1024
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = o.threads
     server = xllamacpp.Server(params)
     draw = random.Random(0)

@@ -9,6 +9,7 @@ middle size, is about 1 for a cost that grows in proportion. Attention makes tha
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 from common import SMALL, Parser, random_run, temporary_folder
 
 SYLLABLES = ("st", "pr", "l", "m", "qu", "v", "th"), ("a", "e", "io", "u"), ("n", "rd", "ss", "t")
-WORDS = [a + b + c for a in SYLLABLES[0] for b in SYLLABLES[1] for c in SYLLABLES[2]]
+WORDS = ["".join(parts) for parts in itertools.product(*SYLLABLES)]
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -78,7 +79,8 @@ def token_store(name: str, line: Callable[[random.Random], str], lines: int, **t
     from dantinox.text import train_tokenizer
     from dantinox.text.build_store import prepare_data
 
-    folder, chance = temporary_folder(), random.Random(1)
+    folder = temporary_folder()
+    chance = random.Random(1)
     write_lines(folder / name, lines, line)
     text = "\n".join(sentence(chance, 12) for _ in range(2000))
     section = TokenizerSection(tokenizer_type="bpe" if training else "byte")
@@ -133,7 +135,8 @@ def sampler_chain(vocabulary: int) -> Work:
     from dantinox.sampling import SamplingParams, init_state, sample
 
     params = SamplingParams.build(sampling.CHAIN | {"seed": 0}, batch=1)
-    text_BT, x_BV = jnp.asarray(sampling.text(1, vocabulary)), jnp.asarray(sampling.logits(1, vocabulary))
+    text_BT = jnp.asarray(sampling.text(1, vocabulary))
+    x_BV = jnp.asarray(sampling.logits(1, vocabulary))
     held = [init_state(params, text_BT, jnp.ones(text_BT.shape, bool), vocabulary, sampling.TEXT + 512)]
     step = jax.jit(lambda x_BV, params, state: sample(x_BV, params, state)[:2], donate_argnames="state")
 
@@ -238,7 +241,8 @@ def resumed_log(rows: int) -> Work:
 
 
 def runs(count: int) -> Work:
-    folder, run_dir = temporary_folder(), random_run()
+    folder = temporary_folder()
+    run_dir = random_run()
     logs(run_dir, 1000)
     (run_dir / "weights.safetensors").unlink(missing_ok=True)
     for number in range(count):
@@ -300,11 +304,13 @@ def cpu_seconds() -> float:
 
 def measure(name: str, size: int) -> dict[str, Any]:
     work = ROWS[name].prepare(size)
-    before, begun = cpu_seconds(), time.perf_counter()
+    cpu_before = cpu_seconds()
+    begun = time.perf_counter()
     note = work()
-    seconds, clock = cpu_seconds() - before, time.perf_counter() - begun
+    used = cpu_seconds() - cpu_before
+    seconds = time.perf_counter() - begun
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return {"cpu_seconds": seconds, "seconds": clock, "megabytes": peak * 1024 / 1e6, "note": note}
+    return {"cpu_seconds": used, "seconds": seconds, "megabytes": peak * 1024 / 1e6, "note": note}
 
 
 def main() -> None:
@@ -320,7 +326,8 @@ def main() -> None:
     print("| row | size | CPU seconds | per unit | seconds | peak memory | |")
     print("|---|---|---|---|---|---|---|")
     for name in options.rows or ROWS:
-        row, costs = ROWS[name], []
+        row = ROWS[name]
+        costs = []
         for size in row.smoke if options.smoke else row.sizes:
             done = subprocess.run(
                 [sys.executable, __file__, name, "--size", str(size)], stdout=subprocess.PIPE, text=True, check=True

@@ -83,7 +83,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
-        source, run_dir = Path(temporary) / "llama", Path(temporary) / "run"
+        source = Path(temporary) / "llama"
+        run_dir = Path(temporary) / "run"
         source.mkdir()
         write_llama(source, options.gigabytes)
         sizes = [path.stat().st_size for path in source.glob("*.safetensors")]

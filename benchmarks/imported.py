@@ -87,7 +87,8 @@ def write_llama(o: argparse.Namespace) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*letters, *(f"unmade{number}" for number in range(o.vocab - len(letters) - 1))]
     core = Tokenizer(models.BPE(vocab={name: place for place, name in enumerate(names)}, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens(["<eos>"])
     PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>").save_pretrained(o.folder / "hf")
 
@@ -167,9 +168,9 @@ def compare(o: argparse.Namespace) -> None:
     lines = [line for _ in range(o.rounds) for name, python in peers.items() for line in part(python, name)]
     for batch in o.batch:
         own = [line for line in lines if line["batch"] == batch]
-        best = {
-            peer: max(line["decode_tok_per_s"] for line in own if line["peer"] == peer) for peer in {x["peer"]: 0 for x in own}
-        }
+        best: dict[str, float] = {}
+        for line in own:
+            best[line["peer"]] = max(line["decode_tok_per_s"], best.get(line["peer"], 0.0))
         tokens = {line["peer"]: line["tokens"] for line in own}
         agree = {peer: sum(x == y for x, y in zip(ids, tokens["dantinox"], strict=True)) for peer, ids in tokens.items()}
         print(json.dumps({

@@ -20,7 +20,7 @@ from common import Parser, random_run, temporary_folder
 
 import dantinox
 from dantinox.lab.studies.continuations import NEUTRAL_SETTINGS
-from dantinox.lab.studies.sampling import CONTROL, METHODS
+from dantinox.lab.studies.sampling_study import CONTROL, METHODS
 from dantinox.lab.studies.statistics import mean_interval
 from dantinox.run import find_chat_template, open_run
 from dantinox.text import ChatTemplate

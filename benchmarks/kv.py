@@ -132,7 +132,8 @@ def measure(o: argparse.Namespace, model: Any, context: int, batch: int) -> Iter
         # the first cache.
         result["speed_ratio"] = result.get("speed_ratio", 1.0) * best_result.get("speed_ratio", 1.0)
         if best is None or result["speed_ratio"] > best_result["speed_ratio"]:
-            best, best_result = session, result
+            best = session
+            best_result = result
         del session  # frees its cache before the next two are allocated
     for result in full_results:
         result.pop("spread", None)
@@ -249,7 +250,8 @@ def random_cache(model: Any, batch: int, plan: CachePlan, last: int) -> KVCache:
     cache = jax.tree.unflatten(tree, [noise(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)])
 
     def placed(group: HeadGroup) -> HeadGroup:
-        C, sinks = group.position_BKS.shape[2], group.compression.sinks
+        C = group.position_BKS.shape[2]
+        sinks = group.compression.sinks
         slots = np.arange(C)
         newest = np.where(slots < sinks, slots, last + 1 - C + slots)
         kept = newest if last + 1 >= C else np.where(slots <= last, slots, -1)

@@ -66,7 +66,9 @@ def measure(name: str) -> dict[str, object]:
     sections["training"] |= {"steps": STEPS, "warmup_steps": 0}
     config = build_config(sections)
     keep_freed_memory()
-    model, rows, length = config.architecture(vocabulary), config.training.batch_size, config.model.max_context
+    model = config.architecture(vocabulary)
+    rows = config.training.batch_size
+    length = config.model.max_context
     training = TrainStep(config, model, STEPS)
     train = training.traced()["train"]
     step = compile_program(train.program.lower(), train.options)

@@ -161,7 +161,8 @@ def transformers(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> f
     if lacking:
         return None
     steps = t.LogitsProcessorList([make(row[name]) for name, make in known if name in row])
-    x_BV, text_BT = torch.from_numpy(logits(batch, vocab)), torch.from_numpy(text(batch, vocab)).long()
+    x_BV = torch.from_numpy(logits(batch, vocab))
+    text_BT = torch.from_numpy(text(batch, vocab)).long()
 
     def once() -> Any:
         y_BV = steps(text_BT, x_BV.clone())

@@ -80,7 +80,8 @@ def parse() -> argparse.Namespace:
     a.add_argument("--quick", action="store_true", help="fewer and shorter requests")
     o = a.parse_args()
     if o.quick:
-        o.requests, o.new = 24, 24
+        o.requests = 24
+        o.new = 24
     return o
 
 
@@ -120,7 +121,8 @@ async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.
     engine.start()
     while engine.status().state == "loading":
         await asyncio.sleep(0.05)
-    url, seconds = httpx.URL(f"{target.url}/completions"), []
+    url = httpx.URL(f"{target.url}/completions")
+    seconds = []
     reader, writer = await asyncio.open_connection(url.host, url.port)  # one connection for all requests, as in usual clients
     head = f"POST {url.path} HTTP/1.1\r\nhost: {url.host}:{url.port}\r\ncontent-type: application/json\r\ncontent-length: "
     for number in range(o.requests):
@@ -131,7 +133,8 @@ async def one_token(target: Target, o: argparse.Namespace, run_dir: Path) -> np.
         length = re.search(rb"content-length: (\d+)", (await reader.readuntil(b"\r\n\r\n")).lower())
         assert length is not None
         await reader.readexactly(int(length[1]))
-        over_http, begun = time.perf_counter() - begun, time.perf_counter()
+        over_http = time.perf_counter() - begun
+        begun = time.perf_counter()
         config = engine.settings({"max_new_tokens": 1, "seed": number, "temperature": 1.0, "ignore_eos": True})
         async for _ in engine.submit(GenerationRequest(tuple(run.prompt_ids(prompt(o, number))), config)):
             pass
@@ -186,7 +189,8 @@ async def send_request(
     """
     body = {"model": target.model, "prompt": text or prompt(o, number), "max_tokens": new or o.new, "seed": number}
     body |= {"temperature": 1.0, "stream": True, "stream_options": {"include_usage": True}, **target.extra}
-    content, url = json.dumps(body).encode(), httpx.URL(f"{target.url}/completions")
+    content = json.dumps(body).encode()
+    url = httpx.URL(f"{target.url}/completions")
     head = f"POST {url.path} HTTP/1.1\r\nhost: {url.host}:{url.port}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     begun = time.perf_counter()
     reader, writer = await asyncio.open_connection(url.host, url.port, limit=1 << 20)
@@ -195,7 +199,8 @@ async def send_request(
         lines = [(line, time.perf_counter()) async for line in reader]
     finally:
         writer.close()
-    total, status = time.perf_counter() - begun, int(lines[0][0].split()[1])
+    total = time.perf_counter() - begun
+    status = int(lines[0][0].split()[1])
     events = [(json.loads(line[6:]), at) for line, at in lines if line.startswith(b"data: {")]  # other lines are chunk lengths
     texts = [(event["choices"][0]["text"], at) for event, at in events if event.get("choices")]
     used = [event["usage"]["completion_tokens"] for event, _ in events if event.get("usage")]
@@ -206,7 +211,9 @@ async def send_request(
 
 async def closed_loop(target: Target, o: argparse.Namespace, clients: int) -> tuple[list[Timing], float]:
     """Runs a closed loop: each client awaits a response before its next request. Returns all timings and the total seconds."""
-    numbers, found, begun = iter(range(max(o.requests, 2 * clients))), list[Timing](), time.perf_counter()
+    numbers = iter(range(max(o.requests, 2 * clients)))
+    found = list[Timing]()
+    begun = time.perf_counter()
 
     async def one() -> None:
         for number in numbers:
@@ -221,7 +228,9 @@ async def open_loop(target: Target, o: argparse.Namespace, rate: float) -> tuple
 
     There are more requests than slots and queue places together.
     """
-    chance, begun, tasks = random.Random(0), time.perf_counter(), list[asyncio.Task[Timing]]()
+    chance = random.Random(0)
+    begun = time.perf_counter()
+    tasks = list[asyncio.Task[Timing]]()
     for number in range(max(o.requests, 3 * max(o.clients))):
         tasks.append(asyncio.create_task(send_request(target, o, number)))
         await asyncio.sleep(chance.expovariate(rate))
@@ -275,7 +284,8 @@ def milliseconds(seconds: list[float] | np.ndarray) -> str:
 
 
 def row(name: str, timings: list[Timing], seconds: float, alone: float) -> Row:
-    good, refused = [t for t in timings if t.status == 200], [t for t in timings if t.status != 200]
+    good = [t for t in timings if t.status == 200]
+    refused = [t for t in timings if t.status != 200]
     rate = sum(t.tokens for t in good) / seconds
     return (
         name, str(len(good)), str(len(refused)), f"{len(good) / seconds:.1f}", f"{rate:.0f}", f"{rate / alone:.0%}",
@@ -296,7 +306,8 @@ async def measure_server(target: Target, o: argparse.Namespace, alone: Callable[
     Returns:
       The rows of the table, and the requests per second of the last loop.
     """
-    rows, rate = list[Row](), 0.0
+    rows = list[Row]()
+    rate = 0.0
     await send_request(target, o, 0)
     one, two = np.median(await second_turn(target, o), axis=0)
     print(
@@ -309,7 +320,8 @@ async def measure_server(target: Target, o: argparse.Namespace, alone: Callable[
         after = alone()
         rows.append(row(f"{target.name}, {clients} clients", found, seconds, (before + after) / 2))
         print(f"without a server {before:.0f} tok/s before, {after:.0f} after:", *rows[-1], sep=" | ", flush=True)
-        rate, before = len(found) / seconds, after
+        rate = len(found) / seconds
+        before = after
     return rows, rate
 
 

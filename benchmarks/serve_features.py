@@ -37,7 +37,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "save", "parameters": SCHEMA, "strict": True}}
-ADAPTERS, RANK = 8, 16
+ADAPTERS = 8
+RANK = 16
 
 
 def parse() -> argparse.Namespace:
@@ -59,7 +60,8 @@ def parse() -> argparse.Namespace:
 
 async def stream(target: Target, path: str, body: Mapping[str, Any]) -> list[float]:
     """Sends a streamed request; returns the seconds from the request to each event with new text."""
-    times, begun = list[float](), time.perf_counter()
+    times = list[float]()
+    begun = time.perf_counter()
     content = {"stream": True, "temperature": 1.0, **body, **target.extra}
     async with httpx.AsyncClient(timeout=600) as client, client.stream("POST", target.url + path, json=content) as answer:
         assert answer.status_code == 200, (await answer.aread()).decode()
@@ -145,7 +147,8 @@ async def text_of(target: Target, number: int, tokens: int) -> str:
 
 
 async def turns(o: argparse.Namespace, target: Target, run_dir: Path) -> None:
-    short, second = [], []
+    short = []
+    second = []
     for number in range(o.repeats + 1):
         story = [{"role": "user", "content": await text_of(target, number, o.story)}]
         first = {"max_tokens": 16, "seed": number}
@@ -204,7 +207,9 @@ def make_adapters(run_dir: Path) -> list[str]:
     sections = load_run_config(base).model_dump(exclude_unset=True)
     sections = {name: sections[name] for name in ("model", "tokenizer") if name in sections}
     config = build_config({**sections, "training": {"init_from": str(base.path)}, "lora": {"rank": RANK}})
-    model, rng, found = config.trained_architecture(tokenizer.vocab_size), np.random.default_rng(0), []
+    model = config.trained_architecture(tokenizer.vocab_size)
+    rng = np.random.default_rng(0)
+    found = []
     shapes = {name: leaf.shape for name, leaf in abstract_model(model)[1].items() if name.endswith(("lora_a", "lora_b"))}
     for number in range(ADAPTERS):
         run = create_run(run_dir.parent / f"a{number}")

@@ -59,6 +59,22 @@ TASKS["noise"] = TASKS["new"]
 SAMPLING = {"copy": {"greedy": True}, "new": {"temperature": 1.0, "top_p": 0.95}, "noise": {"temperature": 3.0}}
 
 
+def decode(model, prompt: str, settings: dict, batch: int) -> tuple[list[list[int]], float, int, int]:
+    """Returns the tokens, the seconds per token of decoding, and the numbers of draft tokens and of accepted ones."""
+    template, ids = model.chat_prompt(prompt)
+    config = model.with_stop_ids(model.settings(settings), template.end_ids)
+    requests = []
+    for seed in range(batch):
+        generation = config.generation.model_copy(update={"seed": seed})
+        requests.append(model.request(ids, config.model_copy(update={"generation": generation})))
+    (run,) = model.start(requests)
+    for _ in run.parts():
+        pass
+    stats = [result.stats for result in run.results]
+    drafts = (sum(one[key] for one in stats) for key in ("draft_tokens", "accepted_draft_tokens"))
+    return [result.tokens for result in run.results], 1 / max(stats[0]["decode_tok_per_s"], 1e-9), *drafts
+
+
 def main() -> None:
     a = Parser(__doc__, smoke={"new": 12, "rounds": 1, "draft_tokens": 3})
     a.add_argument("run", nargs="?", type=Path)
@@ -83,35 +99,24 @@ def main() -> None:
         "ngram": {"speculation": "ngram", "draft_tokens": o.draft_tokens, "ngram_size": o.ngram_size},
     }
 
-    def decode(prompt: str, settings: dict) -> tuple[list[list[int]], float, int, int]:
-        """Returns the tokens, the seconds per token of decoding, and the number of draft tokens and accepted ones."""
-        template, ids = model.chat_prompt(prompt)
-        config = model.with_stop_ids(model.settings(settings), template.end_ids)
-        requests = [
-            model.request(ids, config.model_copy(update={"generation": config.generation.model_copy(update={"seed": seed})}))
-            for seed in range(o.batch)
-        ]
-        (run,) = model.start(requests)
-        for _ in run.parts():
-            pass
-        stats = [result.stats for result in run.results]
-        drafts = (sum(one[key] for one in stats) for key in ("draft_tokens", "accepted_draft_tokens"))
-        return [result.tokens for result in run.results], 1 / max(stats[0]["decode_tok_per_s"], 1e-9), *drafts
-
     for task in o.tasks:
         times = {mode: [] for mode in modes}
-        counts, drafted, accepted, different = [], 0, 0, 0
+        counts = []  # decoded tokens of each request
+        drafted = 0
+        accepted = 0
+        different = 0
         for prompt in TASKS[task]:
             base = {"max_new_tokens": o.new, "weights": o.weights, "ignore_eos": task != "copy", **SAMPLING[task]}
             found: dict[str, list] = {mode: [] for mode in modes}
             for _ in range(o.rounds + 1):
                 for mode, settings in modes.items():
-                    found[mode].append(decode(prompt, base | settings))
+                    found[mode].append(decode(model, prompt, base | settings, o.batch))
             tokens, _, verified, matched = found["ngram"][0]
             different += sum(x != y for x, y in zip(found["off"][0][0], tokens, strict=True))
             count = sum(map(len, tokens)) - len(tokens)
             counts.append(count)
-            drafted, accepted = drafted + verified, accepted + matched
+            drafted += verified
+            accepted += matched
             for mode in modes:
                 times[mode].append(count * min(seconds for _, seconds, *_ in found[mode][1:]))
         rates = {mode: sum(counts) / sum(times[mode]) for mode in modes}

@@ -20,7 +20,8 @@ from common import Parser, random_run
 def measure(run_dir: str, prompt: str, chat: bool, new: int) -> dict[str, float]:
     script = Path(__file__).resolve().parent.parent / "generate.py"
     command = [sys.executable, str(script), "--run_dir", run_dir, "--prompt", prompt, "--stream", "--max_new_tokens", str(new)]
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
     with subprocess.Popen([*command, *["--chat"] * chat], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         process.stdout.read((0 if chat else len(prompt.encode())) + 1)

@@ -96,7 +96,11 @@ def main() -> None:
     model = config.architecture(o.vocab)
     training = TrainStep(config, model, o.steps)
     train = training.traced()["train"]
-    steps, states, compile_s, times = {}, {}, {}, {value: [] for value in o.fusion_types}
+    # By fusion type: the compiled step, its state, the seconds of its compilation, and those of each step.
+    steps = {}
+    states = {}
+    compile_s = {}
+    times = {value: [] for value in o.fusion_types}
     for value in o.fusion_types:
         start = time.perf_counter()
         option = {} if value == "auto" else {"xla_cpu_experimental_ynn_fusion_type": value}

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from dantinox.cli.common import backend_problem, choose_run, plain_warnings
-from dantinox.cli.garbage import pause_garbage_collection
+from dantinox.cli.garbage_collection import pause_garbage_collection
 from dantinox.cli.interrupts import INTERRUPTED, exit_interrupted, watch_interrupts
 from dantinox.config.flags import Parser
 from dantinox.config.help_pages import first_page
@@ -101,7 +101,9 @@ def parser_of(chosen: Collection[str]) -> Parser:
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         implementation = import_module(f"dantinox.cli.{module}")
         command.set_defaults(run=getattr(implementation, function))
-        getattr(implementation, f"add_{function.rstrip('_')}_flags", lambda _: None)(command)
+        add_flags = getattr(implementation, f"add_{function.rstrip('_')}_flags", None)
+        if add_flags is not None:  # `doctor` has no flags
+            add_flags(command)
     return parser
 
 

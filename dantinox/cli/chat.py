@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from dantinox.generation.api.chat_session import Chat, Parts
     from dantinox.generation.sample_text import TextPart
 
-PROMPT, FAILED = "> ", 2
+PROMPT = "> "
+FAILED = 2  # exit code if a line from a pipe caused an error
 LOCAL_FLAGS = 3  # the index in the result of `tcgetattr`
 WAITING = "compiling, and reading the prompt …"
 KEYS_HELP = "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer and keeps its text, Ctrl-D quits."
@@ -72,7 +73,8 @@ def chat(options: argparse.Namespace) -> int:
     conversation.entropy = options.show_entropy
     if conversation.is_completion:
         _note("this model has no chat template: it continues your text, and the conversation is a single text")
-    return (_run_terminal if sys.stdin.isatty() and sys.stdout.isatty() else _run_pipe)(conversation)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return _run_terminal(conversation) if is_terminal else _run_pipe(conversation)
 
 
 # --- commands
@@ -80,7 +82,8 @@ def chat(options: argparse.Namespace) -> int:
 
 def _help(conversation: "Chat", rest: str) -> str:
     width = max(len(usage) for usage, _, _ in COMMANDS.values())
-    return "\n".join([*(f"{usage:<{width}}  {text}" for usage, text, _ in COMMANDS.values()), "//…".ljust(width + 2) + SLASHES])
+    lines = [f"{usage:<{width}}  {text}" for usage, text, _ in COMMANDS.values()]
+    return "\n".join([*lines, "//…".ljust(width + 2) + SLASHES])
 
 
 def _set(conversation: "Chat", rest: str) -> str:
@@ -88,7 +91,7 @@ def _set(conversation: "Chat", rest: str) -> str:
     from dantinox.config.flag_values import value_of
     from dantinox.config.request_overlay import REQUEST_KEYS
 
-    name, *words = _words(rest) or [""]
+    name, *words = _words(rest) or [""]  # the value may be a list of words
     if not name:
         raise UserError("/set needs the name of a setting: /set temperature 0.7")
     if not words:
@@ -146,7 +149,9 @@ def _entropy(conversation: "Chat", rest: str) -> str:
     if rest not in ("", "on", "off"):
         raise UserError(f"/entropy must be on or off, got {quote(rest)}")
     conversation.entropy = rest == "on" if rest else not conversation.entropy
-    return "entropy is off" if not conversation.entropy else SHADED if terminal_colors(sys.stdout) != "none" else BELOW
+    if not conversation.entropy:
+        return "entropy is off"
+    return BELOW if terminal_colors(sys.stdout) == "none" else SHADED
 
 
 # Name → usage, description and function. `respond` handles the commands without a function.
@@ -412,13 +417,15 @@ def _wrapper(width: int) -> Callable[[str], str]:
     """
     from rich.cells import cell_len
 
-    column, word = 0, ""  # the cells of the line that are in use, and the word at its end
+    column = 0  # the cells of the line that are in use
+    word = ""  # the word at its end
 
     def wrap(text: str) -> str:
         nonlocal column, word
         shown = ""
         for character in text:
-            cells, used = cell_len(character), cell_len(word)
+            cells = cell_len(character)
+            used = cell_len(word)
             if character != "\n" and column + cells >= width:  # the last column stays empty
                 if character == " ":
                     character = "\n"

@@ -73,7 +73,8 @@ def choose_run(options: argparse.Namespace) -> None:
         from dantinox.run import newest_run
 
         newest = newest_run()
-        raise UserError(f"a run directory is missing: give RUN{f', for example {newest}' if newest else ', or --run_dir RUN'}")
+        example = f"for example {newest}" if newest else "or --run_dir RUN"
+        raise UserError(f"a run directory is missing: give RUN, {example}")
 
 
 def add_chat_template(command: Parser | FlagSection, condition: str = "") -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dantinox.cli.answers import check_answer_file, read_answers, recorded_seed
+from dantinox.cli.answer_file import check_answer_file, read_answers, recorded_seed
 from dantinox.cli.common import (
     PROMPT_HELP,
     add_chat_template,
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from dantinox.generation.api.offline_run import BatchRun
     from dantinox.generation.api.result import Result
     from dantinox.generation.request import GenerationRequest
-    from dantinox.text import Tokenizer
+    from dantinox.text import ChatTemplate, Tokenizer
 
 PROMPTS_TOGETHER = 64  # prompts of a file that are decoded together; their answers are written when all of them have ended
 TRACE_ALTERNATIVES = 10  # number of most likely tokens that a trace lists with each token
-
-
+# The flags that name files.
+INPUT_FILES = ("prompt_file", "json_schema", "grammar")
+OUTPUT_FILES = ("out", "trace", "report")
 MOST_USED = (
     "prompt", "prompt_file", "chat", "max_new_tokens", "n", "seed", "stop", "greedy", "temperature", "top_k", "top_p", "min_p",
     "repetition_penalty", "json", "report",
@@ -117,6 +118,46 @@ def generate(options: argparse.Namespace) -> int:
     directory = open_run(options.run_dir, check=False)  # `load` checks it
     base = load_run_config(directory)
     prompts = _prompts(options, settings, base)
+    template_path = find_chat_template(directory)
+    _check_prompts(options, prompts, base, template_path)
+    records = read_answers(options.out, prompts) if options.resume else []
+    is_single = len(prompts) == 1 and prompts[0][1].generation.n == 1
+    use_compilation_cache()
+    from dantinox.generation import load
+
+    loras = given_loras(options)
+    run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in prompts), default=1), loras)
+    alternatives = min(TRACE_ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
+    report = {
+        "logprobs": alternatives if options.logprobs is None else options.logprobs,
+        "echo": options.echo,
+        "show_candidates": options.show_candidates,
+        "constraint": constraint,
+        "lora": next(iter(loras), None),
+    }
+    stream = is_single and not as_json and not options.show_entropy
+    if options.stream is None:  # not given
+        stream = stream and sys.stdout.isatty() and prompts[0][1].generation.num_beams == 1
+    else:
+        stream = stream and options.stream
+    template = chosen_template(options, template_path, run.tokenizer) if options.chat else None
+    seed = recorded_seed(records, prompts)
+    if seed is None:
+        seed = secrets.randbits(32)
+    requests = _requests(run, prompts, template, options, seed, report)
+    _decode(run, requests, options, done=len(records), stream=stream)
+    return 0
+
+
+def _check_prompts(
+    options: argparse.Namespace, prompts: "Sequence[tuple[str, Config]]", base: "Config", template_path: Path | None
+) -> None:
+    """Raises a UserError for prompts and settings that do not allow what the flags ask for.
+
+    Args:
+      base: the settings of the run.
+      template_path: the chat template of the run; None: it has none.
+    """
     if options.attention_stats:
         from dantinox.generation.api.attention_stats import check_settings
 
@@ -124,32 +165,33 @@ def generate(options: argparse.Namespace) -> int:
             check_settings(config)
     if not prompts:
         raise UserError(f"at least one prompt is required: {options.prompt_file} has none")
-    records = read_answers(options.out, prompts) if options.resume else []
-    is_single = len(prompts) == 1 and prompts[0][1].generation.n == 1
-    if options.stream and not is_single:
+    if options.stream and (len(prompts) > 1 or prompts[0][1].generation.n > 1):
         raise UserError("--stream shows one sample: use it with one prompt and --n 1")
-    template_path = find_chat_template(directory)
     if options.chat and template_path is None and options.chat_template is None:
         raise UserError(f"{options.run_dir} has no chat template: give --chat_template, or leave --chat out")
     healed = any(config.generation.token_healing for _, config in prompts)
     if options.chat and healed and not base.generation.token_healing:
         raise UserError("token_healing must be false with --chat, because the chat template ends the prompt")
-    use_compilation_cache()
+
+
+def _requests(
+    run: "LoadedModel",
+    prompts: "Sequence[tuple[str, Config]]",
+    template: "ChatTemplate | None",
+    options: argparse.Namespace,
+    seed: int,
+    report: dict[str, Any],
+) -> "list[GenerationRequest]":
+    """Returns the requests for all prompts.
+
+    Args:
+      template: the chat template; None: the prompts are continued as they are.
+      seed: the seed of prompts whose settings give none.
+      report: further arguments of `LoadedModel.request`.
+    """
     from dantinox.config import with_generation
-    from dantinox.generation import load
     from dantinox.generation.token_settings import with_default_seed
 
-    loras = given_loras(options)
-    run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in prompts), default=1), loras)
-    lora = next(iter(loras), None)
-    alternatives = min(TRACE_ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
-    reported = options.logprobs if options.logprobs is not None else alternatives
-    report = {"logprobs": reported, "echo": options.echo, "show_candidates": options.show_candidates}
-    stream = is_single and not as_json and (sys.stdout.isatty() if options.stream is None else options.stream)
-    stream = stream and not options.show_entropy and (bool(options.stream) or prompts[0][1].generation.num_beams == 1)
-    template = chosen_template(options, template_path, run.tokenizer) if options.chat else None
-    seed = recorded_seed(records, prompts)
-    seed = secrets.randbits(32) if seed is None else seed
     requests = []
     for prompt, config in prompts:
         config = with_default_seed(config, seed)
@@ -159,9 +201,8 @@ def generate(options: argparse.Namespace) -> int:
             messages = [{"role": "system", "content": options.system}] if options.system else []
             ids = template.encode([*messages, {"role": "user", "content": prompt}], generation_prompt=True)
             config = run.with_stop_ids(with_generation(config, token_healing=False), template.end_ids)
-        requests.append(replace(run.request(ids, config, **report, constraint=constraint, lora=lora), prompt=prompt))
-    _decode(run, requests, options, done=len(records), stream=stream)
-    return 0
+        requests.append(replace(run.request(ids, config, **report), prompt=prompt))
+    return requests
 
 
 def _decode(
@@ -181,8 +222,13 @@ def _decode(
         file = sys.stdout if options.out is None else files.enter_context(options.out.open("a", encoding="utf-8"))
         try:
             for part in _parts(requests, options):
-                places = [(index, n) for n in (request.config.generation.n for request in part) for index in range(n)]
-                owners = [request for request in part for _ in range(request.config.generation.n)]
+                # (index of a sample, number of samples of its prompt), and the request of each sample.
+                places = []
+                owners = []
+                for request in part:
+                    samples = request.config.generation.n
+                    places += [(index, samples) for index in range(samples)]
+                    owners += [request] * samples
                 first = count
                 count = count + len(places)
                 if count <= done:
@@ -203,8 +249,9 @@ def _decode(
             if traced:
                 _write_traces([result for *_, result in held], options, run.tokenizer)
         finally:
-            for index, n, result in [] if stream or options.show_entropy else held:
-                print(_answer(index, n, result, options), file=file)
+            if not stream and not options.show_entropy:  # otherwise the text was shown already
+                for index, samples, result in held:
+                    print(_answer(index, samples, result, options), file=file)
             for summary in summaries:
                 print(summary, file=sys.stderr)
 
@@ -294,10 +341,21 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
         raise UserError("--resume continues the file of --out: give --out too")
     if options.resume and (options.trace is not None or options.report is not None):
         raise UserError("--resume cannot be combined with --trace or --report, which need the tokens of all answers")
+    _check_different_files(options)
     if options.out is not None:
         check_answer_file(options.out, options.resume)
-    if options.trace and options.report and options.trace.resolve() == options.report.resolve():
-        raise UserError(f"--trace and --report both write {options.report}: give two different files")
+
+
+def _check_different_files(options: argparse.Namespace) -> None:
+    """Raises a UserError if an output would replace an input or another output."""
+    name_of: dict[Path, str] = {}
+    for name in (*INPUT_FILES, *OUTPUT_FILES):
+        path = getattr(options, name)
+        if path is None:
+            continue
+        other = name_of.setdefault(path.resolve(), name)
+        if name != other and name in OUTPUT_FILES:
+            raise UserError(f"--{other} and --{name} both name {path}: give two different files")
 
 
 def _check_chat(options: argparse.Namespace) -> None:

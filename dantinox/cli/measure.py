@@ -102,8 +102,8 @@ EVALUATE: Flags = {
 def _add(command: Parser, flags: Flags, kind: str = "") -> None:
     """Adds flags to a parser.
 
-    If `kind` is not empty, the flags of the other kinds are parsed but hidden from `--help`, so that `given` can name them in
-    its error.
+    If `kind` is not empty, the flags of the other kinds are parsed but hidden from `--help`, so that `given_flags` can name
+    them in its error.
     """
     for name, (kinds, arguments) in flags.items():
         text = arguments["help"]
@@ -116,7 +116,7 @@ def _add(command: Parser, flags: Flags, kind: str = "") -> None:
         command.add_argument(f"--{name}", **arguments | {"help": text})
 
 
-def given(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, Any]:
+def given_flags(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[str, Any]:
     """Returns the flags that were given.
 
     Args:
@@ -197,13 +197,13 @@ def add_calibrate_flags(command: Parser) -> None:
     command.add_argument("--plot", type=Path, metavar="FILE.png", help=plot)
 
 
-def calibration(options: argparse.Namespace) -> dict[str, Any]:
+def calibration_flags(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the flags of `calibrate` that were given.
 
     Raises:
       UserError: a flag has no effect.
     """
-    flags = given(options, CALIBRATE, f"--what {options.what}")
+    flags = given_flags(options, CALIBRATE, f"--what {options.what}")
     for name in ("data_path", "sequences", "length", "no_loss"):
         if "from_results" in flags and name in flags:
             raise UserError(f"--from_results measures nothing: leave --{name} out")
@@ -212,7 +212,7 @@ def calibration(options: argparse.Namespace) -> dict[str, Any]:
 
 def calibrate(options: argparse.Namespace) -> int:
     check_plot(options)
-    flags = calibration(options)
+    flags = calibration_flags(options)
     use_compilation_cache()
     from dantinox.report.console import steady_progress
 
@@ -261,11 +261,15 @@ def add_evaluate_flags(command: Parser) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    return KINDS[options.what](options, given(options, EVALUATE, f"eval {options.what}"))
+    return KINDS[options.what](options, given_flags(options, EVALUATE, f"eval {options.what}"))
 
 
 def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
-    """Runs `evaluate_NAME` in `lab/studies/NAME.py`, and reports it by `NAME_blocks` and `draw_NAME` in `NAME_view.py`."""
+    """Runs the study `eval NAME` and writes its report.
+
+    `lab/studies/NAME_study.py` has `evaluate_NAME`. `lab/studies/NAME_view.py` has `NAME_blocks`, and `draw_NAME` if the report
+    has a plot.
+    """
     from dantinox.run import open_run
 
     name = options.what
@@ -276,7 +280,7 @@ def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     from dantinox.report.document import study_files, to_lines
     from dantinox.report.plots import save_files
 
-    study = import_module(f"dantinox.lab.studies.{name}")
+    study = import_module(f"dantinox.lab.studies.{name}_study")
     view = import_module(f"dantinox.lab.studies.{name}_view")
     with steady_progress() as progress:
         found = getattr(study, f"evaluate_{name}")(options.run_dir, progress=progress, **flags)
@@ -309,9 +313,11 @@ def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     local = [name for name in names if is_local(name)]
     if local and len(local) < len(names):
         raise UserError(f"--tasks must not mix local tasks ({', '.join(local)}) with tasks of lm-evaluation-harness")
-    for name in ("include_path",) if local else ("seed", "compare", "out"):
+    kind = "local tasks" if local else "tasks of lm-evaluation-harness"
+    flags_of_others = ("include_path",) if local else ("seed", "compare", "out")
+    for name in flags_of_others:
         if name in flags:
-            raise UserError(f"--{name} has no effect with {'local tasks' if local else 'tasks of lm-evaluation-harness'}")
+            raise UserError(f"--{name} has no effect with {kind}")
     use_compilation_cache()
     return _local_tasks(options, local, flags) if local else _harness_tasks(options, flags)
 
@@ -330,7 +336,7 @@ def _local_tasks(options: argparse.Namespace, names: list[str], flags: dict[str,
 
 
 def _harness_tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
-    from dantinox.lab.studies.tasks import evaluate_tasks, task_lines
+    from dantinox.lab.studies.harness_tasks import evaluate_tasks, task_lines
     from dantinox.report.console import steady_progress
 
     with steady_progress() as progress:

@@ -68,13 +68,14 @@ def profile(options: argparse.Namespace) -> int:
     from dantinox.programs import separate_traces
 
     with separate_traces():
-        work, count = (_generation if options.generate else _training)(options.run_dir, options.steps)
+        prepare = _generation_work if options.generate else _training_work
+        work, count = prepare(options.run_dir, options.steps)
         found = profile(work, count, out)
     unit = "token" if options.generate else "step"
     return print_result(options, found, lambda width: profile_lines(found, unit, width), 120)
 
 
-def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
+def _training_work(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
     """Returns a function that runs compiled training steps of a run or a config, and the number of steps."""
     from dantinox.config.yaml_files import load_training
     from dantinox.report.console import show_progress
@@ -98,7 +99,7 @@ def _training(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]
     return lambda: [step() for _ in range(steps)][-1], steps
 
 
-def _generation(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
+def _generation_work(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
     """Returns a function that generates tokens after a one-token prompt with compiled programs, and the number of tokens."""
     from dantinox.generation import load
 

@@ -65,9 +65,12 @@ def import_(options: argparse.Namespace) -> int:
     from dantinox.interop.checkpoints import import_checkpoint
     from dantinox.run.directory import RUNS
 
-    note = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    def note(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
     run_dir = options.run_dir or RUNS / Path(options.source).absolute().name.removesuffix(".gguf")
-    print("\n".join(_import_lines(import_checkpoint(options.source, run_dir, options.dtype, options.max_context, note))))
+    imported = import_checkpoint(options.source, run_dir, options.dtype, options.max_context, note)
+    print("\n".join(_import_lines(imported)))
     return 0
 
 
@@ -81,7 +84,7 @@ def _import_lines(found: "Imported") -> Iterator[str]:
     from dantinox.text import Tokenizer
 
     run = found.run
-    tokenizer = Tokenizer.load(found.run.tokenizer)
+    tokenizer = Tokenizer.load(run.tokenizer)
     config = load_run_config(run)
     templated = run.chat_template.is_file()
     model = config.architecture(tokenizer.vocab_size)

@@ -16,17 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from dantinox.cli.common import add_chat_template, add_run, given_settings, use_compilation_cache
 from dantinox.config.flags import Parser, add_config_flags
+from dantinox.config.help_pages import FlagSection
 from dantinox.files import UserError, install_command, quote, wrap_os_errors
 
 if TYPE_CHECKING:
     from dantinox.serve.operations.api_keys import ApiKeys
+    from dantinox.serve.operations.reload import Reloader
+    from dantinox.serve.options import Options
     from dantinox.serve.pool.model_specs import ModelSpec
+    from dantinox.serve.server import RunnableEngine
 
 REQUIRED_MODULES = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 API_KEY_VARIABLE = "DANTINOX_API_KEY"
 MAX_KEY_LENGTH = 1024
 MAX_ALIASES = 100
-FREE_LORAS = 4  # default room for adapters that clients load
+FREE_LORAS = 4  # adapters that clients can load in addition to those of --lora, by default
 
 
 MOST_USED = (
@@ -37,7 +41,27 @@ MOST_USED = (
 
 def add_serve_flags(command: Parser) -> None:
     add_run(command)
-    network = command.section("network", "Address, API key, allowed hosts and origins")
+    _add_network_flags(command.section("network", "Address, API key, allowed hosts and origins"))
+    _add_capacity_flags(command.section("capacity", "Slots, context and queue"))
+    _add_operations_flags(command.section("operations", "Logs, traces and names of the model"))
+    _add_models_flags(command.section("models", "Several models in one server"))
+    _add_adapters_flags(command.section("adapters", "Low-rank adapters that requests select"))
+    add_chat_template(command)
+    command.add_argument(
+        "--tool_format", default="auto", metavar="NAME", help="notation of tool calls (default: that of the chat template)"
+    )
+    command.add_argument(
+        "--pooling",
+        choices=("mean", "last"),
+        default="mean",
+        help="how embeddings combine the hidden states of a text (default: mean)",
+    )
+    command.add_argument("--name", help="model name that clients see (default: name of the run directory)")
+    command.add_argument("--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite")
+    add_config_flags(command, ("generation", "router", "kv"), MOST_USED)
+
+
+def _add_network_flags(network: FlagSection) -> None:
     network.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; a non-loopback address needs a key)"
     )
@@ -59,7 +83,9 @@ def add_serve_flags(command: Parser) -> None:
     network.add_argument(
         "--cors", nargs="+", default=[], metavar="ORIGIN", help="origins whose web pages may send requests; *: any"
     )
-    capacity = command.section("capacity", "Slots, context and queue")
+
+
+def _add_capacity_flags(capacity: FlagSection) -> None:
     capacity.add_argument(
         "--slots", type=_number(1, 1024), metavar="N", help="requests decoded together (default: as memory allows)"
     )
@@ -100,7 +126,9 @@ def add_serve_flags(command: Parser) -> None:
         help="programs to compile in the background once the server is ready: steps (all sampling steps instead of the usual "
         "ones), echo, embeddings, strategies (default: steps echo)",
     )
-    operations = command.section("operations", "Logs, traces and names of the model")
+
+
+def _add_operations_flags(operations: FlagSection) -> None:
     operations.add_argument(
         "--log",
         choices=("text", "json"),
@@ -112,7 +140,9 @@ def add_serve_flags(command: Parser) -> None:
     operations.add_argument(
         "--alias", nargs="+", default=[], metavar="NAME[=MODEL]", help="additional names that clients may use for the model"
     )
-    models = command.section("models", "Several models in one server")
+
+
+def _add_models_flags(models: FlagSection) -> None:
     models.add_argument(
         "--model", nargs="+", default=[], metavar="NAME=PATH", help="further runs, loaded when a request names them"
     )
@@ -123,7 +153,9 @@ def add_serve_flags(command: Parser) -> None:
     models.add_argument(
         "--model_memory", type=_bytes, metavar="SIZE", help="memory of all loaded models, such as 12GB (default: no bound)"
     )
-    adapters = command.section("adapters", "Low-rank adapters that requests select")
+
+
+def _add_adapters_flags(adapters: FlagSection) -> None:
     adapters.add_argument(
         "--lora", nargs="+", default=[], metavar="NAME=PATH", help="adapters: runs with adapters of this run, or PEFT folders"
     )
@@ -139,19 +171,6 @@ def add_serve_flags(command: Parser) -> None:
     adapters.add_argument(
         "--lora_dir", type=Path, metavar="DIR", help="let clients load the adapters of this directory (with room for 4 more)"
     )
-    add_chat_template(command)
-    command.add_argument(
-        "--tool_format", default="auto", metavar="NAME", help="notation of tool calls (default: that of the chat template)"
-    )
-    command.add_argument(
-        "--pooling",
-        choices=("mean", "last"),
-        default="mean",
-        help="how embeddings combine the hidden states of a text (default: mean)",
-    )
-    command.add_argument("--name", help="model name that clients see (default: name of the run directory)")
-    command.add_argument("--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite")
-    add_config_flags(command, ("generation", "router", "kv"), MOST_USED)
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -165,13 +184,8 @@ def serve(options: argparse.Namespace) -> int:
     name = _name(options)
     aliases = _aliases(options, name)
     specs = _specs(options, name, settings)
-    if len(specs) == 1 and (options.max_models or options.model_memory):
-        raise UserError("--max_models and --model_memory need several models: give --model or --models")
-    if options.lite is not None and not options.lite.exists():
-        raise UserError(f"--lite: no file or folder at {options.lite}")
-    for folder in {folder for spec in specs if (folder := spec.options.cache_dir) is not None}:
-        with wrap_os_errors(f"cannot create --cache_dir {folder}"):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files contain the tokens of prompts
+    _check_flags(options, len(specs))
+    _make_cache_folders(specs)
     from dantinox.serve.operations.spans import make_provider
     from dantinox.serve.pool.model_specs import file_bytes
     from dantinox.serve.server import listen
@@ -180,62 +194,85 @@ def serve(options: argparse.Namespace) -> int:
     provider = make_provider() if options.otel else None
     with listen(options.host, options.port) as listener:
         use_compilation_cache()
-        from dantinox.serve.app import make_app
-        from dantinox.serve.operations.reload import Reloader
         from dantinox.serve.operations.request_log import configure_logging
         from dantinox.serve.operations.spans import close_provider, trace_exporter
         from dantinox.serve.options import Options
-        from dantinox.serve.pool.model_loading import open_model
-        from dantinox.serve.pool.model_pool import ModelPool
-        from dantinox.serve.pool.pool_app import make_pool_app
-        from dantinox.serve.server import RunnableEngine
         from dantinox.serve.server import serve as run_server
 
         if options.log is not None:
             configure_logging(options.log)
         server_options = Options(
-            None,
-            options.tool_format,
-            None,
-            hosts,
-            origins,
-            options.lite,
-            options.store_responses,
-            options.pooling,
-            options.lora_dir,
+            tool_format=options.tool_format,
+            hosts=hosts,
+            origins=origins,
+            lite=options.lite,
+            stored_responses=options.store_responses,
+            pooling=options.pooling,
+            lora_dir=options.lora_dir,
             keys=keys,
             aliases=aliases,
         )
         if provider is not None:
             server_options = replace(server_options, export_trace=trace_exporter(provider))
-        engine: RunnableEngine
-        if len(specs) == 1:
-            opened = open_model(specs[0])
-            reloader = Reloader(keys, opened.reload_weights)
-            engine = opened.engine
-            server_options = replace(server_options, template=opened.template, reloader=reloader)
-            app = make_app(opened.engine, server_options)
-        else:
-            bounds: dict[str, Any] = {"max_models": options.max_models, "memory": options.model_memory}
-            pool = ModelPool(specs, open_model, sizes=weights, **bounds, queue=options.queue)
-            reloader = Reloader(keys, pool.reload_weights)
-            engine = pool
-            server_options = replace(server_options, reloader=reloader)
-            app = make_pool_app(pool, server_options)
+        app, engine, reloader = _make_app(options, specs, server_options, weights)
         where = _address(listener)
         names = ", ".join(spec.name for spec in specs)
         if options.no_auth and not _is_loopback(options.host):
             _report(options, logging.WARNING, f"anyone who can reach {where} can use this server, because it has no key")
         _report(options, logging.INFO, f"{name} is loaded; compiling its programs")
 
-        def ready() -> None:
+        def print_ready() -> None:
             verb = "is" if len(specs) == 1 else "are"
             print(f"{names} {verb} served at {where} (a web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
 
-        code = run_server(app, engine, listener, server_options.limits, ready, reloader)
+        code = run_server(app, engine, listener, server_options.limits, print_ready, reloader)
         if provider is not None:
             close_provider(provider)
         return code
+
+
+def _make_app(
+    options: argparse.Namespace, specs: "list[ModelSpec]", server_options: "Options", weights: Mapping[str, int]
+) -> "tuple[Any, RunnableEngine, Reloader]":
+    """Loads the only model, or makes a pool of several; returns the ASGI app, its engine and what rereads keys and weights.
+
+    Args:
+      weights: bytes of the weights of each model by name.
+    """
+    from dantinox.serve.app import make_app
+    from dantinox.serve.operations.reload import Reloader
+    from dantinox.serve.pool.model_loading import open_model
+    from dantinox.serve.pool.model_pool import ModelPool
+    from dantinox.serve.pool.pool_app import make_pool_app
+
+    if len(specs) == 1:
+        opened = open_model(specs[0])
+        reloader = Reloader(server_options.keys, opened.reload_weights)
+        server_options = replace(server_options, template=opened.template, reloader=reloader)
+        return make_app(opened.engine, server_options), opened.engine, reloader
+    bounds: dict[str, Any] = {"max_models": options.max_models, "memory": options.model_memory}
+    pool = ModelPool(specs, open_model, sizes=weights, **bounds, queue=options.queue)
+    reloader = Reloader(server_options.keys, pool.reload_weights)
+    return make_pool_app(pool, replace(server_options, reloader=reloader)), pool, reloader
+
+
+def _check_flags(options: argparse.Namespace, models: int) -> None:
+    """Raises a UserError for flags that have no effect with this number of models, and for a missing file of --lite."""
+    if models == 1 and (options.max_models or options.model_memory):
+        raise UserError("--max_models and --model_memory need several models: give --model or --models")
+    if options.cache_dir is not None and options.prefix_cache == 0:
+        raise UserError("--cache_dir keeps the keys of the prefix cache: leave it out with --prefix_cache 0")
+    if options.lite is not None and not options.lite.exists():
+        raise UserError(f"--lite: no file or folder at {options.lite}")
+
+
+def _make_cache_folders(specs: "list[ModelSpec]") -> None:
+    """Creates the folders of --cache_dir. Only this user may read them, because the files contain the tokens of prompts."""
+    for spec in specs:
+        folder = spec.options.cache_dir
+        if folder is not None:
+            with wrap_os_errors(f"cannot create --cache_dir {folder}"):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _report(options: argparse.Namespace, level: int, message: str) -> None:
@@ -271,6 +308,8 @@ def _bytes(text: str) -> int:
 
 
 def _number(low: int, high: int) -> Any:
+    """Returns the type of a flag whose value is an integer in [low, high]."""
+
     def read(text: str) -> int:
         if not text.isascii() or not text.isdecimal() or len(text) > 12 or not low <= int(text) <= high:
             raise argparse.ArgumentTypeError(f"must be an integer in [{low}, {high}], got {quote(text)}")
@@ -280,7 +319,7 @@ def _number(low: int, high: int) -> Any:
 
 
 def _keys(options: argparse.Namespace) -> "ApiKeys":
-    """Returns the keys of which clients have to send one; they are empty if clients need none."""
+    """Returns the API keys of --api_keys, or the single one; clients must send one of them, unless there is none."""
     from dantinox.serve.operations.api_keys import ApiKeys, read_keys, single_key
 
     if options.api_keys is None:
@@ -295,11 +334,12 @@ def _keys(options: argparse.Namespace) -> "ApiKeys":
 
 
 def _key(options: argparse.Namespace) -> str | None:
-    """Returns the only key, which clients have to send, or None if they need none."""
+    """Returns the key of --api_key_file or of the environment, which clients must send; None: they need none."""
     given = os.environ.get(API_KEY_VARIABLE)
     if options.api_key_file is not None and given is not None:
         raise UserError(f"--api_key_file and {API_KEY_VARIABLE} both set the key: use one of them")
-    key, where = given, API_KEY_VARIABLE
+    key = given
+    where = API_KEY_VARIABLE
     if options.api_key_file is not None:
         where = str(options.api_key_file)
         with wrap_os_errors(f"cannot read the key {options.api_key_file}"), options.api_key_file.open("rb") as file:
@@ -379,10 +419,11 @@ def _specs(options: argparse.Namespace, name: str, settings: Mapping[str, object
     given += [] if options.models is None else read_models(options.models).items()
     check_names([other for other, _ in given])
 
-    def spec(number: int, name: str, fields: Mapping[str, Any]) -> ModelSpec:
+    def make_spec(number: int, name: str, fields: Mapping[str, Any]) -> ModelSpec:
         loras = fields.get("lora", {})
         own = sizes | {key: fields[key] for key in NUMBERS if key in fields}
-        own["prefix_cache"] = None if own["prefix_cache"] is None else own["prefix_cache"] * 10**6
+        if own["prefix_cache"] is not None:
+            own["prefix_cache"] *= 10**6  # given in MB
         if len(given) > 1 and options.cache_dir is not None:
             own["cache_dir"] = options.cache_dir / f"model-{urllib.parse.quote(name, safe='')}"
         if number and options.lora_dir is not None and options.max_loras is None:
@@ -391,7 +432,7 @@ def _specs(options: argparse.Namespace, name: str, settings: Mapping[str, object
         combined = {**settings, **fields.get("settings", {})}
         return ModelSpec(name, fields["run_dir"], loras, template, options.tool_format, combined, EngineOptions(**own))
 
-    return [spec(number, *one) for number, one in enumerate(given)]
+    return [make_spec(number, *one) for number, one in enumerate(given)]
 
 
 def _loras(options: argparse.Namespace) -> dict[str, Path]:

@@ -54,6 +54,7 @@ def find_settings(pattern: str, section: str | None = None) -> list[SettingRecor
 
 
 def _searchable_texts(record: SettingRecord) -> Iterator[str]:
+    """Yields the texts of a setting in which a pattern is searched, in lower case."""
     elsewhere = [name for name, key in OTHER_NAMES.items() if key == record.key]
     names = (record.key, record.name, record.flag, record.flag.lstrip("-"), *record.aliases, *elsewhere)
     texts = (*names, record.type, record.default_text, record.help)

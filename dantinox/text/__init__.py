@@ -6,13 +6,14 @@ from dantinox.text.conversation_store import ConversationStore, LabeledCompletio
 from dantinox.text.corpus import Corpus
 from dantinox.text.prompt_store import Prompt, PromptStore
 from dantinox.text.store_writer import has_partial
-from dantinox.text.token_store import PADDING, Batch, Counts, TokenStore
+from dantinox.text.token_store import PADDING, Batch, BatchOptions, Counts, SpecialIds, TokenStore
 from dantinox.text.tokenizer import Tokenizer
-from dantinox.text.vocabulary import train_tokenizer
+from dantinox.text.tokenizer_training import train_tokenizer
 
 __all__ = [
     "PADDING",
     "Batch",
+    "BatchOptions",
     "ChatTemplate",
     "ConversationStore",
     "Corpus",
@@ -22,6 +23,7 @@ __all__ = [
     "Progress",
     "Prompt",
     "PromptStore",
+    "SpecialIds",
     "TokenStore",
     "Tokenizer",
     "corpus_changed",

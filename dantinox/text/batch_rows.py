@@ -44,7 +44,8 @@ class WindowRows:
     """
 
     def __init__(self, start: int, end: int, length: int):
-        self._start, self._length = start, length
+        self._start = start
+        self._length = length
         self.count = max(1, (end - start - length) // length)
         self._slack = end - start - 1 - self.count * length
         self._offsets_T1 = np.arange(length + 1)
@@ -103,7 +104,8 @@ class PackedRows:
         for indices_T, chosen in zip(indices_NT, chosen_N, strict=True):
             end = 0
             for chunk in range(self._first_R[chosen], self._first_R[chosen + 1]):
-                start, size = self._starts_P[chunk], self._sizes_P[chunk]
+                start = self._starts_P[chunk]
+                size = self._sizes_P[chunk]
                 indices_T[end : end + size] = np.arange(start, start + size)
                 end += size
         return indices_NT
@@ -113,7 +115,8 @@ class PairRows:
     """Rows of two chunks each, [N, 2, T + 1], padded with `NO_TOKEN` after the end of each chunk."""
 
     def __init__(self, starts_P: np.ndarray, sizes_P: np.ndarray, length: int):
-        self._starts_N2, self._sizes_N2 = starts_P.reshape(-1, 2, 1), sizes_P.reshape(-1, 2, 1)
+        self._starts_N2 = starts_P.reshape(-1, 2, 1)
+        self._sizes_N2 = sizes_P.reshape(-1, 2, 1)
         self._offsets_T1 = np.arange(length + 1)
         self.count = len(starts_P) // 2
 
@@ -175,9 +178,9 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     free_sizes = rows = 0  # bit r of `free_sizes`: some row has r tokens free
     for chunk in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[chunk])
-        fitting = free_sizes >> size << size
+        fitting = free_sizes >> size << size  # the bits from `size` on
         if fitting:
-            free = (fitting & -fitting).bit_length() - 1
+            free = (fitting & -fitting).bit_length() - 1  # its lowest bit: the fullest row
             row = open_rows[free].pop()
             if not open_rows[free]:
                 free_sizes ^= 1 << free
@@ -229,7 +232,8 @@ class MixtureRows:
     def __init__(self, sources: Sequence[ShuffledRows], weights: Sequence[float]):
         self._sources = sources
         exact = [Fraction(str(weight)) for weight in weights]
-        whole = [int(weight * math.lcm(*(other.denominator for other in exact))) for weight in exact]
+        denominator = math.lcm(*(weight.denominator for weight in exact))
+        whole = [int(weight * denominator) for weight in exact]
         self._weights = [weight // math.gcd(*whole) for weight in whole]
         # The order of the sources repeats after each cycle. No training run reaches the end of a cycle beyond 2⁶² rows.
         self._cycle = min(sum(self._weights), 1 << 62)
@@ -241,7 +245,8 @@ class MixtureRows:
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
         """Returns the token indices [N, T + 1] of the rows `numbers_N`, ascending; row 0 is the first of the training run."""
         cycles_N, places_N = np.divmod(numbers_N, self._cycle)
-        source_N, within_N = np.empty_like(numbers_N), np.empty_like(numbers_N)
+        source_N = np.empty_like(numbers_N)
+        within_N = np.empty_like(numbers_N)  # the number of the row within its source
         for block in np.unique(places_N // MIXTURE_BLOCK).tolist():
             in_block = places_N // MIXTURE_BLOCK == block
             source_B, within_B = self._block(block)

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from dantinox.text.conversations import (
     store_options,
 )
 from dantinox.text.corpus import BLOCK_BYTES, Corpus, Extent, split_text
-from dantinox.text.hub import fetch_datasets
+from dantinox.text.hub_datasets import fetch_datasets
 from dantinox.text.prompt_store import PromptStore, encode_prompt_records, prompt_examples, read_records
 from dantinox.text.store_writer import (
     MARKS,
@@ -39,9 +39,9 @@ from dantinox.text.store_writer import (
     remove_partial,
     write_partial,
 )
-from dantinox.text.token_store import Counts, TokenStore
+from dantinox.text.token_store import BatchOptions, Counts, SpecialIds, TokenStore
 from dantinox.text.tokenizer import Tokenizer, UnknownCharacter
-from dantinox.text.vocabulary import train_tokenizer
+from dantinox.text.tokenizer_training import train_tokenizer
 
 FORMAT = 2
 ENCODING = 2  # raised if the same corpus and settings give other tokens; a run that has older tokens still opens them
@@ -203,6 +203,7 @@ def _corpora(config: Config) -> tuple[Corpus, ...]:
 
 
 def _make_plan(config: Config) -> _CorpusPlan:
+    """Reads the corpora once, and splits them into training and validation."""
     corpora = _corpora(config)
     extents = tuple(corpus.scan() for corpus in corpora)
     if config.data.val_path is not None:
@@ -297,6 +298,7 @@ def _build_store(encode: EncodeFrom, tokenizer: Tokenizer, directory: Path, want
 
 
 def _write_store(encode: EncodeFrom, tokenizer: Tokenizer, directory: Path, wanted: Header) -> Header:
+    """Writes the files of a store and returns its header; the directory is locked."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     # The sizes determine the items of a partial store.
     inputs = wanted | {"sizes": [CHUNK_CHARACTERS, BATCH_CHARACTERS, BATCH_CHUNKS, BLOCK_BYTES, BATCH_EXAMPLES]}
@@ -377,34 +379,47 @@ def _read_header(directory: Path, wanted: Header) -> Header | None:
         if "records" in header:
             records = directory / Path(header["records"]).name
             valid = valid and records.name == header["records"] and records.stat().st_size == header["records_bytes"]
+        valid = valid and all(isinstance(number, int) for part in ("train", "val") for number in header[part].values())
+        valid = valid and _are_options(header["options"], "marks" in header, "records" in header)
         return header if valid and header | wanted | {"file": path.name} == header else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
+def _are_options(options: Mapping[str, Any], has_marks: bool, has_records: bool) -> bool:
+    """Whether the options of a header have the form that `prepare_data` writes."""
+    if has_marks:
+        return bool(options["objective"] == "grpo" if has_records else options["objective"] in RECORD_FORMS)
+    before, after = options.get("around", [[], []])
+    return all(isinstance(token, int) for token in (*before, *after))
+
+
 def _open_store(directory: Path, header: Header, config: Config, tokenizer: Tokenizer) -> TokenStore:
-    train, val = Counts(**header["train"]), Counts(**header["val"])
+    """Opens the files that a header describes."""
+    train = Counts(**header["train"])
+    val = Counts(**header["val"])
     path = directory / header["file"]
+    if config.data.mixture and len(header.get("mixture", ())) != len(config.data.mixture):
+        raise UserError(f"the tokens in {directory} were not built with this data.mixture: remove them to build them again")
     # An empty file cannot be memory-mapped.
     tokens = np.memmap(path, header["dtype"], mode="r") if train.tokens + val.tokens else np.empty(0, header["dtype"])
-    shared: dict[str, Any] = {
-        "batch_size": config.training.batch_size,
-        "sequence_length": config.model.max_context,
-        "seed": config.training.seed,
-        "pad_id": tokenizer.pad_id,
-        "counts": (train, val),
-        "mixture": list(zip(header["mixture"], config.data.mixture, strict=True)) if config.data.mixture else (),
-    }
+    batches = BatchOptions(
+        config.training.batch_size,
+        config.model.max_context,
+        config.training.seed,
+        mixture=list(zip(header["mixture"], config.data.mixture, strict=True)) if config.data.mixture else (),
+    )
     if "marks" in header:
         marks = np.memmap(directory / header["marks"], np.uint8, mode="r")
         if "records" in header:
             records = read_records(directory / header["records"])
-            t, answer = config.training, config.generation.max_new_tokens
-            sizes = {"batch_size": t.batch_size, "context": config.model.max_context, "answer_tokens": answer, "seed": t.seed}
-            return PromptStore(tokens, marks, records, (train, val), mixture=shared["mixture"], **sizes)
+            answer_tokens = config.generation.max_new_tokens
+            return PromptStore(tokens, marks, records, (train, val), batches, answer_tokens=answer_tokens)
         form = RECORD_FORMS[header["options"]["objective"]]
-        return ConversationStore(tokens, marks, name=header["file"], form=form, **shared)
-    parts = (tokens[: train.tokens], tokens[train.tokens :])
-    packing = config.data.packing == "best_fit"
+        pad_id = tokenizer.pad_id or 0
+        return ConversationStore(tokens, marks, (train, val), batches, pad_id=pad_id, name=header["file"], form=form)
     before, _ = header["options"].get("around", [[tokenizer.bos_id], []])
-    return TokenStore(*parts, eos_id=tokenizer.eos_id, bos_id=before[0] if before else None, packing=packing, **shared)
+    special = SpecialIds(tokenizer.eos_id, before[0] if before else None, tokenizer.pad_id or 0)
+    packing = config.data.packing == "best_fit"
+    parts = (tokens[: train.tokens], tokens[train.tokens :])
+    return TokenStore(*parts, batches, special, counts=(train, val), packing=packing)

@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TEMPLATE_BYTES = 1 << 20
-RENDERER = Path(__file__).with_name("rendering.py")
+RENDERER = Path(__file__).with_name("template_process.py")
 # The limits of one conversation: seconds of CPU time, bytes of memory, characters of output.
 CPU_SECONDS = 5
 MEMORY_BYTES = 1 << 30
@@ -103,6 +103,18 @@ def continues_last(messages: Sequence[Message]) -> bool:
     return isinstance(content := last.get("content"), str) and content != ""
 
 
+def check_message(number: int, message: Any) -> None:
+    """Raises UserError unless a message is an object with a role of `ROLES` and a text as its content."""
+    if not isinstance(message, Mapping):
+        raise UserError(f"message {number} must be an object with role and content, got {quote(message)}")
+    role = message.get("role")
+    content = message.get("content")
+    if role not in ROLES:
+        raise UserError(f"the role of message {number} must be one of {', '.join(ROLES)}, got {quote(role)}")
+    if not isinstance(content, str):
+        raise UserError(f"the content of message {number} must be text, got {quote(content)}")
+
+
 class ChatTemplate:
     """A chat template with its tokenizer.
 
@@ -113,7 +125,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokenizer: Tokenizer, name: str = "the chat template") -> None:
         """Stores the template. The first call that renders reports syntax errors."""
-        self.source, self.name, self._tokenizer = source, name, tokenizer
+        self.source = source
+        self.name = name
+        self._tokenizer = tokenizer
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = Lock()
 
@@ -231,17 +245,14 @@ class ChatTemplate:
     ) -> list[tuple[np.ndarray, np.ndarray] | UserError]:
         """Returns the result of `encode_with_loss_mask` for each of several conversations, or the error that it raises."""
         turns = [_turns_in_loss(conversation) for conversation in conversations]
-        cuts = [
-            list(dict.fromkeys([(len(c.messages), False), *((i, True) for i in its), *((i + 1, False) for i in its)]))
-            for c, its in zip(conversations, turns, strict=True)
-        ]
+        cuts = [_cuts_around(len(one.messages), own) for one, own in zip(conversations, turns, strict=True)]
         results: list[tuple[np.ndarray, np.ndarray] | UserError] = []
-        for result, its, at in zip(self._render_and_encode(conversations, cuts), cuts, turns, strict=True):
+        for result, own_cuts, own_turns in zip(self._render_and_encode(conversations, cuts), cuts, turns, strict=True):
             if isinstance(result, UserError):
                 results.append(result)
             else:
                 texts, tokens = result
-                results.append(self._mask_turns(dict(zip(its, texts, strict=True)), at, *tokens))
+                results.append(self._mask_turns(dict(zip(own_cuts, texts, strict=True)), own_turns, *tokens))
         return results
 
     def encode_prompts(self, conversations: Sequence[MaskedConversation]) -> list[np.ndarray | UserError]:
@@ -287,7 +298,8 @@ class ChatTemplate:
         full_text = next(iter(texts.values()))
         mask_N = np.zeros(len(ids_N), bool)
         for turn in turns:
-            before, after = texts[turn, True], texts[turn + 1, False]
+            before = texts[turn, True]
+            after = texts[turn + 1, False]
             if not (after.startswith(before) and full_text.startswith(after)):
                 return UserError(
                     f"{self.name} does not support training on single turns: a turn of the assistant does not continue its "
@@ -349,8 +361,8 @@ class ChatTemplate:
         for name in variables or {}:
             if not name.isidentifier() or name.startswith("_") or name in RESERVED_VARIABLES:
                 raise UserError(f"a variable of the chat template must not have the name {quote(name)}")
-        values = self._escape({**(variables or {}), **({"tools": list(tools)} if tools else {})})
         try:
+            values = self._escape({**(variables or {}), **({"tools": list(tools)} if tools else {})})
             request = {"cuts": cuts, "messages": self._check_messages(messages), "values": values}
             return _JSON.encode(request).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -364,13 +376,7 @@ class ChatTemplate:
 
     def _check_messages(self, messages: Sequence[Message]) -> list[Any]:
         for number, message in enumerate(messages):
-            if not isinstance(message, Mapping):
-                raise UserError(f"message {number} must be an object with role and content, got {quote(message)}")
-            role, content = message.get("role"), message.get("content")
-            if role not in ROLES:
-                raise UserError(f"the role of message {number} must be one of {', '.join(ROLES)}, got {quote(role)}")
-            if not isinstance(content, str):
-                raise UserError(f"the content of message {number} must be text, got {quote(content)}")
+            check_message(number, message)
         return [self._escape(dict(message)) for message in messages]
 
     def _escape(self, value: Any) -> Any:
@@ -394,8 +400,9 @@ class ChatTemplate:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
             )
             weakref.finalize(self, _kill, self._process)
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+        stdin = self._process.stdin
+        stdout = self._process.stdout
+        assert stdin is not None and stdout is not None  # both are pipes
         try:
             stdin.write(line)
             stdin.flush()
@@ -416,6 +423,15 @@ def _turns_in_loss(conversation: MaskedConversation) -> list[int]:
     return [i for i, role in enumerate(roles) if role == "assistant" and (in_loss is None or in_loss[i])]
 
 
+def _cuts_around(messages: int, turns: Sequence[int]) -> list[tuple[int, bool]]:
+    """Returns the `Rendering.cuts` of a conversation: the whole one first, then the start and the end of each turn."""
+    cuts = [(messages, False)]
+    cuts += [(turn, True) for turn in turns]
+    cuts += [(turn + 1, False) for turn in turns]
+    return list(dict.fromkeys(cuts))
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends the rendering process."""
     process.kill()
     process.communicate()  # closes the pipes

@@ -25,10 +25,19 @@ def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     Raises:
       UserError: the file cannot be read or is damaged, or zstd is not installed. Reading the stream can also raise this error.
     """
-    kind = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
-    zstd: Any = _zstd(path) if kind == "zstd" else None
-    decoder_errors = (zstd.ZstdError,) if zstd else (gzip.BadGzipFile, zlib.error)
-    open_file: Any = zstd.open if zstd else gzip.open if kind else open
+    suffix = path.suffix.lower()
+    kind = ""
+    open_file: Any = open
+    decoder_errors: tuple[type[Exception], ...] = ()
+    if suffix == ".gz":
+        kind = "gzip"
+        open_file = gzip.open
+        decoder_errors = (gzip.BadGzipFile, zlib.error)
+    elif suffix == ".zst":
+        kind = "zstd"
+        zstd = _zstd(path)
+        open_file = zstd.open
+        decoder_errors = (zstd.ZstdError,)
     try:
         with open_file(path, "rb") as stream:
             yield stream

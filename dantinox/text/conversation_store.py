@@ -1,6 +1,6 @@
 """The token store of conversations: memory-mapped arrays and their batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from dantinox.files import UserError
 from dantinox.text.batch_rows import NO_TOKEN, PackedRows, PairRows, Rows
 from dantinox.text.conversations import DESIRABLE, FIRST_TOKEN, IN_LOSS, RecordForm
-from dantinox.text.token_store import PADDING, Batch, Counts, TokenStore
+from dantinox.text.token_store import PADDING, Batch, BatchOptions, Counts, TokenStore
 
 
 class Preferences(NamedTuple):
@@ -76,14 +76,11 @@ class ConversationStore(TokenStore):
         ids: np.ndarray,
         marks: np.ndarray,
         counts: tuple[Counts, Counts],
+        batches: BatchOptions,
         *,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
-        pad_id: int | None = None,
+        pad_id: int = 0,
         name: str = "",
         form: RecordForm = "conversation",
-        mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Wraps an array of token ids and an array with one mark per token. The training part comes first in both.
 
@@ -91,28 +88,30 @@ class ConversationStore(TokenStore):
           ids: token ids of any integer type.
           marks: uint8, combinations of `IN_LOSS`, `FIRST_TOKEN` and `DESIRABLE`.
           counts: the sizes of the training and the validation part.
-          batch_size, sequence_length: B and T.
-          seed: determines the order of rows.
-          pad_id: the padding token; None: 0.
+          batches: sizes and order of the training batches.
+          pad_id: the padding token.
+          name: the name of the token file.
           form: the form of the records.
-          mixture: (number of training tokens, weight) of each source, in the order of the sources in `ids`.
 
         Raises:
           UserError: all conversations are too long.
         """
         self._ids = ids.view(np.ndarray)
         self._marks = marks.view(np.ndarray)
-        self._pad = 0 if pad_id is None else pad_id
-        self.name, (self.train, self.val) = name, counts
-        self.training_ids, self.validation_ids = self._ids[: self.train.tokens], self._ids[self.train.tokens :]
-        self.batch_size, self.sequence_length = batch_size, sequence_length
+        self._pad = pad_id
+        self.name = name
+        self.train, self.val = counts
+        self.training_ids = self._ids[: self.train.tokens]
+        self.validation_ids = self._ids[self.train.tokens :]
+        self.batch_size = batches.batch_size
+        self.sequence_length = batches.sequence_length
         self.form = form
         self.pairs = form != "conversation"
         self.left_out = 0
         self.conversations = sum(part.documents for part in counts) // (2 if self.pairs else 1)
         self._pair_starts = np.flatnonzero(self._marks & FIRST_TOKEN)[::2]  # index of the first token of each pair
         self.reference = np.zeros((len(self._pair_starts) if self.pairs else 0, 2), np.float32)
-        training = self._order_rows(seed, mixture)
+        training = self._order_rows(batches)
         self._validation_rows = self._make_rows(self.train.tokens, len(ids))
         self._all_rows = [*training, self._validation_rows]
 
@@ -161,12 +160,11 @@ class ConversationStore(TokenStore):
                 f"all {noun} are longer than model.max_context {self.sequence_length}: raise it, or use shorter ones"
             )
         self.left_out += int(np.count_nonzero(~short)) // (2 if self.pairs else 1)
-        starts, sizes = starts[short], sizes[short]
-        return (
-            PairRows(starts, sizes, self.sequence_length)
-            if self.pairs
-            else PackedRows(starts, sizes, sizes, self.sequence_length)
-        )
+        starts = starts[short]
+        sizes = sizes[short]
+        if self.pairs:
+            return PairRows(starts, sizes, self.sequence_length)
+        return PackedRows(starts, sizes, sizes, self.sequence_length)
 
     def _gather_batch(self, indices: np.ndarray) -> Any:
         """Returns the batch for rows of token indices."""

@@ -17,7 +17,9 @@ from dantinox.text.token_store import Counts
 from dantinox.text.tool_prompts import encode_with_loss_masks
 
 # Flags of a token: a target in the loss; the first token of a conversation; the first token if the label is true.
-IN_LOSS, FIRST_TOKEN, DESIRABLE = 1, 2, 4
+IN_LOSS = 1
+FIRST_TOKEN = 2
+DESIRABLE = 4
 
 BATCH_EXAMPLES = 256  # encoded together
 
@@ -326,10 +328,12 @@ def with_mismatched_completions(
 
 
 def _prompt(conversation: TrainingConversation) -> Sequence[Message]:
+    """Returns the messages before the completion."""
     return conversation.messages[: conversation.loss_start]
 
 
 def _label(record: Mapping[str, Any]) -> bool:
+    """Returns the field `label` of a record."""
     if "label" not in record:
         raise UserError(f"a record lacks the field 'label'; it has {quote(', '.join(record))}")
     if not isinstance(record["label"], bool):
@@ -382,6 +386,7 @@ def encode_conversations(conversations: Sequence[TrainingConversation], template
 
 
 def _template_inputs(conversation: TrainingConversation) -> MaskedConversation:
+    """Returns what the template encodes: messages without their weights, and which of them are in the loss."""
     where, messages, loss_start, tools, variables, _ = conversation
     try:
         weights = [_weight(number, message) for number, message in enumerate(messages)]

@@ -16,7 +16,7 @@ import numpy as np
 from dantinox.files import UserError, quote
 from dantinox.text.builtin_recall import FIELD
 from dantinox.text.compressed_files import open_decompressed
-from dantinox.text.sources import Source, find_sources, warn_skipped
+from dantinox.text.corpus_files import CorpusFile, find_corpus_files, warn_skipped
 
 BLOCK_BYTES = 4 << 20
 RECORD_BYTES = 1 << 28  # a record is read into memory as a whole
@@ -57,18 +57,18 @@ class Corpus:
 
     Attributes:
       name: its name in error messages.
-      sources: the files.
+      files: the files.
       text_field: the field of a record that holds the text.
     """
 
     name: str
-    sources: tuple[Source, ...]
+    files: tuple[CorpusFile, ...]
     text_field: str = "text"
 
     @classmethod
     def open(cls, paths: str | tuple[str, ...], text_field: str = "text", skip_bad: bool = False) -> "Corpus":
-        """Finds the files of a corpus; see `find_sources`."""
-        return cls(paths if isinstance(paths, str) else ", ".join(paths), find_sources(paths, skip_bad), text_field)
+        """Finds the files of a corpus; see `find_corpus_files`."""
+        return cls(paths if isinstance(paths, str) else ", ".join(paths), find_corpus_files(paths, skip_bad), text_field)
 
     def without_bad_files(self, as_records: bool) -> "Corpus":
         """Returns the corpus without the files that cannot be read. A warning names each of them, with the reason.
@@ -81,24 +81,24 @@ class Corpus:
         """
         good = []
         first = None
-        for source in self.sources:
-            alone = replace(self, sources=(source,))
+        for file in self.files:
+            alone = replace(self, files=(file,))
             try:
                 for _ in alone.records() if as_records else alone.read_text():
                     pass
-                good.append(source)
+                good.append(file)
             except UserError as error:
                 warn_skipped(error)
                 first = first or error
         if not good:
             raise UserError(f"no file of the corpus {self.name} can be read: {first}")
-        return replace(self, sources=tuple(good))
+        return replace(self, files=tuple(good))
 
     def digest(self) -> str:
         """Returns the SHA-256 (hex) over the SHA-256 digests of all files, decompressed but not decoded."""
         total = hashlib.sha256()
-        for source, content in self._contents(total):
-            for _ in _blocks(source, content):
+        for file, content in self._contents(total):
+            for _ in _blocks(file, content):
                 pass
         return total.hexdigest()
 
@@ -108,18 +108,18 @@ class Corpus:
         count = sum(1 for _ in self._read_records(total))
         return total.hexdigest(), count
 
-    def _contents(self, total: Any, expected: str | None = None) -> Iterator[tuple[Source, Any]]:
+    def _contents(self, total: Any, expected: str | None = None) -> Iterator[tuple[CorpusFile, Any]]:
         """Yields every file with a hash object. The caller updates the hash object with the content of the file.
 
         The file type is hashed too, because the same bytes form different documents as text and as records.
 
         Args:
-          total: a hash object that is updated with the digest of each file.
+          total: a hash object (SHA-256) that is updated with the digest of each file.
           expected: the hex digest that `total` must have at the end.
         """
-        for source in self.sources:
-            content = hashlib.sha256(b"records" if source.records else b"text")
-            yield source, content
+        for file in self.files:
+            content = hashlib.sha256(b"records" if file.records else b"text")
+            yield file, content
             total.update(content.digest())
         if expected is not None and total.hexdigest() != expected:
             raise UserError(f"the corpus {self.name} changed while it was read: start again once it is complete")
@@ -135,15 +135,16 @@ class Corpus:
           UserError: a file is not text, a record is invalid, or the digest of the content is not `expected`.
         """
         document = -1
-        for source, content in self._contents(total or hashlib.sha256(), expected):
+        for file, content in self._contents(total or hashlib.sha256(), expected):
             empty = True
-            field = self.text_field if source.content is None else FIELD
-            for starts, text in _records(source, field, content) if source.records else _text(source, content):
+            field = self.text_field if file.content is None else FIELD
+            parts = _records(file, field, content) if file.records else _text(file, content)
+            for starts, text in parts:
                 empty = False
                 document += starts
                 yield TextPiece(document, text)
-            if empty and source.named:
-                raise UserError(f"{source.path} holds no text" if source.records else f"{source.path} is empty")
+            if empty and file.named:
+                raise UserError(f"{file.path} holds no text" if file.records else f"{file.path} is empty")
 
     def records(self, expected: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields (file and line, record) of every record of JSON Lines.
@@ -154,11 +155,12 @@ class Corpus:
         return self._read_records(hashlib.sha256(), expected)
 
     def _read_records(self, total: Any, expected: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-        for source, content in self._contents(total, expected):
-            if not source.records:
-                raise UserError(f"{source.path} is plain text: conversations must be records of JSON Lines (.jsonl)")
-            for number, record in _objects(source, content):
-                yield _where(source, number), record
+        """Yields the result of `records`; the arguments are those of `read_text`."""
+        for file, content in self._contents(total, expected):
+            if not file.records:
+                raise UserError(f"{file.path} is plain text: conversations must be records of JSON Lines (.jsonl)")
+            for number, record in _objects(file, content):
+                yield _where(file, number), record
 
     def scan(self) -> Extent:
         """Reads the whole corpus and returns its digest and document ends.
@@ -179,40 +181,43 @@ class Corpus:
         return Extent(total.hexdigest(), np.cumsum(np.asarray(sizes)))
 
 
-def _blocks(source: Source, content: Any, lines: bool = False) -> Iterator[bytes]:
+def _blocks(file: CorpusFile, content: Any, lines: bool = False) -> Iterator[bytes]:
     """Yields a file in blocks or lines, and updates the hash `content` with them."""
     first = True
-    with open_decompressed(source.path) if source.content is None else io.BytesIO(source.content) as stream:
+    with open_decompressed(file.path) if file.content is None else io.BytesIO(file.content) as stream:
         while data := stream.readline(RECORD_BYTES + 1) if lines else stream.read(BLOCK_BYTES):
             if first:
-                _check_encoding(source, data)
+                _check_encoding(file, data)
                 first = False
             content.update(data)
             yield data
 
 
-def _check_encoding(source: Source, data: bytes) -> None:
+def _check_encoding(file: CorpusFile, data: bytes) -> None:
     """Raises UserError if the first bytes of a file are the byte order mark of another encoding than UTF-8."""
     found = next((encoding for mark, encoding in BYTE_ORDER_MARKS.items() if data.startswith(mark)), None)
     if found is not None:
-        raise UserError(f"{source.path} is {found} (byte order mark at byte 0), but a corpus must be UTF-8: convert it")
+        raise UserError(f"{file.path} is {found} (byte order mark at byte 0), but a corpus must be UTF-8: convert it")
 
 
-def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
+def _text(file: CorpusFile, content: Any) -> Iterator[tuple[bool, str]]:
     """Yields the parts of a text file, at most three blocks each, as pairs (whether the part starts a document, text).
 
     A byte order mark at the start of the file is not a part of the text.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    starts, text, position, may_have_mark = True, "", 0, True
-    for block in chain(_blocks(source, content), [b""]):
+    starts = True  # whether the next part starts the document
+    text = ""
+    position = 0  # bytes before the current block
+    may_have_mark = True
+    for block in chain(_blocks(file, content), [b""]):
         if b"\0" in block:
-            raise UserError(f"{source.path} is not text: byte {position + block.index(0)} is NUL")
+            raise UserError(f"{file.path} is not text: byte {position + block.index(0)} is NUL")
         pending = len(decoder.getstate()[0])  # bytes of an incomplete character at the end of the previous block
         try:
             text += decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise UserError(f"{source.path} is not UTF-8 text: byte {position - pending + error.start} is invalid") from None
+            raise UserError(f"{file.path} is not UTF-8 text: byte {position - pending + error.start} is invalid") from None
         position += len(block)
         if may_have_mark and text:
             text = text.removeprefix("\ufeff")
@@ -226,15 +231,15 @@ def _text(source: Source, content: Any) -> Iterator[tuple[bool, str]]:
         text = text[end:]
 
 
-def _where(source: Source, number: int) -> str:
-    return f"{source.path}, line {number}"
+def _where(file: CorpusFile, number: int) -> str:
+    return f"{file.path}, line {number}"
 
 
-def _objects(source: Source, content: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+def _objects(file: CorpusFile, content: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number, object) of a JSON Lines file; blank lines are skipped."""
-    for number, line in enumerate(_blocks(source, content, lines=True), 1):
+    for number, line in enumerate(_blocks(file, content, lines=True), 1):
         if len(line) > RECORD_BYTES:
-            raise UserError(f"a record is longer than {RECORD_BYTES} bytes ({_where(source, number)})")
+            raise UserError(f"a record is longer than {RECORD_BYTES} bytes ({_where(file, number)})")
         if line.isspace():
             continue
         try:
@@ -242,19 +247,19 @@ def _objects(source: Source, content: Any) -> Iterator[tuple[int, dict[str, Any]
             if not isinstance(record, dict):
                 raise UserError(f"a record must be a JSON object, got {quote(record)}")
         except UserError as error:
-            raise UserError(f"{error} ({_where(source, number)})") from None
+            raise UserError(f"{error} ({_where(file, number)})") from None
         yield number, record
 
 
-def _records(source: Source, field: str, content: Any) -> Iterator[tuple[bool, str]]:
+def _records(file: CorpusFile, field: str, content: Any) -> Iterator[tuple[bool, str]]:
     """Yields (True, text) for every record of a JSON Lines file that is not empty."""
-    for number, record in _objects(source, content):
+    for number, record in _objects(file, content):
         text = record.get(field)
         if isinstance(text, str) and text.isascii() and "\0" not in text:
             if text:
                 yield True, text
             continue
-        where = _where(source, number)
+        where = _where(file, number)
         if field not in record:
             names = quote(", ".join(record)) if record else "no field"
             raise UserError(f"a record lacks the field {field!r} (data.text_field); it has {names} ({where})")
@@ -271,6 +276,7 @@ def _records(source: Source, field: str, content: Any) -> Iterator[tuple[bool, s
 
 
 def _parse(line: bytes) -> Any:
+    """Returns the JSON value of a line; a UserError says what is wrong with it."""
     try:
         text = line.decode("utf-8-sig" if line.startswith(codecs.BOM_UTF8) else "utf-8")
         if text[:1] == "{":  # faster than `loads`

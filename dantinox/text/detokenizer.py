@@ -62,7 +62,9 @@ class WindowDetokenizer:
 
     def __init__(self, core: Core, special_ids: frozenset[int], names: Mapping[int, str]) -> None:
         """`names` has the visible special tokens."""
-        self._core, self._specials, self._names = core, special_ids, names
+        self._core = core
+        self._specials = special_ids
+        self._names = names
         self._window: list[int] = []
         self._emitted = 0  # number of ids at the start of the window; their text was already returned
         self._emitted_text = ""
@@ -79,7 +81,8 @@ class WindowDetokenizer:
             return ""
         piece = text[len(self._emitted_text) :]
         self._window = self._window[self._emitted :]
-        self._emitted, self._emitted_text = len(self._window), self._core.decode(self._window)
+        self._emitted = len(self._window)
+        self._emitted_text = self._core.decode(self._window)
         return piece
 
     def flush(self) -> str:

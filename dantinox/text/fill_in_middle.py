@@ -100,7 +100,8 @@ def _encode_without_space(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encodes a text as it would be encoded in the middle of another one, without a space in front."""
     mark = "\N{WHITE SMILING FACE}"  # no vocabulary merges this character with the following ones
     try:
-        marked, alone = tokenizer.encode(mark + text), tokenizer.encode(mark)
+        marked = tokenizer.encode(mark + text)
+        alone = tokenizer.encode(mark)
     except UserError:  # the mark, or a character of the text, is not in the vocabulary
         return tokenizer.encode(text)
     return marked[len(alone) :] if marked[: len(alone)] == alone else tokenizer.encode(text)

@@ -87,10 +87,11 @@ class _Rewriter:
         return rewritten
 
     def _patterns(self, schemas: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Returns the rewritten `patternProperties`."""
         rewritten: dict[str, Any] = {}
         for pattern, schema in schemas.items():
             key = _pattern(pattern)
-            while key in rewritten:
+            while key in rewritten:  # two patterns can have equal translations
                 key = f"(?:{key})"
             rewritten[key] = self.schema(schema, f"{path}.{pattern}")
         return rewritten
@@ -135,6 +136,7 @@ class _Inexpressible(Exception):
 
 
 def _pattern(pattern: str) -> str:
+    """Returns a pattern in Rust's syntax."""
     try:
         return to_rust_regex(pattern)
     except ValueError as error:

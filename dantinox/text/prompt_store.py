@@ -11,7 +11,7 @@ from dantinox.files import UserError
 from dantinox.text.batch_rows import MixtureRows, ShuffledRows
 from dantinox.text.chat_template import ChatTemplate, MaskedConversation
 from dantinox.text.conversations import FIRST_TOKEN, EncodedConversation, Example, prompt_messages, template_fields
-from dantinox.text.token_store import Counts, TokenStore
+from dantinox.text.token_store import BatchOptions, Counts, TokenStore
 from dantinox.text.tool_prompts import encode_prompts
 
 
@@ -53,12 +53,9 @@ class PromptStore(TokenStore):
         marks: np.ndarray,
         records: Sequence[bytes],
         counts: tuple[Counts, Counts],
+        batches: BatchOptions,
         *,
-        batch_size: int,
-        context: int,
         answer_tokens: int,
-        seed: int,
-        mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Wraps the tokens of all prompts, training prompts first.
 
@@ -67,11 +64,8 @@ class PromptStore(TokenStore):
           marks: uint8; `FIRST_TOKEN` marks the first token of each prompt.
           records: the record of each prompt, in JSON.
           counts: the sizes of the training and the validation part.
-          batch_size: prompts per step.
-          context: the most tokens of a prompt and its answer.
+          batches: prompts per step, their most tokens with the answer, and their order.
           answer_tokens: the most tokens of an answer.
-          seed: determines the order of the training prompts.
-          mixture: (number of training tokens, weight) of each source, in the order of the sources in `ids`.
 
         Raises:
           UserError: all training prompts of a source, or all validation prompts, are too long.
@@ -79,7 +73,10 @@ class PromptStore(TokenStore):
         self._ids = ids.view(np.ndarray)
         self._records = records
         self.train, self.val = counts
-        self.batch_size, self.sequence_length, self.answer_tokens = batch_size, context, answer_tokens
+        self.batch_size = batches.batch_size
+        self.sequence_length = context = batches.sequence_length
+        self.answer_tokens = answer_tokens
+        mixture = batches.mixture
         self._starts = np.append(np.flatnonzero(marks.view(np.ndarray) & FIRST_TOKEN), len(ids))
         sizes = np.diff(self._starts)
         fits = sizes + answer_tokens <= context
@@ -99,7 +96,7 @@ class PromptStore(TokenStore):
 
         def make_order(stream: int) -> ShuffledRows | MixtureRows:
             numbers = range(stream * len(sources), (stream + 1) * len(sources))
-            orders = [ShuffledRows(_Indices(source), seed, n) for source, n in zip(sources, numbers, strict=True)]
+            orders = [ShuffledRows(_Indices(source), batches.seed, n) for source, n in zip(sources, numbers, strict=True)]
             return MixtureRows(orders, [weight for _, weight in mixture]) if mixture else orders[0]
 
         self._order = make_order
@@ -164,12 +161,13 @@ def encode_prompt_records(records: Sequence[tuple[str, dict]], template: ChatTem
     Raises:
       UserError: a record is invalid; the message ends with its file and line.
     """
-    inputs, encoded = [], []
+    inputs = []
     for where, record in records:
         try:
             inputs.append(MaskedConversation(prompt_messages(record), None, *template_fields(record)))
         except UserError as error:
             raise UserError(f"{error} ({where})") from None
+    encoded = []
     for (where, record), prompt, ids in zip(records, inputs, encode_prompts(template, inputs), strict=True):
         if isinstance(ids, UserError):
             raise UserError(f"{ids} ({where})")

@@ -57,7 +57,8 @@ class ToolFormat(NamedTuple):
     stops: tuple[str, ...] = ()
 
 
-GEMMA_QUOTE, FUNCTION_GEMMA_QUOTE = '<|"|>', "<escape>"
+GEMMA_QUOTE = '<|"|>'
+FUNCTION_GEMMA_QUOTE = "<escape>"
 HARMONY = "harmony"
 HARMONY_SPECIALS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>")
 DEFAULT_TOOL_FORMAT = "hermes"

@@ -46,7 +46,8 @@ class MarkedParser:
     """
 
     def __init__(self, form: ReplyFormat, schemas: Schemas | None, reasoning_is_open: bool, continues: bool = False):
-        self._form, self._schemas = form, schemas
+        self._form = form
+        self._schemas = schemas
         self._in_reasoning = reasoning_is_open
         self._buffer = ""
         self._skips_space = not continues  # at the start, and after a marker
@@ -82,8 +83,7 @@ class MarkedParser:
             self._buffer = self._buffer.lstrip()
             if not self._buffer:
                 return None
-        if self._in_reasoning:
-            assert self._form.reasoning is not None
+        if self._in_reasoning and self._form.reasoning is not None:
             return self._text_until("reasoning", (self._form.reasoning.end,))
         tools = self._form.tools if self._schemas is not None else None
         if tools and tools.opening and not self._answered and self._buffer.startswith(tools.opening):
@@ -101,13 +101,14 @@ class MarkedParser:
         if found is None:
             size = len(self._buffer) - overlap(self._buffer, tuple(markers))
             size = len(self._buffer[:size].rstrip())
-            text, self._buffer = self._buffer[:size], self._buffer[size:]
-            self._note(kind, text)
+            text = self._buffer[:size]
+            self._buffer = self._buffer[size:]
+            self._note_text(kind, text)
             return [Part(kind, text)] if text else None  # type: ignore[arg-type]
         at, marker = found
         text = self._buffer[:at].rstrip()
         self._buffer = self._buffer[at + len(marker) :]
-        self._note(kind, text)
+        self._note_text(kind, text)
         self._skips_space = True
         if kind == "reasoning":
             self._in_reasoning = False
@@ -120,23 +121,27 @@ class MarkedParser:
             self._begin_calls(marker)
         return [Part(kind, text)]  # type: ignore[arg-type]
 
-    def _note(self, kind: str, text: str) -> None:
+    def _note_text(self, kind: str, text: str) -> None:
+        """Records that text was passed on."""
         if text:
             self._skips_space = False
             self._answered |= kind == "content"
 
     def _begin_calls(self, marker: str) -> None:
-        assert self._schemas is not None
-        self._reader = self._form.tools.reader(self._schemas)
+        """Begins a section of calls, whose text begins with the marker."""
+        self._reader = self._form.tools.reader(self._schemas or {})
         self._section = marker
 
     def _read_calls(self, reader: CallReader) -> list[Part]:
+        """Passes the buffer to the reader of the current section."""
         text = self._buffer
         self._buffer = ""
         self._section += text
         parts = reader.push(text)
         if reader.rejected:
-            self._reader, self._answered, self._skips_space = None, True, False
+            self._reader = None
+            self._answered = True
+            self._skips_space = False
             return [Part("content", self._section)]
         if reader.rest is not None:
             self._reader = None
@@ -191,7 +196,8 @@ class HarmonyParser:
         kind = self._kind
         if found_end is None:
             size = len(self._buffer) - overlap(self._buffer, ends)
-            text, self._buffer = self._buffer[:size], self._buffer[size:]
+            text = self._buffer[:size]
+            self._buffer = self._buffer[size:]
             return [Part(kind, text)] if text else None  # type: ignore[arg-type]
         at, end = found_end
         text = self._buffer[:at]

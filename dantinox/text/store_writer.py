@@ -16,7 +16,9 @@ from dantinox.files import atomic_write
 from dantinox.text.conversations import FIRST_TOKEN, Encoded
 from dantinox.text.token_store import Counts
 
-TOKENS, MARKS, RECORDS = ".tokens.partial", ".tokens.partial.marks", ".tokens.partial.records"
+TOKENS = ".tokens.partial"
+MARKS = ".tokens.partial.marks"
+RECORDS = ".tokens.partial.records"
 STATE = ".tokens.partial.json"
 TOKENIZER = ".tokens.tokenizer.json"  # the tokenizer that was trained for a partial store
 SAVE_SECONDS = 10  # seconds between two writes of the state

@@ -46,6 +46,39 @@ class Counts(NamedTuple):
     bytes: int
 
 
+class BatchOptions(NamedTuple):
+    """How the rows of a store are put into training batches.
+
+    Attributes:
+      batch_size: rows (or examples) per batch, B.
+      sequence_length: targets per row, T; in a store of prompts, the most tokens of a prompt and its answer.
+      seed: determines the order of the rows.
+      mixture: (number of training tokens, weight) of each source, in the order of the sources in the store; empty: one source.
+    """
+
+    batch_size: int
+    sequence_length: int
+    seed: int
+    mixture: Sequence[tuple[int, float]] = ()
+
+
+class SpecialIds(NamedTuple):
+    """Special tokens of a store.
+
+    Attributes:
+      eos: the EOS token, which separates documents. None: all tokens are one document.
+      bos: the BOS token with which each document begins; None: they begin with none. It may be the EOS token.
+      pad: the padding token.
+    """
+
+    eos: int | None = None
+    bos: int | None = None
+    pad: int = 0
+
+
+NO_SPECIAL_IDS = SpecialIds()
+
+
 class TokenStore:
     """Training and validation tokens.
 
@@ -69,55 +102,50 @@ class TokenStore:
         self,
         train: np.ndarray,
         val: np.ndarray,
+        batches: BatchOptions,
+        special: SpecialIds = NO_SPECIAL_IDS,
         *,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
-        eos_id: int | None = None,
-        bos_id: int | None = None,
-        pad_id: int | None = None,
         counts: tuple[Counts, Counts] | None = None,
         packing: bool = False,
-        mixture: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Wraps arrays of token ids of any integer type. Memory maps are read when a batch needs them.
 
         Args:
           train, val: token ids of the two parts.
-          batch_size, sequence_length: B and T.
-          seed: determines the order of rows.
-          eos_id: the EOS token, which separates documents. None: all tokens are one document.
-          bos_id: the BOS token with which each document begins; None: they begin with none. It may be the EOS token.
-          pad_id: the padding token; None: 0.
+          batches: sizes and order of the training batches.
+          special: the special tokens.
           counts: the sizes of the two parts. None: only the numbers of tokens are known.
           packing: pack rows with whole documents instead of using windows of consecutive tokens.
-          mixture: (number of training tokens, weight) of each source, in the order of the sources in `train`.
 
         Raises:
           UserError: there are fewer training tokens than one batch needs, or no validation target.
         """
-        needed = batch_size * sequence_length + 1
+        needed = batches.batch_size * batches.sequence_length + 1
         if len(train) < needed:
             raise UserError(
                 f"the training text has {len(train)} tokens, fewer than the {needed} of one batch (training.batch_size "
-                f"{batch_size} × model.max_context {sequence_length} + 1): lower one of them, or add text to data.path"
+                f"{batches.batch_size} × model.max_context {batches.sequence_length} + 1): lower one of them, or add text to "
+                "data.path"
             )
         if len(val) < 2:
             short = f"the validation text has {len(val)} tokens, fewer than 2"
             raise UserError(f"{short}: raise data.val_fraction, or add text to data.path")
-        self.training_ids, self.validation_ids = train.view(np.ndarray), val.view(np.ndarray)
-        self._eos = eos_id
-        self.bos_id = bos_id
-        self._pad = 0 if pad_id is None else pad_id
+        self.training_ids = train.view(np.ndarray)
+        self.validation_ids = val.view(np.ndarray)
+        self._eos = special.eos
+        self.bos_id = special.bos
+        self._pad = special.pad
         self.packing = packing
-        self.batch_size, self.sequence_length = batch_size, sequence_length
+        self.batch_size = batches.batch_size
+        self.sequence_length = batches.sequence_length
         self.train, self.val = counts or (Counts(len(train), 0, 0, 0), Counts(len(val), 0, 0, 0))
-        self._order_rows(seed, mixture)
+        self._order_rows(batches)
 
-    def _order_rows(self, seed: int, mixture: Sequence[tuple[int, float]]) -> list[Rows]:
+    def _order_rows(self, batches: BatchOptions) -> list[Rows]:
         """Builds the rows of all sources and sets the order of the training rows."""
+        mixture = batches.mixture
         edges = [0, *np.cumsum([size for size, _ in mixture] or [len(self.training_ids)]).tolist()]
-        sources = [ShuffledRows(self._make_rows(*part), seed, number) for number, part in enumerate(pairwise(edges))]
+        sources = [ShuffledRows(self._make_rows(*part), batches.seed, number) for number, part in enumerate(pairwise(edges))]
         self.windows_per_epoch = sum(source.rows.count for source in sources)
         self._rows: Any = MixtureRows(sources, [weight for _, weight in mixture]) if mixture else sources[0]
         return [source.rows for source in sources]
@@ -141,10 +169,14 @@ class TokenStore:
         """Returns the batch for rows of indices into the training tokens."""
         filled = indices != NO_TOKEN
         ids = np.where(filled, self.training_ids[np.where(filled, indices, 0)], self._pad).astype(np.int32)
-        tokens, targets = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+        tokens = np.ascontiguousarray(ids[:, :-1])
+        targets = np.ascontiguousarray(ids[:, 1:])
         # Where the tokens of another document follow in a packed row, an EOS token that is also the BOS token is the EOS token.
-        ends_chunk = np.diff(indices, axis=1) != 1
-        batch = self._make_batch(tokens, targets, np.where(ends_chunk, self._eos or 0, targets) if self.packing else targets)
+        following = targets
+        if self.packing:
+            ends_chunk = np.diff(indices, axis=1) != 1
+            following = np.where(ends_chunk, self._eos or 0, targets)
+        batch = self._make_batch(tokens, targets, following)
         segments_BT = np.where(filled[:, :-1], batch.segments_BT, np.int32(PADDING))
         return batch._replace(segments_BT=segments_BT, mask_BT=batch.mask_BT * filled[:, 1:])
 
@@ -165,12 +197,12 @@ class TokenStore:
             inputs = ids[:-1].copy()
             outputs = ids[1:].copy()
             inputs[count:] = self._pad
-            valid = np.arange(size) < count
-            tokens_BT, targets_BT = inputs.reshape(batch_size, length), outputs.reshape(batch_size, length)
+            valid_BT = (np.arange(size) < count).reshape(batch_size, length)
+            tokens_BT = inputs.reshape(batch_size, length)
+            targets_BT = outputs.reshape(batch_size, length)
             batch = self._make_batch(tokens_BT, targets_BT, targets_BT)
-            valid = valid.reshape(batch_size, length)
-            segments_BT = np.where(valid, batch.segments_BT, np.int32(PADDING))
-            yield batch._replace(segments_BT=segments_BT, mask_BT=batch.mask_BT * valid)
+            segments_BT = np.where(valid_BT, batch.segments_BT, np.int32(PADDING))
+            yield batch._replace(segments_BT=segments_BT, mask_BT=batch.mask_BT * valid_BT)
 
     def _make_rows(self, start: int, end: int) -> Rows:
         """Builds the rows of a source from its range of tokens."""

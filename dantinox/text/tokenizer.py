@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer as Core
 
-from dantinox.files import UserError, first_line, read_json, read_text
+from dantinox.files import UserError, first_line, quote, read_json, read_text
 from dantinox.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from dantinox.text.token_pieces import TokenPieces, build_token_pieces, byte_letters, core_vocab_size
 
@@ -34,7 +34,8 @@ class UnknownCharacter(UserError):
     """A character is not in a character vocabulary; `position` is its index in the text, in characters."""
 
     def __init__(self, character: str, position: int) -> None:
-        self.character, self.position = character, position
+        self.character = character
+        self.position = position
         super().__init__(
             f"the character {character!r} (U+{ord(character):04X}) at position {position} of the text is not in the "
             "vocabulary: set tokenizer.byte_fallback to true, or use another tokenizer.tokenizer_type"
@@ -73,7 +74,8 @@ class Tokenizer:
         Raises:
           UserError: the text is not a tokenizer.
         """
-        self._content, self._name = content, name
+        self._content = content
+        self._name = name
         self.core = _load_core(content, name)
         self.dropout = getattr(self.core.model, "dropout", None)
         if self.dropout is not None:  # the library would apply it in every encoding
@@ -82,20 +84,23 @@ class Tokenizer:
         specials = {token["content"]: token["id"] for token in tree["added_tokens"] if token["special"]}
         self.special_tokens: dict[str, int] = specials
         self.special_ids = frozenset(specials.values())
-        self.eos_id, self.bos_id, self.pad_id = (
-            next((specials[n] for n in names if n in specials), None) for names in (EOS_NAMES, BOS_NAMES, PAD_NAMES)
-        )
+        self.eos_id = _first_of(EOS_NAMES, specials)
+        self.bos_id = _first_of(BOS_NAMES, specials)
+        self.pad_id = _first_of(PAD_NAMES, specials)
         self.vocab_size = core_vocab_size(self.core)
         self.roles = dict(roles or {})
         for role in ROLES:
             if role in self.roles:
                 setattr(self, role.replace("token", "id"), self.token_to_id(self.roles[role]))
-        stops = [self.token_to_id(token) for token in self.roles.get("stop_tokens", [])]
+        stop_tokens = self.roles.get("stop_tokens") or []
+        if not isinstance(stop_tokens, list):
+            raise UserError(f"{TOKENIZER_CONFIG} of {name}: stop_tokens must be a list, got {quote(stop_tokens)}")
+        stops = [self.token_to_id(token) for token in stop_tokens]
         self.stop_ids = tuple(dict.fromkeys(i for i in (stops or [self.eos_id]) if i is not None))
         add_bos = self.roles.get("add_bos_token")
-        if not isinstance(add_bos, bool):  # as the post-processor does; without one, as in training here
-            first = self.core.encode("a").ids[:1] if self.core.num_special_tokens_to_add(False) else [self.bos_id]
-            add_bos = first == [self.bos_id]
+        if not isinstance(add_bos, bool):
+            has_post_processor = self.core.num_special_tokens_to_add(False) > 0
+            add_bos = not has_post_processor or self.core.encode("a").ids[:1] == [self.bos_id]
         self.add_bos = add_bos and self.bos_id is not None
         self._decoder: dict[str, Any] | None = tree["decoder"]
         self._has_normalizer = tree["normalizer"] is not None
@@ -173,8 +178,7 @@ class Tokenizer:
         Raises:
           UserError: the vocabulary cannot represent a character.
         """
-        parsed = parse_special and any(name in text for name in self.special_tokens)
-        if parsed:
+        if parse_special and any(name in text for name in self.special_tokens):
             return self.encode_special_ids(text)
         ids: list[int] = self.encode_array(text).tolist()
         return ids
@@ -308,6 +312,7 @@ class Tokenizer:
         parts = self._special_pattern.split(text)
         parts[::2] = [part.replace("\0", "") for part in parts[::2]]
         joined = "".join(parts)
+        _to_bytes(joined)  # raises for lone surrogates
         if self._encoder_for(parts[::2]) is not self.core or self._special_pattern.split(joined) != parts:
             return self.encode_specials(text)[0].tolist()
         for part in parts[::2] if self.kind == "char" else ():
@@ -348,9 +353,9 @@ class Tokenizer:
 
     def _encoder_for(self, texts: Sequence[str]) -> Core:
         """Returns `core` for short texts without special token names, else `_encoder`, which takes longer to build."""
-        built = "_encoder" in self.__dict__
+        is_built = "_encoder" in self.__dict__  # the value of the cached property
         if (
-            built
+            is_built
             or self._has_normalizer
             or sum(map(len, texts)) > SEARCH_LIMIT
             or any(map(self._special_pattern.search, texts))
@@ -428,6 +433,11 @@ def _pieces_with_names(tokenizer: Tokenizer, visible_ids: frozenset[int]) -> Tok
     return TokenPieces(inner if pieces.first is pieces.inner else first, inner)
 
 
+def _first_of(names: Iterable[str], ids: Mapping[str, int]) -> int | None:
+    """Returns the id of the first name that has one."""
+    return next((ids[name] for name in names if name in ids), None)
+
+
 def parse_core(content: str) -> Core:
     """Reads a `tokenizer.json`, without its truncation and padding, which would silently drop text.
 
@@ -454,7 +464,9 @@ def _load_core(content: str, name: str) -> Core:
 
 def _classify(tree: dict[str, Any], specials: int) -> Kind:
     """Returns the kind of a tokenizer.json, determined by its rules instead of a label."""
-    model, splitter, decoder = tree["model"], tree["pre_tokenizer"], tree["decoder"]
+    model = tree["model"]
+    splitter = tree["pre_tokenizer"]
+    decoder = tree["decoder"]
     if model["type"] != "BPE" or tree["normalizer"] is not None or len(tree["added_tokens"]) != specials:
         return "other"
     if any(model[key] for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")):

@@ -58,17 +58,25 @@ class JSONCalls:
         self._reset()
 
     def _reset(self) -> None:
-        self._depth, self._in_string, self._escaped = 0, False, False
-        self._key, self._token, self._value = "", "", ""  # the current key, the current string, the value of the current key
-        self._reads_key, self._named, self._passed = True, False, 0
+        """Prepares for the next object."""
+        self._depth = 0  # of brackets around the current character
+        self._in_string = False
+        self._escaped = False  # whether a backslash precedes the current character
+        self._reads_key = True  # whether the current string at depth 1 is a key
+        self._key = ""  # the current key of the call
+        self._token = ""  # the current string
+        self._value = ""  # the value of the current key
+        self._named = False  # whether the name of the call was returned
         self._arguments = ""
+        self._passed = 0  # characters of the arguments that were returned
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []
         for index, character in enumerate(text):
             if self._depth == 0:
                 if character == "{":
-                    self._depth, self._outside = 1, ""
+                    self._depth = 1
+                    self._outside = ""
                     continue
                 self._outside += character
                 if self._end and self._outside.endswith(self._end):
@@ -103,12 +111,16 @@ class JSONCalls:
                 parts += self._end_object()
             return parts
         if self._depth == 1 and character == ":" and self._reads_key:
-            self._reads_key, self._value = False, ""
+            self._reads_key = False
+            self._value = ""
             return []
         if character == '"':
-            self._in_string, self._token = True, '"'
-        if self._depth == 1 and character == "{" and self._key == "function":  # {"type": "function", "function": {…}}
-            self._reads_key, self._key = True, ""
+            self._in_string = True
+            self._token = '"'
+        if self._depth == 1 and character == "{" and self._key == "function":
+            # In {"type": "function", "function": {…}}, the inner object is the call.
+            self._reads_key = True
+            self._key = ""
             return []
         self._depth += (character in "{[") - (character in "}]")
         self._value += character
@@ -116,6 +128,7 @@ class JSONCalls:
         return []
 
     def _extend_arguments(self, character: str) -> None:
+        """Adds a character to the arguments if it is part of them."""
         if self._key in ARGUMENT_KEYS and not self._reads_key and (self._arguments or not character.isspace()):
             self._arguments += character
 
@@ -129,10 +142,12 @@ class JSONCalls:
                 parts = [Part("call", name)]
         if self._key in ARGUMENT_KEYS and self._arguments.startswith('"'):  # the object is written as a string
             self._arguments = _load_string(self._arguments.strip())
-        self._reads_key, self._key = True, ""
+        self._reads_key = True
+        self._key = ""
         return parts
 
     def _end_object(self) -> list[Part]:
+        """Ends the call."""
         parts: list[Part] = []
         if self._named:
             self._arguments = self._arguments.rstrip() or "{}"
@@ -167,7 +182,8 @@ class WholeCalls:
         at = self._text.find(self._end, searched) if self._end else -1
         if at < 0:
             return []
-        self._text, self.rest = self._text[:at], self._text[at + len(self._end) :]
+        self.rest = self._text[at + len(self._end) :]
+        self._text = self._text[:at]
         return self._convert()
 
     def finish(self) -> list[Part]:
@@ -193,31 +209,34 @@ class NamedCalls:
         self.recognized = self.rejected = False
         self._separator = separator
         self._end = end
-        self._head = ""
+        self._buffer = ""  # text that was not returned yet
         self._in_arguments = False
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []
         if not self._in_arguments:
-            self._head += text
-            name, found, text = self._head.partition(self._separator)
+            self._buffer += text
+            name, found, text = self._buffer.partition(self._separator)
             if not found:
                 return []
             self._in_arguments = self.recognized = True
-            self._head = ""
+            self._buffer = ""
             parts = [Part("call", name.strip().partition("[CALL_ID]")[0])]
-        self._head += text
-        at = self._head.find(self._end)
-        size = at if at >= 0 else len(self._head) - overlap(self._head, (self._end,))
-        passed, held = self._head[:size], self._head[size:]
+        self._buffer += text
+        at = self._buffer.find(self._end)
+        # The end of the buffer may be the beginning of the marker.
+        size = at if at >= 0 else len(self._buffer) - overlap(self._buffer, (self._end,))
+        passed = self._buffer[:size]
+        self._buffer = self._buffer[size:]
         if at >= 0:
-            self.rest = held  # begins with the marker of the next call
-        self._head = held
-        return parts + ([Part("arguments", passed)] if passed else [])
+            self.rest = self._buffer  # begins with the marker of the next call
+        if passed:
+            parts.append(Part("arguments", passed))
+        return parts
 
     def finish(self) -> list[Part]:
-        held = self._head
-        self._head = ""
+        held = self._buffer
+        self._buffer = ""
         return [Part("arguments", held)] if held and self._in_arguments else []
 
 
@@ -234,7 +253,7 @@ def _load_string(text: str) -> str:
     """Returns the value of a JSON string; "" if the text is not one."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return value if isinstance(value, str) else ""
 
@@ -260,6 +279,7 @@ def parse_xml(schemas: Mapping[str, Schema]) -> Callable[[str], list[tuple[str, 
 
 
 def _typed(value: str, schema: Any) -> Any:
+    """Returns the value of a parameter that is written as text."""
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     if kinds == "string":
         return value
@@ -335,7 +355,8 @@ def _gemma_value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
             keyed[key] = value
             items.append(value)
             at = _skip_space(text, at)
-            at = _skip_space(text, at + 1) if text[at : at + 1] == "," else at
+            if text[at : at + 1] == ",":
+                at = _skip_space(text, at + 1)
             if at >= len(text):
                 raise ValueError("an unfinished value")
         return (keyed if close == "}" else items), at + 1
@@ -349,6 +370,7 @@ def _gemma_value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
 
 
 def _gemma_key(text: str, at: int, quote: str) -> tuple[str, int]:
+    """Returns the key at a position and the position after its colon."""
     if text.startswith(quote, at):
         end = text.index(quote, at + len(quote))
         key = text[at + len(quote) : end]

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from dantinox.files import UserError, quote
 from dantinox.text.json_schemas import rewrite_schema
-from dantinox.text.reply_formats import FUNCTION_GEMMA_QUOTE, GEMMA_QUOTE, HARMONY, ReplyFormat
+from dantinox.text.reply_formats import FUNCTION_GEMMA_QUOTE, GEMMA_QUOTE, HARMONY, Delimiters, ReplyFormat
 from dantinox.text.tokenizer import Tokenizer
 
 # Options of llguidance: the separators that `json.dumps` writes, as in the conversations on which models are trained.
@@ -188,11 +188,13 @@ def tool_grammars(
     begin = "" if form.tools.opening else literal(form.tools.begin_markers[0])
     end = literal(form.tools.end) if form.tools.end else ""
     layout = LAYOUTS.get(form.name, Layout())
-    first, last, separator = literal(layout.first), literal(layout.last), literal(layout.separator)
-    more = f"({separator} call)*" if parallel else ""
-    section = f"{first} call {more} {last} {end}" if layout.repeats == "call" else f"{first} call {last} {end}"
-    again = f"({literal(layout.between)} {begin} section)*" if parallel and layout.repeats == "section" else ""
-    rules.append(f"section: {section}")
+    more = ""  # further calls of a section
+    again = ""  # further sections
+    if parallel and layout.repeats == "call":
+        more = f"({literal(layout.separator)} call)*"
+    elif parallel and layout.repeats == "section":
+        again = f"({literal(layout.between)} {begin} section)*"
+    rules.append(f"section: {literal(layout.first)} call {more} {literal(layout.last)} {end}")
     reasoning = _reasoning(form, literal, rules) if optional_reasoning and form.reasons else ""
     body = "\n".join(rules)
     return Grammars(f"start: section\n{body}\n", f"start: {reasoning} {begin} section {again}\n{body}\n")
@@ -244,10 +246,11 @@ def _literals(tokenizer: Tokenizer) -> Callable[[str], str]:
 def _reasoning(form: ReplyFormat, literal: Callable[[str], str], rules: list[str]) -> str:
     """Adds the rules of optional reasoning before the calls, and returns a reference to them."""
     if form.name == HARMONY:
-        begin, end = literal("<|channel|>analysis<|message|>"), literal("<|end|><|start|>assistant")
+        delimiters = Delimiters("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
     else:
-        assert form.reasoning is not None
-        begin, end = literal(form.reasoning.begin), literal(form.reasoning.end)
+        delimiters = form.reasoning or Delimiters("", "")  # `form.reasons` is true, so it is not None
+    begin = literal(delimiters.begin)
+    end = literal(delimiters.end)
     # Text never contains a special token, so it ends there. Otherwise it ends at the first occurrence of the end marker.
     rules.append(f"thought: {TEXT} {end}" if end.startswith("<[") else f"thought[lazy]: {TEXT} {end}")
     space = "" if form.name == HARMONY else r"/\s{0,2}/"
@@ -346,7 +349,8 @@ class _RuleWriter:
     """Writes JSON schemas as Lark rules. Types, enums, nested objects and arrays are expressed; other keywords are ignored."""
 
     def __init__(self, rules: list[str], literal: Callable[[str], str]):
-        self.rules, self.literal = rules, literal
+        self.rules = rules
+        self.literal = literal
         self._number = 0
         self._characters = 0
 
@@ -411,7 +415,8 @@ class _RuleWriter:
         """
         properties = schema.get("properties", {})
         required = set(schema.get("required", ()))
-        rest, first = '""', '""'
+        rest = '""'
+        first = '""'
         for key, inner in reversed([*properties.items()]):
             # A key in quotes: the text of a JSON string, written as a Lark string.
             name = self.literal(key) if bare_keys else json.dumps(json.dumps(key, ensure_ascii=False))
@@ -447,7 +452,8 @@ class _RuleWriter:
             name = f"any_{self._number}"
             self.rules.append("")  # its place, before the rules of the body
             at = len(self.rules) - 1
-            comma, colon = json.dumps(dialect.comma), json.dumps(dialect.colon)
+            comma = json.dumps(dialect.comma)
+            colon = json.dumps(dialect.colon)
             key = self.string(dialect) if dialect is PYTHON else "/[A-Za-z_][A-Za-z0-9_]*/"
             simple = " | ".join(self.value({"type": kind}, dialect) for kind in ("string", "number", "boolean", "null"))
             array = f'"[" ({name} ({comma} {name})*)? "]"'

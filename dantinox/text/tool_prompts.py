@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dantinox.files import UserError, quote
-from dantinox.text.chat_template import ChatPrompt, ChatTemplate, MaskedConversation, Message, Tools
+from dantinox.text.chat_template import ChatPrompt, ChatTemplate, MaskedConversation, Message, Tools, check_message
 
 # The prompt of Hermes, shortened: https://github.com/NousResearch/Hermes-Function-Calling describes the notation.
 DEFAULT_PROMPT = """\
@@ -26,16 +26,16 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Returns messages in the form that templates expect: arguments as objects, and reasoning under both of its names.
 
     Raises:
-      UserError: a message is not an object, or the arguments of a tool call are not a JSON object.
+      UserError: a message is not an object with a role and a text, or the arguments of a tool call are not a JSON object.
     """
     return [_template_message(number, message) for number, message in enumerate(messages)]
 
 
 def _template_message(number: int, message: Message) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise UserError(f"message {number} must be an object with role and content, got {quote(message)}")
+    if isinstance(message, Mapping):
+        message = {**message, "content": message.get("content") or ""}
+    check_message(number, message)
     converted = {name: value for name, value in message.items() if value is not None}
-    converted["content"] = message.get("content") or ""
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning:
         converted |= {"reasoning_content": reasoning, "thinking": reasoning}  # `thinking` is the name in gpt-oss's template
@@ -130,7 +130,8 @@ def _with_tools(
 ) -> list[Any]:
     """Returns the results of `encode` for conversations with tools, with any template."""
     results: list[Any] = [None] * len(conversations)
-    chosen, again = {}, {}
+    chosen: dict[int, MaskedConversation] = {}
+    again: dict[int, MaskedConversation] = {}  # the same with the tools in the first message instead of a system message
     for index, conversation in enumerate(conversations):
         try:
             converted = conversation._replace(messages=template_messages(conversation.messages))
@@ -140,7 +141,8 @@ def _with_tools(
         if template.renders_tools or not (conversation.tools or uses_tools(converted.messages)):
             chosen[index] = converted
         else:
-            chosen[index], again[index] = (_without_tools(converted, place) for place in (True, False))
+            chosen[index] = _without_tools(converted, in_system_message=True)
+            again[index] = _without_tools(converted, in_system_message=False)
 
     def fill(inputs: Mapping[int, MaskedConversation]) -> None:
         for index, result in zip(inputs, encode(list(inputs.values())), strict=True):

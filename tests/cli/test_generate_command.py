@@ -511,7 +511,8 @@ def test_a_resumed_file_equals_that_of_an_uninterrupted_run(generate, prompt_fil
         ('{"prompt": "a", "index": 0, "seed": 3}\n', ["--resume", "--seed", 4], ["line 1, is no answer", "seed"]),
         ("[]\n", ["--resume"], ["line 1, is not a JSON object"]),
         ("a\n", ["--resume"], ["line 1, is not JSON"]),
-        ('{"prompt": "a", "index": 0}\n' * 2, ["--resume"], ["line 2, is no answer"]),
+        ('{"prompt": "a", "index": 0, "seed": 3}\n' * 2, ["--resume"], ["line 2, is no answer"]),
+        ('{"prompt": "a", "index": 0}\n', ["--resume"], ["line 1, is no answer"]),
         (None, ["--resume", "--trace", "x.jsonl"], ["--resume", "--trace"]),
     ],
 )
@@ -521,6 +522,23 @@ def test_files_that_cannot_be_continued(generate, prompt_file, tmp_path, content
         out.write_text(content)
     assert_one_sentence(generate("--prompt_file", prompt_file, "--out", out, *flags), *parts)
     assert content is None or out.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--trace", "prompts.jsonl"], ["--prompt_file", "--trace", "prompts.jsonl"]),
+        (["--out", "new.jsonl", "--trace", "./new.jsonl"], ["--out", "--trace", "new.jsonl"]),
+        (["--json_schema", "a.html", "--report", "a.html"], ["--json_schema", "--report", "a.html"]),
+        (["--resume", "--out", "prompts.jsonl"], ["--prompt_file", "--out", "prompts.jsonl"]),
+    ],
+)
+def test_an_output_does_not_replace_an_input_or_another_output(generate, prompt_file, tmp_path, flags, parts):
+    """The current directory is `tmp_path`, which has the file of prompts."""
+    (tmp_path / "a.html").write_text("{}")
+    before = prompt_file.read_text()
+    assert_one_sentence(generate("--prompt_file", prompt_file, "--max_new_tokens", 2, *flags), *parts)
+    assert prompt_file.read_text() == before
 
 
 def test_out_and_resume_need_each_other(generate, tmp_path):

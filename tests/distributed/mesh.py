@@ -15,7 +15,7 @@ from dantinox.distributed import AXES, Layout, make_layout
 from dantinox.lab.measure.program_cost import Work, count_work
 from dantinox.model.parameters import stack_layers
 from dantinox.programs import memory_usage, tree_bytes
-from dantinox.text import Batch, TokenStore
+from dantinox.text import Batch, BatchOptions, SpecialIds, TokenStore
 from dantinox.training.eval_step import make_eval_step
 from dantinox.training.objective import abstract_windows
 from dantinox.training.step import TrainState, TrainStep
@@ -76,7 +76,7 @@ def store_of(config: Config) -> TokenStore:
     """Random tokens in short documents."""
     ids = np.random.default_rng(0).integers(0, V, 20000).astype(np.uint16)
     t = config.training
-    return TokenStore(ids, ids[:999], batch_size=t.batch_size, sequence_length=config.model.max_context, seed=1, eos_id=3)
+    return TokenStore(ids, ids[:999], BatchOptions(t.batch_size, config.model.max_context, seed=1), SpecialIds(3))
 
 
 class Program(NamedTuple):

@@ -20,7 +20,7 @@ from dantinox.interop.hf import hf_families as families
 from dantinox.interop.hf.hf_config import hf_config_to_settings
 from dantinox.interop.hf.hf_weights import from_hf, parameter_shapes, to_hf
 from dantinox.run import RunDirectory, load_weights, save_config, save_tokenizer, save_weights
-from dantinox.text.vocabulary import train_tokenizer
+from dantinox.text.tokenizer_training import train_tokenizer
 from tests.error_texts import ERRORS
 
 gguf = pytest.importorskip("gguf")

@@ -22,7 +22,7 @@ from dantinox.interop.gguf.gguf_vocabulary import (
 from dantinox.interop.gguf.pre_tokenizers import ADDS_BOS, ALIASES, RULES
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import byte_letters
-from dantinox.text.vocabulary import train_tokenizer
+from dantinox.text.tokenizer_training import train_tokenizer
 from tests.error_texts import ERRORS
 
 KEY = "tokenizer.ggml."

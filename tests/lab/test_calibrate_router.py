@@ -24,7 +24,7 @@ from dantinox.lab.measure.calibrate_router_view import (
     preset_summary,
     unused_strategies,
 )
-from dantinox.lab.measure.texts import read_text
+from dantinox.lab.measure.texts import read_tokens
 from dantinox.model.parameters import get_parameters
 from dantinox.report.tables import percent
 from dantinox.run import load_router_calibration, load_run_config, open_run, save_weights
@@ -261,9 +261,9 @@ def test_unknown_character_is_reported_with_its_position(tmp_path):
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["ab\n"]))
     path = tmp_path / "text.txt"
     path.write_text("ab\n" * 30_000 + "€", encoding="utf-8")
-    assert len(read_text(tokenizer, str(path), "text", 1000)) == 1000
+    assert len(read_tokens(tokenizer, str(path), "text", 1000)) == 1000
     with pytest.raises(UserError, match=ERRORS["u_20ac_at_position_90000"]):
-        read_text(tokenizer, str(path), "text", 100_000)
+        read_tokens(tokenizer, str(path), "text", 100_000)
 
 
 # --- table and plot

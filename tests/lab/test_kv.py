@@ -17,9 +17,10 @@ from dantinox.config import TokenizerSection, UserError, build_config
 from dantinox.generation import load
 from dantinox.generation.decode.prepared_model import permute_heads, prepare
 from dantinox.lab.measure import head_loss as eviction
-from dantinox.lab.studies import kv, kv_bench, kv_variants, statistics
+from dantinox.lab.studies import kv_bench, kv_study, kv_variants, statistics
 from dantinox.lab.studies.continuations import NEUTRAL_SETTINGS
-from dantinox.lab.studies.kv import (
+from dantinox.lab.studies.kv_bench import CacheBenchmark, Generated, ReadMetrics, read_metrics
+from dantinox.lab.studies.kv_study import (
     KV_METHODS,
     LARGE_METHODS,
     _agreement,
@@ -29,11 +30,10 @@ from dantinox.lab.studies.kv import (
     gap_closed,
     intervals_by_seed,
 )
-from dantinox.lab.studies.kv_bench import CacheBenchmark, Generated, ReadMetrics, read_metrics
 from dantinox.lab.studies.kv_tasks import Sequences, draw_sequences, draw_tasks, encodes_words, split_by_seed
 from dantinox.lab.studies.kv_variants import NEAR_KEYS, build_variants, near_keys_variant, select_methods
 from dantinox.lab.studies.kv_view import kv_blocks
-from dantinox.lab.studies.ruler import RULER_METHODS
+from dantinox.lab.studies.ruler_study import RULER_METHODS
 from dantinox.lab.studies.statistics import mean_interval
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
@@ -48,7 +48,7 @@ from dantinox.run import (
     save_tokenizer,
     save_weights,
 )
-from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
+from dantinox.text import BatchOptions, TokenStore, open_store, prepare_data, train_tokenizer
 from dantinox.text import builtin_recall as recall
 from tests.error_texts import ERRORS
 
@@ -239,7 +239,7 @@ def test_sequences_do_not_overlap_or_cross_documents(run, store, text):
 
 def a_store(run, *documents):
     ids = [token for text in documents for token in [*run.tokenizer.encode(text), run.tokenizer.eos_id]]
-    return TokenStore(np.zeros(9, np.uint16), np.array(ids, np.uint16), batch_size=1, sequence_length=8, seed=0)
+    return TokenStore(np.zeros(9, np.uint16), np.array(ids, np.uint16), BatchOptions(1, 8, seed=0))
 
 
 def test_short_text_gives_overlapping_sequences_or_an_error(run):
@@ -486,8 +486,8 @@ def test_record_of_an_evaluation(toy, monkeypatch):
     monkeypatch.setattr(statistics, "BOOTSTRAP_SAMPLES", 50)
     messages = []
     names = ["uniform", "entropy", "oracle"]  # each additional method takes seconds to compile
-    monkeypatch.setattr(kv, "QUICK_COUNTS", (48, 3))
-    monkeypatch.setattr(kv, "CONTINUED_PROMPTS", 3)
+    monkeypatch.setattr(kv_study, "QUICK_COUNTS", (48, 3))
+    monkeypatch.setattr(kv_study, "CONTINUED_PROMPTS", 3)
     study = evaluate_kv(toy, quick=True, methods=names, progress=messages.append, sequences=7)
     record = json.loads(json.dumps(asdict(study), allow_nan=False))
     assert record["tokens"] == CONTEXT and record["free_tokens"] == 32

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from dantinox.config import UserError
-from dantinox.lab.studies.kv import CacheResult, KVStudy, RatioResults, SeedIntervals
+from dantinox.lab.studies.kv_study import CacheResult, KVStudy, RatioResults, SeedIntervals
 from dantinox.lab.studies.kv_view import conclusions, draw_kv, kv_blocks, preconditions
 from dantinox.lab.studies.statistics import Interval
 from dantinox.report.document import study_files, to_csv, to_lines, to_markdown

@@ -156,6 +156,18 @@ def test_record_table_and_comparison(run_dir, ending_run_dir, folder, tmp_path, 
         assert main(["eval", "tasks", str(run_dir), *flags, *changes, "--out", str(tmp_path), "--compare", reference]) == 2
         assert "has other prompts of the task" in capsys.readouterr().err
 
+    tasks = json.loads((tmp_path / "a/tasks.json").read_text())["tasks"]
+    for task, message in (
+        ({"correct": [1, 0]}, "has other prompts of the task"),
+        ({"baseline": 1}, "is not a result of eval tasks"),
+        ({"correct": [1, "x"]}, "is not a result of eval tasks"),
+        ({"task": 5}, "has the tasks"),
+    ):
+        (tmp_path / "c.json").write_text(json.dumps({"tasks": [tasks[0] | task, *tasks[1:]]}))
+        flags = ["--tasks", str(folder), "--out", str(tmp_path), "--compare", str(tmp_path / "c.json")]
+        assert main(["eval", "tasks", str(run_dir), *flags]) == 2
+        assert message in capsys.readouterr().err
+
 
 @pytest.mark.parametrize(
     ("line", "message"),

@@ -280,6 +280,13 @@ def test_texts_that_exceed_the_context(config):
         make_plan(find_topology("cpu"), config, 259, TrainStep, prompt=30)
 
 
+def test_a_batch_that_is_too_large(config):
+    """The limit is checked before an array of the size of the batch is allocated."""
+    message = "batch × generation.n × (prompt + new) must be at most 268,435,456 tokens, got 10,000,000 × 1 × 32"
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_plan(find_topology("cpu"), config, 259, TrainStep, batch=10**7)
+
+
 def test_private_functions_of_cudnn_attention_are_patched_and_restored(monkeypatch):
     """Fails when JAX renames the functions with which its cuDNN attention queries the device, or changes their arguments."""
     module = importlib.import_module(CUDNN_MODULE)

@@ -15,10 +15,10 @@ from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.generation.decode.cache_plan import CachePlan
 from dantinox.lab.measure.texts import pad_rows
-from dantinox.lab.studies import ruler
+from dantinox.lab.studies import ruler_study
 from dantinox.lab.studies.kv_bench import CacheBenchmark, QuestionBatch
 from dantinox.lab.studies.kv_variants import CacheVariant
-from dantinox.lab.studies.ruler import evaluate_ruler
+from dantinox.lab.studies.ruler_study import evaluate_ruler
 from dantinox.lab.studies.ruler_tasks import TASKS, Haystack, Sample, build_haystack, make_sample, match_score, python_manual
 from dantinox.lab.studies.ruler_view import ruler_blocks
 from dantinox.model import make_cache
@@ -163,8 +163,8 @@ def test_study_of_a_cyclic_model(run_dir, monkeypatch, tmp_path):
     def task(rng, haystack, length, size, answer):
         return Sample("a" * min(size, 40), f"say {first}", (answer,), True, 4)
 
-    monkeypatch.setattr(ruler, "MIN_LENGTH", 64)
-    monkeypatch.setattr(ruler, "TASKS", found := {"vt": None, "qa_1": None})
+    monkeypatch.setattr(ruler_study, "MIN_LENGTH", 64)
+    monkeypatch.setattr(ruler_study, "TASKS", found := {"vt": None, "qa_1": None})
     tasks = {"vt": lambda *args: task(*args, then), "qa_1": lambda *args: task(*args, "never")}
     monkeypatch.setattr("dantinox.lab.studies.ruler_tasks.TASKS", tasks)
     found.update(tasks)
@@ -196,14 +196,22 @@ def test_study_of_a_cyclic_model(run_dir, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"lengths": [100]}, r"--lengths must be in \[256, 128\], the model's context, got 100"),
+        ({"lengths": [63]}, r"--lengths must be in \[64, 128\], the model's context, got 63"),
         ({"samples": 0}, "--samples must be at least 1, got 0"),
         ({"ratios": [1.0]}, "--ratios must be between 0 and 1, got 1"),
-        ({"tasks": "vt,cw"}, "unknown task of RULER cw: did you mean cwe"),
-        ({"methods": ["kvzap"]}, "unknown method of eval ruler kvzap: did you mean kvzip"),
+        ({"tasks": "vt, cw"}, "unknown task of RULER 'cw': did you mean cwe"),
+        ({"tasks": ","}, "--tasks must name at least one task of RULER"),
+        ({"methods": ["kvzap"]}, "unknown method of eval ruler 'kvzap': did you mean kvzip"),
         ({"methods": ["loss"]}, "loss cannot run without .*kv_entropy.json: run `dantinox calibrate"),
     ],
 )
-def test_errors(run_dir, given, message):
+def test_errors(run_dir, given, message, monkeypatch):
+    monkeypatch.setattr(ruler_study, "MIN_LENGTH", 64)
     with pytest.raises(UserError, match=message):
         evaluate_ruler(run_dir, **given)
+
+
+@pytest.mark.parametrize("lengths", [None, [128]])
+def test_a_context_that_is_too_short(run_dir, lengths):
+    with pytest.raises(UserError, match="eval ruler needs a model with a context of at least 256 tokens, got 128"):
+        evaluate_ruler(run_dir, lengths=lengths)

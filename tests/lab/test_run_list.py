@@ -74,6 +74,22 @@ def test_states_and_losses(folder, listed):
     assert as_json(listed, folder, "--where", "name=a")[0]["state"] == "finished"
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "state", "step"),
+    [
+        ("training_log.csv", "step,val_loss,val_reward\n1e400,1,1\n", "finished", 30),
+        ("metrics.jsonl", '{"kind": "interval", "step": null}\n', "finished", 30),
+        ("model_summary.json", "[" * 100_000, "unreadable", 30),
+        ("model_summary.json", '{"steps": 1' + "0" * 400 + "}", "unreadable", 30),
+    ],
+)
+def test_damaged_files_do_not_end_the_list(tmp_path, listed, name, content, state, step):
+    run = write_run(tmp_path / "a", [{"val_loss": 1.0}] * 3)
+    (run.path / name).write_text(content)
+    (found,) = as_json(listed, tmp_path)
+    assert found["state"] == state and found["step"] == (step if state == "finished" else None)
+
+
 def test_order_and_conditions(folder, listed):
     def names(*argv):
         return [run["name"] for run in as_json(listed, folder, *argv)]

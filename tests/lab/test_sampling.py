@@ -26,7 +26,7 @@ from dantinox.lab.studies.continuations import (
     generate_continuations,
     prompt_tokens,
 )
-from dantinox.lab.studies.sampling import (
+from dantinox.lab.studies.sampling_study import (
     MEASURES,
     METHODS,
     QUICK_SIZE,
@@ -63,7 +63,7 @@ from dantinox.run import (
 )
 from dantinox.sampling import SamplingParams
 from dantinox.sampling.entropy_router import Metrics, RouterConfig, select_strategy
-from dantinox.text import TokenStore, open_store, prepare_data, train_tokenizer
+from dantinox.text import BatchOptions, TokenStore, open_store, prepare_data, train_tokenizer
 from tests.error_texts import ERRORS
 
 # --- diversity of a text -------------------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def test_no_window_crosses_documents(toy, store):
 def test_padding_of_the_last_batch_is_not_used(monkeypatch):
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["abc"]))
     ids = np.full(5000, 1, np.int32)
-    store = TokenStore(ids, ids, batch_size=1, sequence_length=96, seed=0)
+    store = TokenStore(ids, ids, BatchOptions(1, 96, seed=0))
     for most in (5000, 2000):  # tokens, not all multiples of a batch of 8 · 96
         monkeypatch.setattr(continuations, "STREAM_TOKENS", most)
         count = (min(most, 4999) // 32) // 2
@@ -387,7 +387,7 @@ def test_padding_of_the_last_batch_is_not_used(monkeypatch):
 def test_split_character_belongs_to_the_text_it_ends_in():
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
     ids = np.array(tokenizer.encode("€" * 400), np.int32)  # three bytes each
-    store = TokenStore(ids, ids, batch_size=1, sequence_length=64, seed=0)
+    store = TokenStore(ids, ids, BatchOptions(1, 64, seed=0))
     for windows in draw_windows(tokenizer, store, 8, 10, 20):
         for prompt, text, ids in zip(*windows, strict=True):
             assert set(prompt + text) == {"€"} and len(ids) == 20

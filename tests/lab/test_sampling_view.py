@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from dantinox.config import UserError
-from dantinox.lab.studies.sampling import Difference, MethodResult, SamplingStudy, TemperaturePoint
+from dantinox.lab.studies.sampling_study import Difference, MethodResult, SamplingStudy, TemperaturePoint
 from dantinox.lab.studies.sampling_view import (
     HEADINGS,
     conclusions,

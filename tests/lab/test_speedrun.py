@@ -42,7 +42,7 @@ from dantinox.report.tables import human_count
 from dantinox.run import RunDirectory, load_run_config, save_config, save_tokenizer, save_weights
 from dantinox.text import Tokenizer, train_tokenizer
 from dantinox.text.chat_template import PLAIN
-from dantinox.text.sources import ADDITION, INSTRUCTIONS
+from dantinox.text.corpus_files import ADDITION, INSTRUCTIONS
 from dantinox.training import launch
 from dantinox.training.loop import Trainer
 
@@ -314,9 +314,20 @@ def test_another_request_is_rejected(finished, tmp_path):
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(UserError, match=r"is not empty and not a speedrun \(it has notes\.txt\)"):
         run_speedrun(tmp_path, wanted, Written())
-    (tmp_path / "speedrun.json").write_text("[]")
-    with pytest.raises(UserError, match="cannot be read: choose another --run_dir"):
-        run_speedrun(tmp_path, wanted, Written())
+    state = '{"request": %s, "finished": [], "seconds": %s}'
+    for content in ("[]", state % ("[1]", "{}"), state % ("{}", '{"base": "x"}'), state % ("{}", "[]"), "[" * 100_000):
+        (tmp_path / "speedrun.json").write_text(content)
+        with pytest.raises(UserError, match="cannot be read: choose another --run_dir"):
+            run_speedrun(tmp_path, wanted, Written())
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"parameters": null}'])
+def test_a_damaged_summary_is_reported(finished, tmp_path, content):
+    folder, wanted, _, _ = finished
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (tmp_path / "run" / "sft" / "model_summary.json").write_text(content)
+    with pytest.raises(UserError, match=r"model_summary\.json is damaged: remove .*sft and repeat the command"):
+        run_speedrun(tmp_path / "run", wanted, Written())
 
 
 def test_a_later_stage_without_its_base_is_rejected(tmp_path):

@@ -117,6 +117,10 @@ def test_other_sweep_is_rejected(tmp_path):
     more = Trainer()
     run_sweep(spec(tmp_path, SPEC.replace("1e-1]", "1e-1, 1]")), more)
     assert more.trained == ["trial_007", "trial_008"], "additional trials at the end are allowed"
+    for content in ("", "[]", '{"trials": [], "ended": {}}', '{"trials": {"a": 5}, "ended": {}}', "[" * 100_000):
+        (tmp_path / "runs" / "plan.json").write_text(content)
+        with pytest.raises(UserError, match=r"plan\.json cannot be read: choose another runs_dir"):
+            run_sweep(spec(tmp_path), Trainer())
     (tmp_path / "runs" / "plan.json").unlink()
     with pytest.raises(UserError, match=ERRORS["is_not_empty_and_not"]):
         run_sweep(spec(tmp_path), Trainer())

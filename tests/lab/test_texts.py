@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dantinox.config import TokenizerSection, build_config
 from dantinox.generation.model_bundle import ModelBundle
-from dantinox.lab.measure.texts import read_text
+from dantinox.lab.measure.texts import read_tokens
 from dantinox.text import Tokenizer, prepare_data, train_tokenizer
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
@@ -46,7 +46,7 @@ def test_special_tokens_around_a_text(tmp_path, content, roles, before):
     assert prompts == [[*before, *text.encode()] for text in texts]
     documents = [token for prompt in prompts for token in [*prompt, EOS]]
     assert [*store.training_ids, *store.validation_ids] == documents
-    assert read_text(tokenizer, str(tmp_path / "a.jsonl"), "text", 1000).tolist() == documents[:-1]
+    assert read_tokens(tokenizer, str(tmp_path / "a.jsonl"), "text", 1000).tolist() == documents[:-1]
 
 
 def test_another_rule_rebuilds_the_tokens(tmp_path):

@@ -259,6 +259,11 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
     assert capfd.readouterr().out == f"x is served at {url} (a web page; OpenAI: {url}/v1, KoboldAI: {url}/api)\n"
 
 
+def test_a_folder_for_keys_needs_a_prefix_cache(refused, tmp_path):
+    assert "--cache_dir" in refused("--prefix_cache", 0, "--cache_dir", tmp_path / "keys")
+    assert not (tmp_path / "keys").exists()
+
+
 def test_a_public_address_needs_a_key(refused, tmp_path, monkeypatch):
     for host in ("0.0.0.0", "::", "192.168.1.2", "example.org"):
         assert "--no_auth" in refused("--host", host)

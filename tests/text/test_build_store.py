@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dantinox.config import Config, TokenizerSection, UserError, build_config
-from dantinox.text import Tokenizer, TokenStore, corpus, corpus_changed, open_store, prepare_data, train_tokenizer
+from dantinox.text import (
+    BatchOptions,
+    SpecialIds,
+    Tokenizer,
+    TokenStore,
+    corpus,
+    corpus_changed,
+    open_store,
+    prepare_data,
+    train_tokenizer,
+)
 from dantinox.text import build_store as build
 from tests.error_texts import ERRORS
 
@@ -219,11 +229,24 @@ def test_damage_rebuilds_the_store(built) -> None:
     for part, value in [("train", 7), ("val", {}), ("dtype", "<f8"), ("file", None), ("file", "../tokens.json")]:
         (directory / "tokens.json").write_text(json.dumps(json.loads(sound) | {part: value}))
         assert builds(config, directory, tokenizer), part
+    counts = json.loads(sound)["train"]
+    for change in [{"options": 5}, {"options": {"around": 5}}, {"train": {name: float(n) for name, n in counts.items()}}]:
+        (directory / "tokens.json").write_text(json.dumps(json.loads(sound) | change))
+        assert open_store(config, directory, tokenizer) is None, change
+    (directory / "tokens.json").write_text(json.dumps({k: v for k, v in json.loads(sound).items() if k != "options"}))
+    assert open_store(config, directory, tokenizer) is None and builds(config, directory, tokenizer)
     for content in [b"", data[:-2], data + b"\0\0"]:
         tokens.write_bytes(content)
         assert builds(config, directory, tokenizer)
     tokens.unlink()
     assert builds(config, directory, tokenizer) and not builds(config, directory, tokenizer)
+
+
+def test_a_mixture_of_other_sources_is_reported(built) -> None:
+    config, directory, tokenizer = built
+    mixed = config.model_copy(update={"data": config.data.model_copy(update={"mixture": (0.5, 0.5)})})
+    with pytest.raises(UserError, match=r"were not built with this data\.mixture"):
+        open_store(mixed, directory, tokenizer)
 
 
 def test_leftover_files_are_never_used(built, monkeypatch) -> None:
@@ -299,7 +322,7 @@ def test_batches_from_disk_equal_batches_from_memory(built) -> None:
     config, directory, tokenizer = built
     _, store = prepare_data(config, directory, tokenizer)
     train, val = (np.array(part) for part in parts(store))
-    other = TokenStore(train, val, batch_size=2, sequence_length=8, seed=42, eos_id=tokenizer.eos_id)
+    other = TokenStore(train, val, BatchOptions(2, 8, seed=42), SpecialIds(tokenizer.eos_id))
     for a, b in zip(store.batch(9), other.batch(9), strict=True):
         assert np.array_equal(a, b)
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dantinox.config import UserError
-from dantinox.text import Corpus, sources
+from dantinox.text import Corpus, corpus_files
 from dantinox.text import builtin_recall as recall
-from dantinox.text.sources import find_sources
+from dantinox.text.corpus_files import find_corpus_files
 from tests.error_texts import ERRORS
 
 WORDS = {word for words in recall.TOPICS.values() for word in words}
@@ -28,8 +28,8 @@ def records() -> list[str]:
 @pytest.fixture
 def few(monkeypatch) -> list[str]:
     """Limits the built-in corpus to a few files and returns their texts."""
-    some = find_sources(sources.BUILTIN_PYTHON)[:12]
-    monkeypatch.setattr(sources, "_builtin_python", lambda: list(some))
+    some = find_corpus_files(corpus_files.BUILTIN_PYTHON)[:12]
+    monkeypatch.setattr(corpus_files, "_builtin_python", lambda: list(some))
     return [source.path.read_text(encoding="utf-8") for source in some]
 
 
@@ -115,4 +115,4 @@ def test_the_corpus_equals_a_json_lines_file_with_the_same_records(few, tmp_path
 
 def test_an_unknown_builtin_corpus_lists_the_known_ones() -> None:
     with pytest.raises(UserError, match=ERRORS["unknown_corpus_builtin_memory_did"]):
-        find_sources("builtin:memory")
+        find_corpus_files("builtin:memory")

@@ -182,6 +182,12 @@ def test_invalid_messages_raise_one_sentence(messages, sentence):
     assert str(caught.value) == sentence
 
 
+def test_tools_that_are_nested_too_deeply_raise_one_sentence():
+    tool = json.loads('{"a":' * 900 + "1" + "}" * 900)
+    with pytest.raises(UserError, match="messages must be plain JSON: "):
+        ChatTemplate(CHATML, BYTES).prompt([USER], [tool])
+
+
 def test_a_template_that_changes_earlier_turns_is_refused():
     source = "{% for m in messages %}{{ m.role if loop.last else '' }}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match=ERRORS["does_not_support_training_on"]):

@@ -210,6 +210,9 @@ def test_tools_without_support_of_the_template_equal_those_of_generation(prepare
     batch = store.batch(0)
     answer = text_of(batch.targets_BT[0][batch.mask_BT[0] == 1])
     assert answer == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>$'
+    for content, calls in ((5, [CALL]), ([{"type": "text", "text": "a"}], [])):
+        with pytest.raises(UserError, match="the content of message 0 must be text, got"):
+            chat_prompt(template, [message("assistant", content, tool_calls=calls)], [TOOL])
     refusing = ChatTemplate("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE, BYTES)
     wrong = [{"role": "bot", "content": ""}]
     for one in (template, refusing):  # the second one has the tools in the first message
@@ -343,6 +346,7 @@ def test_records_that_cannot_be_paired_are_refused(prepared, tmp_path):
         ('{"messages": [{"role": "user", "content": "a"}]}', "a conversation has no assistant message to train on "),
         ('{"prompt": 1, "completion": "b"}', "the field 'prompt' must be a string or a list of messages, got 1 "),
         ('{"prompt": "a", "completion": "\\ud83d"}', "U+D83D at position "),
+        ('{"messages": [{"content": "a"}], "tools": [{"name": "f"}]}', "the role of message 0 must be one of system, "),
         ('{"prompt": "a"}', "a record lacks the field 'completion'; it has 'prompt' "),
         ('["a"]', "a record must be a JSON object, got ['a'] "),
         ("{", "not JSON: "),

@@ -17,7 +17,7 @@ from dantinox.config import UserError, build_config
 from dantinox.config.sections import may_hold_records
 from dantinox.text import Corpus, compressed_files, corpus, prepare_data
 from dantinox.text.corpus import split_text
-from dantinox.text.sources import BUILTIN_BYTES, find_sources
+from dantinox.text.corpus_files import BUILTIN_BYTES, find_corpus_files
 from tests.error_texts import ERRORS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +116,7 @@ def test_lists_and_globs(tmp_path) -> None:
         (tmp_path / name).write_text(name)
     assert documents(tmp_path / "*.txt") == ["1.txt", "2.txt", "[x].txt"]
     assert documents(tmp_path / "[x].txt") == ["[x].txt"], "an existing name is no glob"
-    found = find_sources((str(tmp_path / "3.md"), str(tmp_path / "[12].txt")))
+    found = find_corpus_files((str(tmp_path / "3.md"), str(tmp_path / "[12].txt")))
     assert [source.path.name for source in found] == ["3.md", "1.txt", "2.txt"]
 
 
@@ -137,9 +137,9 @@ def test_json_lines(tmp_path, packed: str) -> None:
 
 
 def test_builtin_corpus_exists_and_is_bounded() -> None:
-    sources = find_sources("builtin:python")
+    sources = find_corpus_files("builtin:python")
     names = [source.path.name for source in sources]
-    assert sources == find_sources("builtin:python") and "argparse.py" in names
+    assert sources == find_corpus_files("builtin:python") and "argparse.py" in names
     assert 10**6 < sum(source.path.stat().st_size for source in sources) <= BUILTIN_BYTES
     assert not any({"site-packages", "test", "idlelib", "lib2to3"} & set(source.path.parts) for source in sources)
 

@@ -95,6 +95,12 @@ def test_variants_of_json_calls(call):
     assert content == "" and [(name, json.loads(arguments)) for name, arguments in calls] == [("weather", {"city": "Rome"})]
 
 
+def test_a_name_that_is_nested_too_deeply_is_no_call():
+    reply = '<tool_call>{"name": ' + "[" * 100_000 + "]" * 100_000 + "}</tool_call>"
+    content, _, calls = parsed(make_parser(form_of("hermes"), SCHEMAS), [reply])
+    assert calls == [] and content == reply
+
+
 @pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name != "harmony"])
 def test_text_that_is_no_call_is_the_answer(name):
     form = form_of(name)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dantinox.config import UserError
-from dantinox.text import Batch, TokenStore
+from dantinox.text import Batch, BatchOptions, SpecialIds, TokenStore
 from dantinox.text.batch_rows import best_fit
 from tests.error_texts import ERRORS
 
@@ -22,7 +22,9 @@ def make(
 ) -> TokenStore:
     train = np.arange(tokens) if isinstance(tokens, int) else np.array(tokens)
     val = np.arange(10) if val is None else np.array(val)
-    return TokenStore(train, val, batch_size=batch, sequence_length=length, seed=seed, **more)
+    batches = BatchOptions(batch, length, seed, more.pop("mixture", ()))
+    special = SpecialIds(more.pop("eos_id", None), more.pop("bos_id", None), more.pop("pad_id", 0))
+    return TokenStore(train, val, batches, special, **more)
 
 
 def naive(inputs: list[int]) -> tuple[list[int], list[float]]:
@@ -151,7 +153,7 @@ def test_uint32_tokens_on_disk(tmp_path) -> None:
         tokens = np.arange(65_500, 65_536, dtype=dtype)
         tokens.tofile(tmp_path / "t.bin")
         mapped = np.memmap(tmp_path / "t.bin", dtype, mode="r")
-        store = TokenStore(mapped, mapped[:9], batch_size=2, sequence_length=4, seed=0)
+        store = TokenStore(mapped, mapped[:9], BatchOptions(2, 4, seed=0))
         assert type(store.batch(0).tokens_BT) is np.ndarray and store.batch(0).tokens_BT.min() >= 65_500
         assert np.concatenate([b.targets_BT.ravel() for b in store.validation(1)])[:8].tolist() == list(range(65_501, 65_509))
 

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from dantinox.config import TokenizerSection, UserError
 from dantinox.text import Tokenizer, train_tokenizer
-from dantinox.text.vocabulary import _sample_text, _split_long_words
+from dantinox.text.tokenizer_training import _sample_text, _split_long_words
 from tests.error_texts import ERRORS
 
 CORPUS = (
@@ -137,6 +137,9 @@ def test_an_unknown_character_is_reported_with_its_position() -> None:
 def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=ERRORS["u_d83d_at_position_2"]):
         tokenizer.encode("di\ud83d")
+    fresh = Tokenizer(tokenizer.to_json())  # builds no encoder for special tokens
+    with pytest.raises(UserError, match=ERRORS["u_d83d_at_position_2"]):
+        fresh.encode_special_ids("di\ud83d")
 
 
 def test_saved_and_loaded(tmp_path) -> None:
@@ -222,6 +225,23 @@ def test_missing_huge_and_special_tokenizer_files(tmp_path) -> None:
     for path, message in [(tmp_path / "no.json", "no tokenizer file"), (tmp_path, "no tokenizer file"), (huge, "larger than")]:
         with pytest.raises(UserError, match=message):
             train_tokenizer(TokenizerSection(tokenizer_type="file", tokenizer_path=str(path)), lambda: iter([]))
+
+
+@pytest.mark.parametrize(("content", "stops"), [("null", (258,)), ("[]", (258,)), ('["<pad>", 5]', (256,))])
+def test_stop_tokens_of_a_config(tmp_path, content: str, stops: tuple[int, ...]) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(BYTE.to_json())
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"stop_tokens": {content}}}')
+    assert Tokenizer.load(path).stop_ids == stops
+
+
+@pytest.mark.parametrize("content", ["5", '"<eos>"', '{"content": "<eos>"}'])
+def test_stop_tokens_that_are_no_list_are_refused(tmp_path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(BYTE.to_json())
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"stop_tokens": {content}}}')
+    with pytest.raises(UserError, match="stop_tokens must be a list, got"):
+        Tokenizer.load(path)
 
 
 def test_every_flipped_byte_loads_or_raises_one_sentence() -> None:

@@ -18,7 +18,17 @@ import numpy as np
 from dantinox.config import Config, build_config
 from dantinox.model import Transformer
 from dantinox.model.parameters import abstract_model
-from dantinox.text import PADDING, Batch, ConversationStore, Counts, LabeledCompletions, Preferences, TokenStore
+from dantinox.text import (
+    PADDING,
+    Batch,
+    BatchOptions,
+    ConversationStore,
+    Counts,
+    LabeledCompletions,
+    Preferences,
+    SpecialIds,
+    TokenStore,
+)
 from dantinox.text.conversations import DESIRABLE, FIRST_TOKEN, IN_LOSS
 from dantinox.training.objective import OBJECTIVES
 from dantinox.training.token_losses import MAX_CHUNK_LOGITS, per_token_losses
@@ -205,9 +215,11 @@ def compare_text(rng: np.random.Generator, kind: str) -> None:
     documents = [np.repeat(np.arange(len(part)), [len(document) for document in part]) for part in (training, val)]
     mixture = [(sum(map(len, source)), float(rng.integers(1, 4))) for source in sources] if len(sources) > 1 else []
     store = TokenStore(
-        *streams, batch_size=ROWS, sequence_length=LENGTH, seed=int(rng.integers(1 << 30)), eos_id=EOS, bos_id=bos, pad_id=PAD,
-        packing=packing, mixture=mixture,
-    )  # fmt: skip
+        *streams,
+        BatchOptions(ROWS, LENGTH, int(rng.integers(1 << 30)), mixture),
+        SpecialIds(EOS, bos, PAD),
+        packing=packing,
+    )
     if packing:
         chunks = [document[i : i + LENGTH + 1] for document in training for i in range(0, max(1, len(document) - 1), LENGTH)]
         known = Counter((tuple(chunk), (1,) * (len(chunk) - 1)) for chunk in chunks if len(chunk) > 1)
@@ -249,16 +261,22 @@ def draw_conversation(rng: np.random.Generator, longest: int) -> tuple[list[int]
     return rng.integers(0, VOCABULARY, size).tolist(), marks.tolist()
 
 
-def make_store(rng: np.random.Generator, parts: list[list[tuple[list[int], list[int]]]], **options: Any) -> ConversationStore:
+def make_store(
+    rng: np.random.Generator, parts: list[list[tuple[list[int], list[int]]]], mixture: Any = (), **options: Any
+) -> ConversationStore:
     """Returns a store of training and validation conversations."""
     ids, marks = (
         np.array([x for part in parts for one in part for x in one[k]], d) for k, d in ((0, np.uint16), (1, np.uint8))
     )
     counts = [Counts(sum(len(one[0]) for one in part), len(part), 0, 0) for part in parts]
     return ConversationStore(
-        ids, marks, (counts[0], counts[1]), batch_size=ROWS, sequence_length=LENGTH, pad_id=PAD,
-        seed=int(rng.integers(1 << 30)), **options,
-    )  # fmt: skip
+        ids,
+        marks,
+        (counts[0], counts[1]),
+        BatchOptions(ROWS, LENGTH, int(rng.integers(1 << 30)), mixture),
+        pad_id=PAD,
+        **options,
+    )
 
 
 def part_of(conversation: tuple[list[int], list[int]], longest: int | None = None) -> Part:

@@ -107,22 +107,10 @@ def calibrate_kv(
         raise UserError("from_results measures nothing: do not give data_path, length or loss")
     weights = weights_digest(directory)  # before loading: weights that are replaced meanwhile have another digest
     if from_results is not None:
-        tokenizer = Tokenizer.load(directory.tokenizer)
-        model = load_run_config(directory).architecture(tokenizer.vocab_size)
-        imported = make_calibration(directory, model, read_kv_calibration(from_results, model, weights, tokenizer.fingerprint))
+        imported = _import_results(directory, from_results, weights)
         save_kv_calibration(path, imported.to_dict())
         return imported
-    config = load_run_config(directory)
-    if config.attention.kv_lora_rank is not None:
-        raise UserError(f"the heads of {directory.path} share latents (attention.kv_lora_rank): a budget cannot be divided")
-    if (uneven := uneven_keys(config.attention)) is not None:
-        raise UserError(f"the keys of {directory.path} differ between layers ({uneven}): a budget cannot be divided")
-    context = config.model.max_context
-    if context < ROWS:
-        raise UserError(f"calibration needs model.max_context ≥ {ROWS}, got {context}")
-    length = min(context, LENGTH) if length is None else length
-    if not ROWS <= length <= context:
-        raise UserError(f"length must be in [{ROWS}, {context}], the model's context, got {length}")
+    length = _checked_length(directory, length)
     store = open_text_store(directory, data_path)
     run = load(directory.path)
     texts = sample_sequences(store.training_ids, sequences, length, run.tokenizer.eos_id, seed)
@@ -132,14 +120,10 @@ def calibrate_kv(
     entropy_SRLN, coverage_SRLN, distance_SRLN = measure_attention(run.model, texts, progress)
     if not np.isfinite(entropy_SRLN).all():
         raise UserError(f"the attention of the model in {directory.path} is NaN or infinite: its weights are damaged")
-    found: dict[str, Any] = {
+    found = {
+        **_attention_fields(entropy_SRLN, coverage_SRLN, distance_SRLN),
         "calibration": {"n_sequences": len(texts), "n_sample_positions": ROWS, "method": "attention_entropy"},
-        "head_entropies": _by_head(entropy_SRLN.mean(axis=(0, 1)), "H"),
         "lengths": np.mean([query_lengths(len(text)) for text in texts], axis=0).tolist(),
-        "length_entropies": _by_head(np.moveaxis(entropy_SRLN.mean(axis=0), 0, -1), "H"),
-        "coverage": _by_head(coverage_SRLN.mean(axis=(0, 1)), "H"),
-        "distance": _by_head(distance_SRLN.mean(axis=(0, 1)), "H"),
-        "split_half_correlation": split_half(entropy_SRLN.mean(axis=1)),
         "tokens": sum(map(len, texts)),
         "sequences": len(texts),
         "seed": seed,
@@ -152,6 +136,46 @@ def calibrate_kv(
     calibration = make_calibration(directory, run.model.config, found)
     save_kv_calibration(path, calibration.to_dict())
     return calibration
+
+
+def _attention_fields(entropy_SRLN: np.ndarray, coverage_SRLN: np.ndarray, distance_SRLN: np.ndarray) -> dict[str, Any]:
+    """Returns the fields of the calibration that are means over sequences and queries; see `measure_attention`."""
+    return {
+        "head_entropies": _by_head(entropy_SRLN.mean(axis=(0, 1)), "H"),
+        "length_entropies": _by_head(np.moveaxis(entropy_SRLN.mean(axis=0), 0, -1), "H"),
+        "coverage": _by_head(coverage_SRLN.mean(axis=(0, 1)), "H"),
+        "distance": _by_head(distance_SRLN.mean(axis=(0, 1)), "H"),
+        "split_half_correlation": split_half(entropy_SRLN.mean(axis=1)),
+    }
+
+
+def _import_results(directory: RunDirectory, results: str | Path, weights: str) -> HeadCalibration:
+    """Reads a calibration file that describes the model of a run, whose weights have the digest `weights`."""
+    tokenizer = Tokenizer.load(directory.tokenizer)
+    model = load_run_config(directory).architecture(tokenizer.vocab_size)
+    return make_calibration(directory, model, read_kv_calibration(results, model, weights, tokenizer.fingerprint))
+
+
+def _checked_length(directory: RunDirectory, length: int | None) -> int:
+    """Returns the tokens of a sequence; `length` is that of `calibrate_kv`.
+
+    Raises:
+      UserError: a budget cannot be divided among the heads of the model, or the length is not in its context.
+    """
+    config = load_run_config(directory)
+    if config.attention.kv_lora_rank is not None:
+        raise UserError(f"the heads of {directory.path} share latents (attention.kv_lora_rank): a budget cannot be divided")
+    uneven = uneven_keys(config.attention)
+    if uneven is not None:
+        raise UserError(f"the keys of {directory.path} differ between layers ({uneven}): a budget cannot be divided")
+    context = config.model.max_context
+    if context < ROWS:
+        raise UserError(f"calibration needs model.max_context ≥ {ROWS}, got {context}")
+    if length is None:
+        return min(context, LENGTH)
+    if not ROWS <= length <= context:
+        raise UserError(f"length must be in [{ROWS}, {context}], the model's context, got {length}")
+    return length
 
 
 def make_calibration(directory: RunDirectory, config: ModelConfig, found: Mapping[str, Any]) -> HeadCalibration:
@@ -172,8 +196,11 @@ def make_calibration(directory: RunDirectory, config: ModelConfig, found: Mappin
 def entropy_stats(heads: np.ndarray) -> dict[str, float | None]:
     """Returns mean, extremes and spread of the heads' entropies; None for a ratio that would divide by zero."""
     found = {name: float(getattr(heads, name)()) for name in ("mean", "min", "max", "std")}
-    ratios = {"cv": ("std", "mean"), "range_ratio": ("max", "min")}
-    return found | replace_nonfinite({name: found[a] / found[b] if found[b] > 0 else None for name, (a, b) in ratios.items()})
+    ratios = {
+        "cv": found["std"] / found["mean"] if found["mean"] > 0 else None,  # coefficient of variation
+        "range_ratio": found["max"] / found["min"] if found["min"] > 0 else None,
+    }
+    return found | replace_nonfinite(ratios)
 
 
 def head_types(heads: np.ndarray) -> dict[str, int]:
@@ -189,8 +216,12 @@ def split_half(entropy_SLN: np.ndarray) -> float | None:
     """
     from scipy.stats import spearmanr  # the import takes half a second
 
-    halves = [entropy_SLN[first::2].mean(axis=0).ravel() for first in range(min(2, len(entropy_SLN)))]
-    return float(spearmanr(*halves).statistic) if len(halves) == 2 and np.all(np.ptp(halves, axis=1)) else None
+    if len(entropy_SLN) < 2:
+        return None
+    halves = [entropy_SLN[first::2].mean(axis=0).ravel() for first in (0, 1)]
+    if not np.all(np.ptp(halves, axis=1)):
+        return None
+    return float(spearmanr(*halves).statistic)
 
 
 def sample_sequences(ids: np.ndarray, count: int, length: int, eos_id: int | None, seed: int) -> list[np.ndarray]:

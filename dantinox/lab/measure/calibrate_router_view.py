@@ -96,7 +96,8 @@ def _draw(axes: Any, calibration: RouterCalibration, preset: str) -> None:
             shown.append(Patch(fill=False, edgecolor=color, linestyle=":", label=f"else {label}"))
             continue
         (x_low, x_high), (y_low, y_high) = strategy_intervals(name, _numbers(calibration, preset)).values()
-        x_low = x_low or -x_max  # no edge along the axes
+        # An edge of a region at 0 or at infinity is drawn outside the axes.
+        x_low = x_low or -x_max
         y_low = y_low or -y_max
         box = (x_low, y_low), min(x_high, 2 * x_max) - x_low, min(y_high, 2 * y_max) - y_low
         axes.add_patch(Rectangle(*box, facecolor=color, alpha=0.13, linewidth=0))

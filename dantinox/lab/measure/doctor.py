@@ -48,7 +48,8 @@ def doctor_lines() -> Iterator[str]:
 def matmul_speed() -> tuple[float, str]:
     """Measures the FLOP/s of large matrix multiplications, and returns them with the dtype. It takes a fraction of a second."""
     size, dtype = (1024, "float32") if get_platform().name == "cpu" else (8192, "bfloat16")
-    return 2 * size**3 / _seconds(jnp.matmul, *[jnp.ones((size, size), dtype)] * 2), dtype
+    square = jnp.ones((size, size), dtype)
+    return 2 * size**3 / _seconds(jnp.matmul, square, square), dtype
 
 
 def _compiler_check() -> str:

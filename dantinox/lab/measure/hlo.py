@@ -68,6 +68,7 @@ def computations(text: str) -> dict[str, list[Instruction]]:
 
 
 def _instruction(name: str, line: str) -> Instruction:
+    """Parses the part of an instruction after `name = `: type, opcode, operands in brackets, attributes."""
     end = _closing_bracket(line, 0) if line.startswith("(") else line.index(" ")
     opening = line.index("(", end)
     closing = _closing_bracket(line, opening)
@@ -114,8 +115,14 @@ def _set_origin(op: Instruction, frames: "_Frames") -> Instruction:
 
 
 def _set_fusion_origin(outer: Instruction, parts: list[Instruction]) -> Instruction:
-    matmuls = [part for part in parts if part.opcode in ("dot", "convolution", "custom-call") and part.frames]
-    origin = next(iter([*matmuls, *([outer] if outer.frames else []), *(part for part in parts if part.frames)]), outer)
+    known = [part for part in parts if part.frames]
+    matmuls = [part for part in known if part.opcode in ("dot", "convolution", "custom-call")]
+    if matmuls:
+        origin = matmuls[0]
+    elif known and not outer.frames:
+        origin = known[0]
+    else:
+        origin = outer
     target = next((part.target for part in parts if part.target), outer.target)
     opcodes = tuple(dict.fromkeys(part.opcode for part in parts))
     return replace(outer, inside=opcodes, label=origin.label, frames=origin.frames, target=target)
@@ -138,6 +145,7 @@ class _Frames:
         self.shift = int(any(frame.get("parent_frame_id") == number for number, frame in self.stack.items()))
 
     def of(self, metadata: str) -> tuple[Frame, ...]:
+        """Returns the call stack that the metadata of an instruction names, innermost last."""
         fields = _pairs(metadata)
         if "source_line" in fields:
             file = re.search(r'source_file="([^"]*)"', metadata)

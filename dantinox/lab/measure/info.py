@@ -30,11 +30,12 @@ def info_lines(run_dir: str | Path) -> Iterator[str]:
     """
     run = open_run(run_dir)
     config = load_run_config(run)
-    yield _model(run, config, Tokenizer.load(run.tokenizer))
-    yield _training(run, config)
+    yield _model_table(run, config, Tokenizer.load(run.tokenizer))
+    yield _training_table(run, config)
 
 
-def _model(run: RunDirectory, config: Config, tokenizer: Tokenizer) -> str:
+def _model_table(run: RunDirectory, config: Config, tokenizer: Tokenizer) -> str:
+    """Returns a table of the sizes and options of the model, and of its stored weights."""
     model = config.architecture(tokenizer.vocab_size)
     cache = tree_bytes(jax.eval_shape(partial(make_cache, model, 1, model.max_context, compute_dtype(model))))
     windows = sorted({window for window in model.windows if window is not None})
@@ -68,12 +69,13 @@ def _model(run: RunDirectory, config: Config, tokenizer: Tokenizer) -> str:
 
 
 def _experts(model: ModelConfig) -> str:
+    """Returns the experts in words, with a semicolon before them; "" for a dense model."""
     if model.experts is None:
         return ""
     shared = f" and a shared layer {model.experts.shared_dim} wide" if model.experts.shared_dim else ""
-    dense = (
-        f"; {len(model.experts.dense_layers)} dense layers {model.experts.dense_dim} wide" if model.experts.dense_layers else ""
-    )
+    dense = ""
+    if model.experts.dense_layers:
+        dense = f"; {len(model.experts.dense_layers)} dense layers {model.experts.dense_dim} wide"
     return f"; {model.experts.count} experts, {model.experts.top_k} per token{shared}{dense}"
 
 
@@ -94,7 +96,8 @@ def _stored_weights(run: RunDirectory, config: Config, model: ModelConfig) -> st
     return f"{human_bytes(sizes.total())} ({', '.join(f'{kind} {human_bytes(n)}' for kind, n in sizes.most_common())})"
 
 
-def _training(run: RunDirectory, config: Config) -> str:
+def _training_table(run: RunDirectory, config: Config) -> str:
+    """Returns a table of the steps and of the best evaluation, from the training log."""
     rows = csv_columns(run.log(config), ("step", "tokens", "val_loss", "val_reward", "bits_per_byte"))
     if not rows["step"].size:
         return "no training log\n"
@@ -102,7 +105,8 @@ def _training(run: RunDirectory, config: Config) -> str:
     losses = -rows["val_reward"] if rewarded else rows["val_loss"]
     best = int(np.argmin(np.where(np.isfinite(losses), losses, math.inf)))
     measured = f"val reward {-losses[best]:.4f}" if rewarded else f"val loss {losses[best]:.4f}"
-    bits = "" if np.isnan(rows["bits_per_byte"][best]) else f"{rows['bits_per_byte'][best]:.3f} bits per byte, "
+    bits_per_byte = rows["bits_per_byte"][best]
+    bits = "" if np.isnan(bits_per_byte) else f"{bits_per_byte:.3f} bits per byte, "
     return table([
         ("trained", f"{rows['step'][-1]:.0f} steps, {human_count(rows['tokens'][-1])} tokens"),
         ("best", f"{measured}, {bits}at step {rows['step'][best]:.0f}"),

@@ -104,19 +104,15 @@ def measure_perplexity(
     """
     run = load(run_dir, settings.get("tensor_parallel"))
     generation = run.settings(settings).generation
-    most = run.model.config.max_context
-    context = most if context is None else context
-    if not 2 <= context <= most:
-        raise UserError(f"--context must be in [2, {most}], the model's context, got {context}")
-    stride = max(1, context // 2) if stride is None else stride
-    if not 1 <= stride < context:
-        raise UserError(f"--stride must be in [1, {context - 1}], less than a window of {context} tokens, got {stride}")
+    context, stride = _window(run.model.config.max_context, context, stride)
     if tokens < 2:
         raise UserError(f"--tokens must be at least 2, got {tokens}")
     started = time.perf_counter()
     begin = np.array(run.tokenizer.ids_before_text, np.int32)
     documents = read_documents(run.tokenizer, data_path, run.config.data.text_field, tokens)
-    texts = [text for document in documents for text in sliding_windows(np.concatenate([begin, document.ids]), context, stride)]
+    texts: list[ScoringInput] = []
+    for document in documents:
+        texts += sliding_windows(np.concatenate([begin, document.ids]), context, stride)
     total = sum(text.new for text in texts)
     if not total:
         raise UserError(f"{data_path} has no token to score: a scored token needs a token before it")
@@ -131,7 +127,8 @@ def measure_perplexity(
     if not math.isfinite(nats):
         raise UserError("the model returns a NaN or infinite log-probability for the text: its weights are damaged")
     unscored = [] if len(begin) else [document.ids[:1] for document in documents]
-    size = sum(document.bytes for document in documents) - sum(decoded_bytes(run.tokenizer, ids) for ids in unscored)
+    size = sum(document.bytes for document in documents)
+    size -= sum(decoded_bytes(run.tokenizer, ids) for ids in unscored)
     return Perplexity(
         nats=nats / total,
         perplexity=math.exp(min(nats / total, 700.0)),
@@ -145,6 +142,19 @@ def measure_perplexity(
         stride=stride,
         seconds=time.perf_counter() - started,
     )
+
+
+def _window(most: int, context: int | None, stride: int | None) -> tuple[int, int]:
+    """Returns the tokens of a window, at most the model's context `most`, and the tokens to the next window."""
+    if context is None:
+        context = most
+    if not 2 <= context <= most:
+        raise UserError(f"--context must be in [2, {most}], the model's context, got {context}")
+    if stride is None:
+        stride = max(1, context // 2)
+    if not 1 <= stride < context:
+        raise UserError(f"--stride must be in [1, {context - 1}], less than a window of {context} tokens, got {stride}")
+    return context, stride
 
 
 def _estimate(model: ModelConfig, texts: Sequence[ScoringInput]) -> str:

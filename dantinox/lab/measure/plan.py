@@ -51,6 +51,7 @@ FORMULAS = {
     "prefill": "as evaluation, but the output layer reads only the last token of a row",
     "decode": "2N + 4·L·H·Q·S FLOPs per token, where S is the number of cache slots",
 }
+MAX_TOKENS = 1 << 28  # of a batch with its new tokens; arrays of this size are allocated to trace the programs
 # Custom calls of libtpu that are not kernels.
 NON_KERNELS = {
     "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart", "ConcatBitcast",
@@ -146,8 +147,6 @@ class Plan:
 
 # A program's figures before compilation, the traced program, and compiler options.
 PlannedProgram = tuple[Program, Any, Mapping[str, Any]]
-
-
 # `training.step.TrainStep`, whose `traced()` returns name → (rows, length, program, compiler options).
 MakeTrainStep = Callable[[Config, ModelConfig, int, Layout], Any]
 
@@ -175,17 +174,15 @@ def make_plan(
       progress: called with a line before each compilation.
 
     Raises:
-      UserError: prompt and new tokens do not fit in the context, the settings name tokens by their text, or a mesh does not
-        match the devices, the batch or the model.
+      UserError: prompt and new tokens do not fit in the context, the batch has more than `MAX_TOKENS` tokens, the settings
+        name tokens by their text, or a mesh does not match the devices, the batch or the model.
     """
     model = config.architecture(vocab_size, topology.platform)
-    new = min(config.generation.max_new_tokens, model.max_context // 2) if new is None else new
-    prompt = model.max_context - new if prompt is None else prompt
-    if min(batch, prompt, new) < 1 or prompt + new > model.max_context:
-        raise UserError(
-            f"batch, prompt and new must be at least 1, and prompt + new at most the context of {model.max_context}, "
-            f"got {batch}, {prompt} and {new}"
-        )
+    if new is None:
+        new = min(config.generation.max_new_tokens, model.max_context // 2)
+    if prompt is None:
+        prompt = model.max_context - new
+    _check_sizes(batch, prompt, new, model.max_context, config.generation.n)
     distributed = [config.distributed.model_copy(update=dict(mesh)) for mesh in meshes or [{}]]
     mesh_configs = [config.model_copy(update={"distributed": section}) for section in distributed]
     trained = config.trained_architecture(vocab_size, topology.platform)
@@ -221,6 +218,20 @@ def make_plan(
     )
 
 
+def _check_sizes(batch: int, prompt: int, new: int, context: int, samples: int) -> None:
+    """Raises UserError if prompts and new tokens do not fit in the context, or the batch has too many tokens."""
+    if min(batch, prompt, new) < 1 or prompt + new > context:
+        raise UserError(
+            f"batch, prompt and new must be at least 1, and prompt + new at most the context of {context}, "
+            f"got {batch}, {prompt} and {new}"
+        )
+    if batch * samples * (prompt + new) > MAX_TOKENS:
+        raise UserError(
+            f"batch × generation.n × (prompt + new) must be at most {MAX_TOKENS:,} tokens, "
+            f"got {batch:,} × {samples} × {prompt + new}"
+        )
+
+
 def idle_expert_bytes(weights: Any, model: ModelConfig, tokens: int) -> int:
     """Returns the bytes of the experts that `tokens` tokens do not use, if every token uses different experts."""
     if model.experts is None:
@@ -238,7 +249,8 @@ def training_programs(config: Config, model: ModelConfig, training: MakeTrainSte
     for name, (rows, length, program, options) in train_step.traced().items():
         forward = forward_flops(model, length)
         per_token = training_flops(model, length) if name == "train" else forward
-        per_token += 0 if teacher is None else forward_flops(teacher.model, length)
+        if teacher is not None:
+            per_token += forward_flops(teacher.model, length)
         flops = rows * length * per_token // layout.devices
         layers = rows * length * (forward - 2 * model.dim * model.vocab_size) // layout.devices
         again = layers if name == "train" and model.remat == "full" else 0
@@ -250,11 +262,12 @@ def training_programs(config: Config, model: ModelConfig, training: MakeTrainSte
         untouched = 0 if name == "train" or model.weight_tying or layout.mesh else table
         traffic = (
             layout.bytes_per_device((state, base))
-            + (0 if teacher is None else teacher.bytes_per_device(teacher_weights))
             + tree_bytes(batch) // (layout.batch_shards * layout.row_shards)
             + layout.bytes_per_device(program.out_info)
             - untouched
         )
+        if teacher is not None:
+            traffic += teacher.bytes_per_device(teacher_weights)
         yield Program(name, layout.label(), f"{rows} × {length} tokens", flops, again, traffic), program, options
 
 
@@ -279,19 +292,11 @@ def generation_programs(
     # The shares of the heads are measured on a trained model: here all heads get equal shares.
     kv = config.kv.model_copy(update={"signal": "uniform"} if config.kv.compresses else {})
     cache_plan = plan_cache(model, kv, slots_needed(lengths, limits))
-    seeded = config.model_copy(update={"generation": settings.model_copy(update={"seed": settings.seed or 0})})
     rows_batch = StaticBatch(
         weights,
         np.zeros((batch, prompt), np.int32),
         lengths,
-        SamplingParams.build(
-            seeded,
-            batch=rows,
-            stop_ids=[0],
-            clarify_ids=[[0]] * rows if config.router.clarify_text else None,
-            sample_index=[*range(settings.n)] * batch,
-            vocab_size=model.vocab_size,
-        ),
+        _sampling_params(config, batch, model.vocab_size),
         limits_B=np.repeat(limits, settings.n),
         eos_ids=[[0]] * rows,
         options=StaticOptions(
@@ -304,8 +309,8 @@ def generation_programs(
         place([leaf for path, leaf in nnx.to_flat_state(nnx.state(weights)) if path[-1] not in LOOKUP_TABLES])
     )
     cache = bytes_per_device(place(first.out_info[0].caches))
-    head = 2 * model.dim * model.vocab_size
-    token = 2 * matrix_parameters(model) - head
+    head = 2 * model.dim * model.vocab_size  # FLOPs of the output layer per token
+    token = 2 * matrix_parameters(model) - head  # FLOPs of all other matrix multiplications
 
     def forward(rows: int, length: int) -> int:
         """Returns the FLOPs of a forward pass over `rows` sequences that computes only their last logits."""
@@ -315,16 +320,38 @@ def generation_programs(
     on = ONE_DEVICE if mesh is None else f"tensor {mesh.size}"
     flops = forward(batch, prompt) // shares
     yield Program("prefill", on, f"{batch} × {prompt} tokens", flops, 0, read + cache), first, options
-    sizes = 2 * model.head_size
-    groups = model.n_heads // model.kv_heads
-    if model.latent is not None:  # all heads read the latent, as key and as value
-        sizes = 2 * model.latent.rank + model.latent.rotated_size
-        groups = model.n_heads
-    flops = rows * (token + head + 2 * sizes * groups * slots_read(model, cache_plan))
-    flops = flops if settings.use_cache else forward(rows, cache_plan.slots)
-    reads = f"{rows} × 1 token, {cache_plan.slots} slots" if settings.use_cache else f"{rows} × {cache_plan.slots} tokens"
-    idle = idle_expert_bytes(weights, model, rows if settings.use_cache else rows * cache_plan.slots) // shares
+    if settings.use_cache:
+        tokens = rows
+        flops = rows * (token + head + _attention_flops_per_slot(model) * slots_read(model, cache_plan))
+        reads = f"{rows} × 1 token, {cache_plan.slots} slots"
+    else:
+        tokens = rows * cache_plan.slots
+        flops = forward(rows, cache_plan.slots)
+        reads = f"{rows} × {cache_plan.slots} tokens"
+    idle = idle_expert_bytes(weights, model, tokens) // shares
     yield Program("decode", on, reads, flops // shares, 0, read - idle + cache), following, options
+
+
+def _attention_flops_per_slot(model: ModelConfig) -> int:
+    """Returns the FLOPs with which the query heads of one key/value head read a slot, as key and as value."""
+    if model.latent is not None:  # all heads read the latent
+        return 2 * (2 * model.latent.rank + model.latent.rotated_size) * model.n_heads
+    return 2 * (2 * model.head_size) * (model.n_heads // model.kv_heads)
+
+
+def _sampling_params(config: Config, batch: int, vocab_size: int) -> SamplingParams:
+    """Returns the parameters of a batch of prompts, with placeholders for the tokens that a tokenizer would give."""
+    settings = config.generation
+    rows = batch * settings.n
+    seeded = settings.model_copy(update={"seed": settings.seed or 0})
+    return SamplingParams.build(
+        config.model_copy(update={"generation": seeded}),
+        batch=rows,
+        stop_ids=[0],
+        clarify_ids=[[0]] * rows if config.router.clarify_text else None,
+        sample_index=[*range(settings.n)] * batch,
+        vocab_size=vocab_size,
+    )
 
 
 def slots_read(model: ModelConfig, plan: CachePlan) -> int:
@@ -457,7 +484,9 @@ def _machine(plan: Plan) -> Iterator[str]:
     if plan.chips > 1:
         link = f", links of {human_bytes(plan.chip.link)}/s" if plan.chip else ""
         yield f"{plan.chips} chips{link}: all figures are per chip; the bytes of a collective are the bytes that a chip sends"
-    adapters = f" and {human_count(plan.trained)} trained adapter parameters" * (plan.trained != plan.parameters)
+    adapters = ""
+    if plan.trained != plan.parameters:
+        adapters = f" and {human_count(plan.trained)} trained adapter parameters"
     yield f"{human_count(plan.parameters)} parameters{adapters}, computed in {plan.dtype}, vocabulary of {plan.vocab_size}"
 
 

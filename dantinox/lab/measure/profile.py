@@ -34,7 +34,7 @@ DATA_MOVEMENT = {
     "parameter", "constant", "fusion",
 }  # fmt: skip
 OUTER_SCOPES = ("Transformer.", "Block.")  # nearly all operations are inside these modules
-PACKAGE = f"/{__package__.partition('.')[0]}/"
+PACKAGE = f"/{__package__.partition('.')[0]}/"  # in the paths of source files of this package
 # The kind of a custom call, by its target or name.
 KERNELS = {
     "matmul": re.compile(r"gemm|matmul|cublas|onednn|__cudnn\$conv"),
@@ -112,7 +112,9 @@ def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
     operations = rank_operations(runs, programs)
     if not operations:
         raise UserError(f"the trace {files[-1]} has no device operation")
-    kind = f"{jax.device_count()} × " * (jax.device_count() > 1) + device.device_kind
+    kind = device.device_kind
+    if jax.device_count() > 1:
+        kind = f"{jax.device_count()} × {kind}"
     return Profile(str(folder), kind, count, wall * 1e3, operations)
 
 
@@ -168,9 +170,8 @@ def operation_kind(instruction: Instruction, name: str) -> str:
     """Returns the kind of an operation from the opcodes in it."""
     inside = {instruction.opcode, *instruction.inside}
     if "custom-call" in inside:
-        return next(
-            (kind for kind, names in KERNELS.items() if names.search(f"{instruction.target} {instruction.label}")), "kernel"
-        )
+        origin = f"{instruction.target} {instruction.label}"
+        return next((kind for kind, pattern in KERNELS.items() if pattern.search(origin)), "kernel")
     for kind, opcodes in KINDS.items():
         if inside.intersection(opcodes):
             return kind
@@ -191,8 +192,11 @@ def _origin(instruction: Instruction) -> tuple[str, str]:
         parts = dict.fromkeys(name.removesuffix(".__call__") for name in (methods[0], methods[-1]))
     else:  # the innermost frame may be a library function, an optimizer for instance
         parts = dict.fromkeys([instruction.frames[-1].function.replace(".<locals>", "").replace(".<lambda>", "")])
-    backward = " (backward)" * ("transpose(" in instruction.label)
-    return " › ".join(parts) + backward, f"{package_frames[-1].file.rpartition(PACKAGE)[2]}:{package_frames[-1].line}"
+    place = " › ".join(parts)
+    if "transpose(" in instruction.label:
+        place += " (backward)"
+    innermost = package_frames[-1]
+    return place, f"{innermost.file.rpartition(PACKAGE)[2]}:{innermost.line}"
 
 
 WIDTH = 160  # lines that the terminal wraps are easier to read than a table in several parts

@@ -63,6 +63,7 @@ def count_work(text: str) -> Work:
 
     @cache
     def work_of(computation: str) -> Work:
+        """Returns the work of a computation and of those that it calls."""
         types = {op.name: op.type for op in members[computation]}
         total = Work()
         # A TPU program repeats an asynchronous collective in every fusion that continues it: count only its start. A fusion
@@ -122,6 +123,7 @@ def _group_size(attributes: str, devices: int) -> int:
 
 
 def _loop_work(body_work: Work, loop: Instruction, members: Mapping[str, list[Instruction]]) -> Work:
+    """Returns the work of all iterations of a loop, whose number the attributes name or the condition compares with."""
     trip_count = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if trip_count:
         return body_work.repeat(int(trip_count[1]))
@@ -151,6 +153,7 @@ def _bytes(type: str) -> float:
 
 
 def _bits(name: str) -> int:
+    """Returns the bits of an element of a type such as `f32`; 0 for types without data."""
     if name == "pred":
         return 8
     width = re.search(r"\d+", name)

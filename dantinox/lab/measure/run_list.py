@@ -1,10 +1,9 @@
 """`dantinox runs`: the runs below a folder, with their state, losses and the settings that differ among them."""
 
 import fcntl
-import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,13 @@ from dantinox.config import load_config
 from dantinox.config.names import flat_name
 from dantinox.config.sections import DEFAULTS
 from dantinox.config.yaml_files import did_you_mean, nearest_key, parse_value
-from dantinox.files import UserError, escape_name, first_line, quote, read_text, wrap_os_errors
+from dantinox.files import UserError, escape_name, first_line, quote, read_json, read_text
 from dantinox.report.metric_files import csv_columns, jsonl_columns
 from dantinox.report.tables import Column, human_time, text_table, wrap_lines
 from dantinox.run.directory import RunDirectory, is_failed_start
 
 MAX_CONFIG_BYTES = 1 << 20
+MAX_SUMMARY_BYTES = 1 << 20
 MAX_COLUMNS = 8  # of settings in the table; JSON has all
 # The loader in C is 6 times faster than that of `load_config`, whose stricter rules do not matter for a file that a run wrote.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -119,8 +119,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _read_logs(found: RunSummary, run: RunDirectory, log: Path) -> None:
-    intervals = jsonl_columns(run.metrics, "interval", ("step", "train_loss", "reward", "ms_per_step"))
-    rows = csv_columns(log, ("step", "val_loss", "val_reward"))
+    intervals = _with_steps(jsonl_columns(run.metrics, "interval", ("step", "train_loss", "ms_per_step")))
+    rows = _with_steps(csv_columns(log, ("step", "val_loss", "val_reward")))
     steps = np.concatenate([intervals["step"], rows["step"]])
     if not steps.size:
         return
@@ -135,6 +135,12 @@ def _read_logs(found: RunSummary, run: RunDirectory, log: Path) -> None:
     found.last = next((float(x[-1]) for x in (values, intervals["train_loss"]) if x.size and np.isfinite(x[-1])), None)
     counts = np.diff(intervals["step"], prepend=0)
     found.seconds = float(np.nansum(intervals["ms_per_step"] * np.maximum(counts, 0))) / 1000
+
+
+def _with_steps(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the rows of a log whose step is a number; a damaged log has others."""
+    has_step = np.isfinite(columns["step"])
+    return {name: column[has_step] for name, column in columns.items()}
 
 
 def _is_locked(run: RunDirectory) -> bool:
@@ -153,11 +159,10 @@ def _is_locked(run: RunDirectory) -> bool:
 
 
 def _steps(summary: Path) -> float:
-    with wrap_os_errors(f"cannot read {summary}"):
-        try:
-            return float(json.loads(summary.read_bytes())["steps"])
-        except (ValueError, TypeError, KeyError):
-            raise UserError(f"{summary} is not a summary of a run") from None
+    try:
+        return float(read_json(summary, MAX_SUMMARY_BYTES)["steps"])
+    except (ValueError, TypeError, KeyError, OverflowError):
+        raise UserError(f"{summary} is not a summary of a run") from None
 
 
 def select_runs(runs: Sequence[RunSummary], where: Sequence[str], sort: str) -> list[RunSummary]:
@@ -181,12 +186,14 @@ def select_runs(runs: Sequence[RunSummary], where: Sequence[str], sort: str) -> 
 
 
 def _sort_key(value: Any, descending: bool) -> tuple[bool, bool, Any]:
+    """Returns a key that sorts numbers before other values, and missing values last."""
     is_number = isinstance(value, int | float)
     number = -value if is_number and descending else value
     return value is None, not is_number, number if is_number else str(value)
 
 
 def _value_function(key: str, flag: str) -> Callable[[RunSummary], Any]:
+    """Returns the function from a run to its value of a column or a setting, which a flag names."""
     if key in COLUMNS:
         return lambda run: getattr(run, key)
     found = [name for name in DEFAULTS if key in (name, flat_name(name))]
@@ -211,7 +218,7 @@ def run_lines(runs: Sequence[RunSummary], width: int) -> Iterator[str]:
         Column("best_step", "at step", lambda run: run.best_step, "d"),
         Column("seconds", "time", lambda run: None if run.seconds is None else human_time(run.seconds)),
     ]
-    for key, name in list(zip(keys, names, strict=True))[:MAX_COLUMNS]:
+    for key, name in zip(keys[:MAX_COLUMNS], names, strict=False):
         heading = name if names.count(name) == 1 else key
         columns.append(Column(key, heading, partial(_setting_cell, key)))
     yield from text_table(columns, runs, max(width, 60))

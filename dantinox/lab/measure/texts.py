@@ -11,7 +11,7 @@ import numpy as np
 
 from dantinox.config import Config, UserError
 from dantinox.run import RunDirectory, load_run_config
-from dantinox.text import Corpus, PromptStore, Tokenizer, TokenStore, open_store
+from dantinox.text import BatchOptions, Corpus, PromptStore, SpecialIds, Tokenizer, TokenStore, open_store
 from dantinox.text.corpus import split_text
 from dantinox.text.tokenizer import UnknownCharacter
 
@@ -34,14 +34,14 @@ def equal_batches(count: int, max_size: int) -> Iterator[np.ndarray]:
 def map_batches(
     count: int,
     max_size: int,
-    reduce: Callable[[np.ndarray], Any],
+    compute: Callable[[np.ndarray], Any],
     advance: Callable[[int], None] = lambda rows: None,
     axis: int = 0,
 ) -> Any:
-    """Applies `reduce` to `count` sequences in batches of at most `max_size` and concatenates the results along `axis`.
+    """Applies `compute` to `count` sequences in batches of at most `max_size` and concatenates the results along `axis`.
 
     Args:
-      reduce: maps the indices of a batch's sequences to a tree of arrays with one entry per sequence along `axis`.
+      compute: maps the indices of a batch's sequences to a tree of arrays with one entry per sequence along `axis`.
       advance: called after each batch with the number of new sequences in it.
 
     Returns:
@@ -50,7 +50,7 @@ def map_batches(
     parts = []
     done = 0
     for rows in equal_batches(count, max_size):
-        parts.append(jax.tree.map(np.asarray, reduce(rows)))
+        parts.append(jax.tree.map(np.asarray, compute(rows)))
         new = min(len(rows), count - done)
         advance(new)
         done += new
@@ -90,12 +90,12 @@ def open_text_store(directory: RunDirectory, data_path: str | Path | None = None
         if store is None:
             raise UserError(f"{directory.path} has no saved training text: select a text with --data_path")
         return store
-    ids = read_text(tokenizer, str(data_path), config.data.text_field, tokens)
+    ids = read_tokens(tokenizer, str(data_path), config.data.text_field, tokens)
     if len(ids) < 2:
         raise UserError(f"{data_path} has {len(ids)} tokens, fewer than 2: select a longer text with --data_path")
     length = min(config.model.max_context, WINDOW, len(ids) - 1)
     bos_id = next(iter(tokenizer.ids_before_text), None)
-    return TokenStore(ids, ids, batch_size=1, sequence_length=length, seed=0, eos_id=tokenizer.eos_id, bos_id=bos_id)
+    return TokenStore(ids, ids, BatchOptions(1, length, seed=0), SpecialIds(tokenizer.eos_id, bos_id))
 
 
 def saved_text(directory: RunDirectory, config: Config, tokenizer: Tokenizer) -> TokenStore | None:
@@ -104,7 +104,7 @@ def saved_text(directory: RunDirectory, config: Config, tokenizer: Tokenizer) ->
     return None if isinstance(store, PromptStore) else store
 
 
-def read_text(tokenizer: Tokenizer, path: str, text_field: str, tokens: int) -> np.ndarray:
+def read_tokens(tokenizer: Tokenizer, path: str, text_field: str, tokens: int) -> np.ndarray:
     """Returns the first `tokens` tokens of the text at `path`, which has the form of `data.path`."""
     parts = [np.zeros(0, np.int32)]
     count = 0

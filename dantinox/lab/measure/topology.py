@@ -141,6 +141,7 @@ def _emulate_h100() -> Iterator[None]:
 
 
 def _tpu_devices(model: str, shape: str) -> list[jax.Device]:
+    """Returns the devices of a TPU topology such as `v5e` of the shape `4x4`."""
     # A host has four chips or more unless this option limits it to one.
     one_chip = {"chips_per_host_bounds": (1, 1, 1)} if set(shape) == {"1", "x"} or shape == "1" else {}
     try:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +42,33 @@ def comparison_lines(run_dir: str | Path, data_path: str | Path | None = None) -
             yield f"weights {name:<9} {human_bytes(weight_bytes(reference.model)):>8}"
             continue
         model = prepare(run.model, name, run.config.generation.matmul_dtype)
-        nats, model_nats, gap, targets = reference.compare(model)
+        found = reference.compare(model)
+        rise = 100 * math.expm1(found.other_nats - found.nats)
         yield (
             f"weights {name:<9} {human_bytes(weight_bytes(model)):>8}"
-            f"  logit error {math.sqrt(gap):.2g}, perplexity {math.exp(nats):.4g} → {math.exp(model_nats):.4g} "
-            f"({100 * math.expm1(model_nats - nats):+.3f} %) on {targets:.0f} tokens"
+            f"  logit error {math.sqrt(found.squared_gap):.2g}, perplexity {math.exp(found.nats):.4g} → "
+            f"{math.exp(found.other_nats):.4g} ({rise:+.3f} %) on {found.targets:.0f} tokens"
         )
 
 
 def _rows(batch: Batch | Preferences | LabeledCompletions) -> Batch:
+    """Returns all rows of a batch of any store."""
     return batch if isinstance(batch, Batch) else batch.rows()
+
+
+class Comparison(NamedTuple):
+    """A model beside the reference.
+
+    Attributes:
+      nats, other_nats: mean −ln p per target of the reference and of the other model.
+      squared_gap: mean squared difference of their logits; at each position, the logits of a model are centered first.
+      targets: number of targets.
+    """
+
+    nats: float
+    other_nats: float
+    squared_gap: float
+    targets: float
 
 
 class FloatReference:
@@ -68,17 +85,12 @@ class FloatReference:
         )
         self.x_NBTD = _hidden(self.model, self.batches)
 
-    def compare(self, other: Transformer) -> list[float]:
-        """Compares another model with the reference.
-
-        Returns:
-          Mean −ln p per target of the reference and of `other`, the mean squared difference of their logits, and the number
-          of targets. At each position, each model's logits are centered (their mean is subtracted) before the difference.
-        """
+    def compare(self, other: Transformer) -> Comparison:
+        """Compares another model with the reference."""
         other = dequantize(other)
         sums_NB4 = _compare_logits(self.model, other, self.x_NBTD, _hidden(other, self.batches), self.batches)
-        *found, targets = np.sum(np.asarray(sums_NB4, np.float64), axis=(0, 1))
-        return [*(number / targets for number in found), targets]
+        nats, other_nats, squared_gap, targets = np.sum(np.asarray(sums_NB4, np.float64), axis=(0, 1)).tolist()
+        return Comparison(nats / targets, other_nats / targets, squared_gap / targets, targets)
 
 
 @nnx.jit(graph_updates=False)

@@ -20,6 +20,7 @@ Record = dict[str, Any]
 
 
 def _shuffled(draw: random.Random, context: str, answer: str, wrong: list[str]) -> Record:
+    """Returns a multiple-choice question with the choices in a random order."""
     choices = [answer, *wrong]
     draw.shuffle(choices)
     return {"context": context, "choices": choices, "answer": choices.index(answer)}
@@ -27,8 +28,8 @@ def _shuffled(draw: random.Random, context: str, answer: str, wrong: list[str]) 
 
 def _near(draw: random.Random, number: int) -> list[str]:
     """Returns three other numbers near a number, as continuations."""
-    near = [n for n in range(max(0, number - 5), number + 6) if n != number]
-    return [f" {n}" for n in draw.sample(near, 3)]
+    near = [other for other in range(max(0, number - 5), number + 6) if other != number]
+    return [f" {other}" for other in draw.sample(near, 3)]
 
 
 def _addition(draw: random.Random) -> Record:
@@ -59,9 +60,8 @@ def _recall(draw: random.Random) -> Record:
     nouns = draw.sample(WORDS["nouns"], 3)
     facts = [f"{name} has the {noun}." for name, noun in zip(names, nouns, strict=True)]
     asked = draw.randrange(3)
-    return _shuffled(draw, f"{' '.join(facts)} {names[asked]} has the", f" {nouns[asked]}", [
-        f" {noun}" for noun in nouns if noun != nouns[asked]
-    ])  # fmt: skip
+    wrong = [f" {noun}" for noun in nouns if noun != nouns[asked]]
+    return _shuffled(draw, f"{' '.join(facts)} {names[asked]} has the", f" {nouns[asked]}", wrong)
 
 
 def _brackets(draw: random.Random) -> Record:
@@ -97,7 +97,10 @@ def _article(draw: random.Random) -> Record:
 
 
 def _word_order(draw: random.Random) -> Record:
-    name, verb, adjective, noun = (draw.choice(words) for words in (WORDS["names"], VERBS, WORDS["adjectives"], WORDS["nouns"]))
+    name = draw.choice(WORDS["names"])
+    verb = draw.choice(VERBS)
+    adjective = draw.choice(WORDS["adjectives"])
+    noun = draw.choice(WORDS["nouns"])
     answer = f" {verb} the {adjective} {noun}."
     wrong = [f" {verb} {adjective} the {noun}.", f" the {verb} {adjective} {noun}.", f" {verb} the {noun} {adjective}."]
     return _shuffled(draw, name, answer, wrong)

@@ -23,7 +23,8 @@ from dantinox.run import load_run_config, open_run
 from dantinox.sampling import SamplingParams
 from dantinox.text import Tokenizer, TokenStore
 
-PROMPT_TOKENS, MIN_PROMPT_TOKENS = 64, 8
+PROMPT_TOKENS = 64
+MIN_PROMPT_TOKENS = 8
 STREAM_TOKENS = 1 << 22  # windows come from the first tokens of the validation text, at most this many
 ROWS = 32  # prompts per batch
 # Default settings, so that the settings of the run do not influence a comparison.

@@ -21,7 +21,8 @@ from dantinox.lab.studies.kv_variants import ORACLE, CacheVariant, argmax_at, ne
 from dantinox.report.console import Progress
 from dantinox.sampling import SamplingParams
 
-FREE_TOKENS, FREE_ROWS = 64, 8
+FREE_TOKENS = 64  # tokens of a greedy continuation
+FREE_ROWS = 8  # continuations per batch
 MIN_TIMED_BATCHES = 3  # the speed of the fastest batch is reported
 
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.lab.measure.texts import pad_rows
+from dantinox.lab.studies.continuations import STREAM_TOKENS
 from dantinox.lab.studies.statistics import repetition
 from dantinox.text import Tokenizer, TokenStore, builtin_recall
 
 SEEDS = 3
-STREAM_TOKENS = 1 << 22  # sequences come from the first tokens of the validation text, at most this many
 MAX_REPETITION = 0.2  # share of repeated word 4-grams above which a text is rejected
 FACTS_PER_PROMPT = 8
 MAX_TRIES = 100  # attempts to build a task
@@ -110,12 +110,11 @@ def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Recall
     """Builds `count` tasks of each kind, hidden among lines of the sequences. All contexts have the same length."""
     T = sequences.ids.shape[1]
     context = T - len(tokenizer.encode(builtin_recall.copy_task(random.Random(0), FACTS_PER_PROMPT).question))  # the longest
-    tasks = [
-        _make_task(tokenizer, sequences.ids, rng, kind, context)
-        for kind in KINDS
-        for rng, share in zip(map(random.Random, range(SEEDS)), split_by_seed(count), strict=True)
-        for _ in range(share)
-    ]
+    tasks = []
+    for kind in KINDS:
+        for seed, share in enumerate(split_by_seed(count)):
+            rng = random.Random(seed)
+            tasks += [_make_task(tokenizer, sequences.ids, rng, kind, context) for _ in range(share)]
     rows, answers = zip(*tasks, strict=True)
     return RecallTasks(*pad_rows(rows, T), np.array(answers), np.arange(len(rows)) < count, context)
 

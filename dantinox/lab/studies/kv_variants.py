@@ -22,7 +22,11 @@ from dantinox.model import CacheReport, KVCache, Transformer, make_cache
 from dantinox.model.compressed_cache import CompressedLayer
 from dantinox.run import KVCalibration
 
-REFERENCE, STREAMING, UNIFORM, ORACLE = "full", "streaming", "uniform", "oracle"
+# Methods that the code names.
+REFERENCE = "full"
+STREAMING = "streaming"
+UNIFORM = "uniform"
+ORACLE = "oracle"
 SIGNALS = ("entropy", "coverage", "distance", "loss")
 # Name → settings of the section `kv` except the budget and the dtype. The oracle is not a real cache: it keeps all keys, but
 # each query attends only to the keys with its largest attention weights.
@@ -56,6 +60,17 @@ class CacheVariant(NamedTuple):
     model: Transformer
     plan: CachePlan
     report: CacheReport | None = None
+
+    @property
+    def known_report(self) -> CacheReport:
+        """The report of the cache.
+
+        Raises:
+          ValueError: the cache is the oracle.
+        """
+        if self.report is None:
+            raise ValueError(f"{self.name} has no report")
+        return self.report
 
     def logprobs(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> jax.Array:
         """Returns next-token log-probabilities `[B, T − start + 1, V]` at the positions from `start − 1` on.
@@ -166,10 +181,11 @@ def select_methods(
       UserError: a name is unknown, or its method needs a signal that was not measured.
     """
     found = select_names(names, known, f"method of {study}")
-    left_out = []
+    left_out = list[str]()
     if names is None and usual is not None:
         unusual = sorted(set(found) - {*usual, REFERENCE})
-        left_out = [f"{', '.join(unusual)}: name them in --methods"] * bool(unusual)
+        if unusual:
+            left_out.append(f"{', '.join(unusual)}: name them in --methods")
         found = [name for name in found if name in usual]
     reasons = {name: reason for name in found if (reason := _missing_signal(name, measured))}
     if reasons and measured is None and (needs_calibration or names is not None):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dantinox.lab.studies.kv import CacheResult, KVStudy
+from dantinox.lab.studies.kv_study import CacheResult, KVStudy
 from dantinox.lab.studies.kv_tasks import SEEDS
 from dantinox.lab.studies.kv_variants import NEAR_KEYS
 from dantinox.lab.studies.statistics import verdict
@@ -54,7 +54,9 @@ def _task_columns(kind: str) -> list[Column]:
     ]
 
 
-MIN_GAIN, MIN_NEEDLE = 0.05, 95  # nats per token, percent; a study below these limits is hardly conclusive
+# A study below these limits is hardly conclusive.
+MIN_GAIN = 0.05  # nats per token
+MIN_NEEDLE = 95  # percent
 NAME = _column("name", "method")._replace(name="method")
 DPPL = _column("dppl.all", "ΔPPL %", "+.2f", interval=True)
 TOP1 = _column("top1.all", "top-1 %", ".1f", interval=True)
@@ -155,10 +157,11 @@ def draw_kv(study: KVStudy) -> bytes:
         finds.set_ylim(-3, 103)
     losses.axhline(0, color="#bbbbbb", linewidth=1.2, label="full", zorder=1)
     # Linear near zero, where losses are small, and logarithmic for methods that are far off.
-    ends = [end for ratio in study.ratios for cache in ratio.methods for end in cache.dppl.all]
-    low = min(-1.0, *ends)
-    high = max(1.0, *ends)
-    ticks = [sign * tick * 10**power for sign in (-1, 1) for power in range(7) for tick in (1, 2, 5)]
+    all_caches = [cache for ratio in study.ratios for cache in ratio.methods]
+    low = min(-1.0, *(min(cache.dppl.all) for cache in all_caches))
+    high = max(1.0, *(max(cache.dppl.all) for cache in all_caches))
+    positive = [tick * 10**power for power in range(7) for tick in (1, 2, 5)]
+    ticks = [*(-tick for tick in positive), *positive]
     losses.set_yscale("symlog", linthresh=2)
     losses.set_ylim(1.2 * low, 1.2 * high)
     losses.set_yticks([0, *(tick for tick in ticks if low <= tick <= high)])
@@ -201,8 +204,10 @@ def _description(study: KVStudy) -> str:
 
 
 def _left_out_lines(study: KVStudy) -> list[str]:
-    tasks = ["needle and copy tasks, because the tokenizer does not encode each of their words as one token"]
-    return [f"Left out: {line}" for line in (*study.left_out, *tasks * (study.tasks is None))]
+    left_out = [*study.left_out]
+    if study.tasks is None:
+        left_out.append("needle and copy tasks, because the tokenizer does not encode each of their words as one token")
+    return [f"Left out: {line}" for line in left_out]
 
 
 def _notes(study: KVStudy) -> list[str]:

@@ -22,9 +22,9 @@ from dantinox.config import UserError
 from dantinox.files import atomic_write, check_writable_folder, first_line, read_json
 from dantinox.generation import load
 from dantinox.lab.measure.perplexity import ScoringInput, TokenScores
+from dantinox.lab.studies.harness_tasks import LMEvalModel
 from dantinox.lab.studies.statistics import Interval, stratified_interval
 from dantinox.lab.studies.task_files import LocalTask, Question, load_tasks, prompts
-from dantinox.lab.studies.tasks import LMEvalModel
 
 RESULT_FILE = "tasks.json"
 MAX_RESULT_BYTES = 64 << 20
@@ -206,15 +206,18 @@ def _read_reference(compare: str | Path, plans: Sequence[_Plan]) -> tuple[LocalS
     try:
         names = [field.name for field in fields(LocalScore)]
         scores = [LocalScore(**{name: task[name] for name in names}) for task in record["tasks"]]
-        found = {score.task: replace(score, correct=tuple(map(int, score.correct))) for score in scores}
-        _ = [score.centered_Q for score in found.values()]
-    except (KeyError, TypeError, ValueError) as error:
+        found = {str(score.task): replace(score, correct=tuple(map(int, score.correct))) for score in scores}
+        for score in found.values():
+            if not 0 <= score.baseline < 1:
+                raise ValueError(f"the baseline {score.baseline} is not in [0, 1)")
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{path} is not a result of eval tasks: {first_line(error)}") from None
     wanted = [plan.task.name for plan in plans]
     if sorted(found) != sorted(wanted):
         raise UserError(f"{path} has the tasks {', '.join(found)}, but --tasks has {', '.join(wanted)}")
     for plan in plans:
-        if found[plan.task.name].fingerprint != plan.fingerprint:
+        score = found[plan.task.name]
+        if score.fingerprint != plan.fingerprint or len(score.correct) != len(plan.questions):
             raise UserError(
                 f"{path} has other prompts of the task {plan.task.name}: evaluate both runs with the same files, --limit, "
                 "--shots and --seed"

@@ -23,14 +23,15 @@ def local_task_blocks(study: LocalTaskStudy) -> Iterator[Block]:
     groups = [*((name, name) for name in study.groups()), ("all tasks", None)]
     columns = [
         Column("group", "mean centered accuracy", lambda row: row[0]),
-        Column("mean", "value", lambda row: _interval(study.mean(row[1]))),
+        Column("mean", "value", lambda row: format_interval(study.mean(row[1]))),
     ]
     if study.reference:
         heading = f"minus {study.reference}"
-        columns.append(Column("difference", heading, lambda row: _interval(study.difference(row[1]), sign="+")))
+        columns.append(Column("difference", heading, lambda row: format_interval(study.difference(row[1]), sign="+")))
     yield Table(columns, groups)
     yield Paragraph("Centered accuracy is 0 for random guesses and 1 for perfect answers. Intervals cover 95 %.")
 
 
-def _interval(found: Interval, sign: str = "") -> str:
+def format_interval(found: Interval, sign: str = "") -> str:
+    """Formats a value and its interval, such as `0.533 [0.139, 0.806]`; `sign` is "+" for a difference."""
     return f"{found.value:{sign}.3f} [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from dantinox.config import UserError
 
 NOISE = "The meadow is wide. The lake is cold. The moon is bright. We walk a while. Then we come home again."
-MIN_SENTENCES, MIN_WORDS = 50, 300  # of a haystack
+MIN_SENTENCES = 50  # of a haystack
+MIN_WORDS = 300
 SHORT_LENGTH = 4096  # tokens; below this length the words of `cwe` are repeated less often, as in RULER
 _LISTS = """
 adjectives: amber brave brisk calm clever cosy crisp eager early faint fierce fresh gentle giant golden grand hasty hollow
@@ -124,7 +125,10 @@ def make_sample(
     high = 2 * low
     while high - low > max(1, low // 64):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return make(low)
 
 
@@ -181,17 +185,15 @@ def _needle_sample(
         units = [NOISE if hay == "noise" else needle(KINDS[key](rng), KINDS[value](rng)) for _ in range(size)]
     queried = rng.sample(list(facts), queries)
     answers = tuple(secret for name in queried for secret in facts[name])
-    if len(answers) == 1:
-        what, verb, article, pronoun, asks = f"secret {value}", "is", "A", "it", "What is"
-    else:
-        what, verb, article, pronoun, asks = f"secret {value}s", "are", "Some", "them", "What are all"
     text = (" " if hay == "essay" else "\n").join(_insert_randomly(rng, units, hidden))
-    context = (
-        f"{article} {what} {verb} hidden in the following text. "
-        f"Keep {pronoun} in mind: the question comes afterwards.\n{text}\n"
-    )
-    asked = f"{what} of {_join_words(queried)} in the text above"
-    question = f"{asks} the {asked}? The {asked} {verb}"
+    names = f"of {_join_words(queried)} in the text above"
+    if len(answers) == 1:
+        announcement = f"A secret {value} is hidden in the following text. Keep it in mind"
+        question = f"What is the secret {value} {names}? The secret {value} {names} is"
+    else:
+        announcement = f"Some secret {value}s are hidden in the following text. Keep them in mind"
+        question = f"What are all the secret {value}s {names}? The secret {value}s {names} are"
+    context = f"{announcement}: the question comes afterwards.\n{text}\n"
     return Sample(context, question, answers, True, 128)
 
 
@@ -232,6 +234,7 @@ def _common_word_sample(rng: random.Random, haystack: Haystack, length: int, siz
         )
 
     question = "Question: Which 10 words come most often in the list above? Answer: The 10 words that come most often are:"
+    # The number of words in the example, and how often the 10 common words and the others come in the list and the example.
     shown, counts, example = (20, (6, 1), (3, 1)) if length < SHORT_LENGTH else (40, (30, 3), (10, 3))
     words = rng.sample(haystack.words, shown + min(10 + size, len(haystack.words) - shown))
     found = " ".join(f"{i}. {word}" for i, word in enumerate(words[:10], 1))

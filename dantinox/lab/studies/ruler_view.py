@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
-from dantinox.lab.studies.ruler import QUESTION_MODES, RulerResult, RulerStudy
+from dantinox.lab.studies.ruler_study import QUESTION_MODES, RulerResult, RulerStudy
 from dantinox.report.document import Block, Heading, Items, Paragraph, Table
 from dantinox.report.tables import CSV, MARKDOWN, TEXT, Column
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dantinox.lab.studies.sampling import Difference, SamplingStudy, format_values
+from dantinox.lab.studies.sampling_study import Difference, SamplingStudy, format_values
 from dantinox.lab.studies.statistics import verdict
 from dantinox.report.document import Block, Details, Heading, Items, Paragraph, Table
 from dantinox.report.plots import new_figure, style_axes, to_png

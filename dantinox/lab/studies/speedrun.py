@@ -17,15 +17,16 @@ from dantinox.config.names import SHORT_NAMES, flat_name
 from dantinox.config.sections import flatten_config
 from dantinox.config.sweep_file import Trial
 from dantinox.config.yaml_files import load_training
-from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
+from dantinox.files import UserError, atomic_write, quote, read_json, wrap_os_errors
 from dantinox.model.flops import training_flops
 from dantinox.report import read_csv
 from dantinox.report.metric_files import best_evaluation
 from dantinox.run import RunDirectory, load_run_config
 from dantinox.text import Corpus, Tokenizer
-from dantinox.text.sources import ADDITION
+from dantinox.text.corpus_files import ADDITION
 
 STATE_FILE = "speedrun.json"
+MAX_JSON_BYTES = 1 << 20  # of the state, and of the summary of a stage
 REPORTS = ("report.md", "report.html")
 HUB = "huggingface:"  # begins the name of a dataset in `SpeedrunRequest.data`
 TrainStage = Callable[[Trial, RunDirectory], str | None]
@@ -61,7 +62,9 @@ STAGES = (
         {"training.steps": 2, "training.warmup_steps": 1, "training.batch_size": 4, "training.eval_tokens": 256},
     ),
 )  # fmt: skip
-BASE, SFT, FINAL = STAGES[0].name, STAGES[1].name, STAGES[-1].name
+BASE = STAGES[0].name
+SFT = STAGES[1].name
+FINAL = STAGES[-1].name
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,10 @@ def data_settings(data: str) -> dict[str, Any]:
     if not data.startswith(HUB):
         return {"data.path": data}
     name, _, configuration = data.removeprefix(HUB).partition(":")
-    return {"data.path": name, "data.dataset_source": "huggingface"} | (
-        {"data.dataset_config": configuration} if configuration else {}
-    )
+    settings = {"data.path": name, "data.dataset_source": "huggingface"}
+    if configuration:
+        settings["data.dataset_config"] = configuration
+    return settings
 
 
 def stage_settings(request: SpeedrunRequest, folder: Path, number: int) -> dict[str, Any]:
@@ -236,10 +240,11 @@ def _load_state(folder: Path, request: SpeedrunRequest) -> dict[str, Any]:
         _save_state(folder, state)
         return state
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-        before = state["request"]
-        state = {"request": before, "finished": list(state["finished"]), "seconds": dict(state["seconds"])}
-    except (OSError, ValueError, KeyError, TypeError):
+        saved = read_json(file, MAX_JSON_BYTES)
+        before = dict(saved["request"])
+        seconds = {str(name): float(number) for name, number in saved["seconds"].items()}
+        state = {"request": before, "finished": list(saved["finished"]), "seconds": seconds}
+    except (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise UserError(f"{file} cannot be read: choose another --run_dir") from None
     for name, value in asdict(request).items():
         if before.get(name) != value:
@@ -264,21 +269,24 @@ def _stage_result(folder: Path, request: SpeedrunRequest, number: int, seconds: 
     if not best:
         measure = "val_reward" if rewarded else "val_loss"
         raise UserError(f"{folder / stage.name} has no {measure} in {run.log(config).name}: remove it and repeat the command")
-    summary = json.loads(run.summary(config).read_text(encoding="utf-8"))
+    try:
+        parameters = int(read_json(run.summary(config), MAX_JSON_BYTES)["parameters"])
+    except (UserError, ValueError, KeyError, TypeError, OverflowError):
+        raise UserError(f"{run.summary(config)} is damaged: remove {run.path} and repeat the command") from None
     model = config.trained_architecture(Tokenizer.load(run.tokenizer).vocab_size)
     steps = int(rows[-1]["step"])
     tokens = int(rows[-1]["tokens"])
     sequences = config.training.batch_size * (config.grpo.samples if rewarded else 1)
     return StageResult(
-        stage.name,
-        train_command(stage.config, stage_settings(request, folder, number), folder / stage.name),
-        int(summary["parameters"]),
-        steps,
-        tokens,
-        tokens * training_flops(model, tokens // (steps * sequences)),
-        float(seconds.get(stage.name, math.nan)),
-        best.get("val_loss"),
-        best.get("bits_per_byte"),
-        best.get("val_reward"),
-        int(best["step"]),
+        name=stage.name,
+        command=train_command(stage.config, stage_settings(request, folder, number), folder / stage.name),
+        parameters=parameters,
+        steps=steps,
+        tokens=tokens,
+        flops=tokens * training_flops(model, tokens // (steps * sequences)),
+        seconds=float(seconds.get(stage.name, math.nan)),
+        val_loss=best.get("val_loss"),
+        bits_per_byte=best.get("bits_per_byte"),
+        reward=best.get("val_reward"),
+        best_step=int(best["step"]),
     )

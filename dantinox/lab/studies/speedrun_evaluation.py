@@ -15,7 +15,7 @@ from dantinox.run import RunDirectory, load_run_config
 from dantinox.text import ChatTemplate, Corpus
 from dantinox.text.builtin_instructions import matches_answer_form
 from dantinox.text.conversations import Conversations, conversations_of_record
-from dantinox.text.sources import ADDITION, INSTRUCTIONS
+from dantinox.text.corpus_files import ADDITION, INSTRUCTIONS
 
 NUM_SAMPLES = 5  # answers in the report
 MAX_QUESTIONS = 50  # per task

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from dantinox.lab.studies.local_tasks import LocalTaskStudy
+from dantinox.lab.studies.local_tasks_view import format_interval
 from dantinox.lab.studies.speedrun import BASE, FINAL, REPORTS, STAGES, StageResult
 from dantinox.lab.studies.speedrun_evaluation import ANSWER_TOKENS, Sample, TaskResult
 from dantinox.machine import cpu_name
@@ -66,15 +67,17 @@ def stage_columns(price: float | None) -> list[Column]:
         Column("tokens", "tokens", lambda stage: human_count(stage.tokens)),
         Column("flops", "FLOPs", lambda stage: f"{stage.flops:.2e}"),
         Column("time", "time", lambda stage: human_time(stage.seconds)),
-        Column("val_loss", "val loss", lambda stage: _four(stage.val_loss)),
-        Column("bits_per_byte", "bits/byte", lambda stage: _four(stage.bits_per_byte)),
-        Column("reward", "val reward", lambda stage: _four(stage.reward)),
+        Column("val_loss", "val loss", lambda stage: _four_decimals(stage.val_loss)),
+        Column("bits_per_byte", "bits/byte", lambda stage: _four_decimals(stage.bits_per_byte)),
+        Column("reward", "val reward", lambda stage: _four_decimals(stage.reward)),
         Column("best_step", "at step", lambda stage: stage.best_step, "d"),
     ]
-    return columns + [Column("cost", "cost", lambda stage: _cost(stage.seconds, price))] * (price is not None)
+    if price is not None:
+        columns.append(Column("cost", "cost", lambda stage: _cost(stage.seconds, price)))
+    return columns
 
 
-def _four(number: float | None) -> str | None:
+def _four_decimals(number: float | None) -> str | None:
     return None if number is None else f"{number:.4f}"
 
 
@@ -93,8 +96,8 @@ def local_task_rows(studies: Mapping[str, LocalTaskStudy]) -> list[list[str]]:
     """Returns rows of a task and the accuracy of each stage. The last row has the mean centered accuracy with its interval."""
     scores = list(zip(*(study.scores for study in studies.values()), strict=True))
     rows = [[row[0].task, *(f"{score.accuracy:.2f}" for score in row)] for row in scores]
-    means = [study.mean() for study in studies.values()]
-    return [*rows, ["mean centered accuracy", *(f"{mean.value:.3f} [{mean.low:.3f}, {mean.high:.3f}]" for mean in means)]]
+    means = [format_interval(study.mean()) for study in studies.values()]
+    return [*rows, ["mean centered accuracy", *means]]
 
 
 def local_task_columns(studies: Mapping[str, LocalTaskStudy]) -> list[Column]:

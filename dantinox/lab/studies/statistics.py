@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dantinox.config import UserError
+from dantinox.files import UserError, quote
 
 BOOTSTRAP_SAMPLES = 2000
 CONFIDENCE = 0.95
@@ -40,7 +40,7 @@ def select_names(names: Sequence[str] | None, known: Iterable[str], what: str) -
         if name not in known:
             near = difflib.get_close_matches(name.lower().replace("-", "_"), known, 1)
             hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-            raise UserError(f"unknown {what} {name}: {hint}")
+            raise UserError(f"unknown {what} {quote(name)}: {hint}")
     return [name for name in known if names is None or name in names]
 
 

@@ -24,12 +24,13 @@ from typing import Any
 from dantinox.config import Config
 from dantinox.config.sections import DEFAULTS, flatten_config
 from dantinox.config.sweep_file import Sweep, Trial
-from dantinox.files import UserError, atomic_write, quote, wrap_os_errors
+from dantinox.files import UserError, atomic_write, quote, read_json, wrap_os_errors
 from dantinox.report import read_csv, read_jsonl
 from dantinox.report.metric_files import best_evaluation, evaluation_loss
 from dantinox.run import RunDirectory, save_config
 
 PLAN_FILE = "plan.json"
+MAX_PLAN_BYTES = 64 << 20
 SIGNAL_EXIT_CODES = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}
 LOCK_TIMEOUT = 60  # seconds to wait for the process of a killed sweep to save and exit
 
@@ -123,13 +124,21 @@ def _study(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> 
 
 def trial_result(trial: Trial, run: RunDirectory, problem: str | None) -> TrialResult:
     """Reads the result of a trial from its logs."""
-    times = [row["ms_per_step"] for row in read_jsonl(run.metrics) if row.get("ms_per_step") is not None]
-    steps = max((int(row["step"]) for row in read_jsonl(run.metrics)), default=None)
+    rows = read_jsonl(run.metrics)
+    times = [row["ms_per_step"] for row in rows if row.get("ms_per_step") is not None]
+    steps = max((int(row["step"]) for row in rows), default=None)
     best = best_evaluation(read_csv(run.log(trial.config)))
     return TrialResult(
-        trial.name, trial.chosen, problem, best.get("val_loss"), best.get("bits_per_byte"), best.get("val_reward"),
-        int(best["step"]) if best else None, steps, statistics.median(times) if times else None,
-    )  # fmt: skip
+        name=trial.name,
+        chosen=trial.chosen,
+        problem=problem,
+        val_loss=best.get("val_loss"),
+        bits_per_byte=best.get("bits_per_byte"),
+        val_reward=best.get("val_reward"),
+        best_step=int(best["step"]) if best else None,
+        steps=steps,
+        ms_per_step=statistics.median(times) if times else None,
+    )
 
 
 def _open_directory(path: Path) -> RunDirectory:
@@ -155,10 +164,10 @@ def _load_plan(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:
     """
     plan = folder.path / PLAN_FILE
     try:
-        before = json.loads(plan.read_text()) if plan.exists() else {"trials": {}, "ended": {}}
-        trials = before["trials"]
+        before = read_json(plan, MAX_PLAN_BYTES) if plan.exists() else {"trials": {}, "ended": {}}
+        trials = {name: dict(settings) for name, settings in before["trials"].items()}
         ended = dict(before["ended"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{plan} cannot be read: choose another runs_dir") from None
     now = {trial.name: _settings(trial.config) for trial in sweep.trials}
     for name, settings in trials.items():
@@ -221,11 +230,18 @@ def train_in_subprocess(prepare: Callable[[], None]) -> Callable[[Trial, RunDire
             raise SystemExit(code if code in SIGNAL_EXIT_CODES else 128 + received[0])
         if problem or not code:
             return problem
-        if code == -signal.SIGKILL:
-            return "the process was killed, perhaps because memory ran out"
-        return f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended with code {code}"
+        return _describe_end(code)
 
     return train
+
+
+def _describe_end(code: int) -> str:
+    """Returns a sentence on a process that ended with an exit code other than 0, which is −N for the signal N."""
+    if code == -signal.SIGKILL:
+        return "the process was killed, perhaps because memory ran out"
+    if code < 0:
+        return f"the process was ended by {signal.Signals(-code).name}"
+    return f"the process ended with code {code}"
 
 
 def _wait_for_previous_process(run: RunDirectory) -> None:

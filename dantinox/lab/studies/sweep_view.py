@@ -11,7 +11,10 @@ from dantinox.report.document import Block, Heading, Items, Table
 from dantinox.report.plots import new_figure, style_axes, to_png
 from dantinox.report.tables import CSV, MARKDOWN, TEXT, Column
 
-ALL, BEST, WRONG = "#0072b2", "#d55e00", "#888888"
+# Colors of trials in the plot.
+ALL = "#0072b2"
+BEST = "#d55e00"
+WRONG = "#888888"
 OUTLIER_FACTOR = 8  # the plot clips losses that are further from the best than this multiple of the median distance
 LOG_SCALE_RATIO = 20  # an axis is logarithmic if its largest value is at least this multiple of its smallest
 LOSSES = [

@@ -5,6 +5,7 @@ import os
 import stat
 import sysconfig
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,10 @@ from dantinox.text.builtin_instructions import instruction_corpus
 from dantinox.text.builtin_recall import recall_corpus
 from dantinox.text.compressed_files import decompressed_name
 
-BUILTIN_PYTHON, RECALL, INSTRUCTIONS, ADDITION = "builtin:python", "builtin:recall", "builtin:instructions", "builtin:addition"
+BUILTIN_PYTHON = "builtin:python"
+RECALL = "builtin:recall"
+INSTRUCTIONS = "builtin:instructions"
+ADDITION = "builtin:addition"
 BUILTIN_BYTES = 8_000_000
 # Folders to skip: installed packages, tests with unusual files, and tables of character codes.
 _BUILTIN_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
@@ -25,10 +29,10 @@ _SUFFIXES = """
 .hpp .cu .rs .go .java .js .ts .jsx .tsx .rb .php .pl .lua .r .jl .hs .ml .scala .swift .kt .cs .sh .sql .css
 """
 TEXT_SUFFIXES = frozenset([*_SUFFIXES.split(), *RECORD_SUFFIXES])
-LISTED = 3  # names in the warning about skipped files
+MAX_LISTED = 3  # names in the warning about skipped files
 
 
-class Source(NamedTuple):
+class CorpusFile(NamedTuple):
     """A file of plain text or of JSON Lines records.
 
     Attributes:
@@ -44,7 +48,7 @@ class Source(NamedTuple):
     content: bytes | None = None
 
 
-def find_sources(paths: str | tuple[str, ...], skip_bad: bool = False) -> tuple[Source, ...]:
+def find_corpus_files(paths: str | tuple[str, ...], skip_bad: bool = False) -> tuple[CorpusFile, ...]:
     """Returns the files of the paths in `data.path`, in the order of the paths. Folders are read recursively.
 
     The files of a folder or glob are sorted by name. In folders, names that start with a dot are skipped. Files without one of
@@ -57,18 +61,20 @@ def find_sources(paths: str | tuple[str, ...], skip_bad: bool = False) -> tuple[
     Raises:
       UserError: a path does not exist, cannot be read, or contains no text file. Or a file that is named is a `.json` file.
     """
-    sources = [source for path in ([paths] if isinstance(paths, str) else paths) for source in _resolve(path, skip_bad)]
-    if not sources:
+    names = [paths] if isinstance(paths, str) else paths
+    files = [file for name in names for file in _resolve(name, skip_bad)]
+    if not files:
         raise UserError("data.path is an empty list: name at least one text file")
-    return tuple(sources)
+    return tuple(files)
 
 
-def _resolve(name: str, skip_bad: bool) -> list[Source]:
+def _resolve(name: str, skip_bad: bool) -> list[CorpusFile]:
+    """Returns the files of one path in `data.path`: a built-in corpus, a file, a folder or a glob."""
     builtin = {
         BUILTIN_PYTHON: _builtin_python,
         RECALL: _builtin_recall,
         INSTRUCTIONS: _builtin_instructions,
-        ADDITION: lambda: [Source(Path(ADDITION), records=True, named=False, content=b"".join(addition_corpus()))],
+        ADDITION: _builtin_addition,
     }
     if name in builtin:
         return builtin[name]()
@@ -78,20 +84,16 @@ def _resolve(name: str, skip_bad: bool) -> list[Source]:
     path = Path(os.path.expanduser(name))
     mode = _file_mode(path)
     if mode is None and glob.has_magic(name):
-        return _find_matches(str(path), name, skip_bad)
+        files = _make_corpus_files(sorted(map(Path, glob.glob(str(path), recursive=True))), skip_bad)
+        if not files:
+            raise UserError(f"no file matches {name!r}")
+        return files
     if mode is None or not name:  # an empty name would mean the current folder
         raise UserError(f"no corpus at {name!r}: name a text file, a folder, a glob, {BUILTIN_PYTHON} or {RECALL}")
-    return _list_folder(path, skip_bad) if stat.S_ISDIR(mode) else [_make_source(path, mode, named=True)]
+    return _list_folder(path, skip_bad) if stat.S_ISDIR(mode) else [_make_corpus_file(path, mode, named=True)]
 
 
-def _find_matches(pattern: str, name: str, skip_bad: bool) -> list[Source]:
-    sources = _make_sources(sorted(map(Path, glob.glob(pattern, recursive=True))), skip_bad)
-    if not sources:
-        raise UserError(f"no file matches {name!r}")
-    return sources
-
-
-def _list_folder(path: Path, skip_bad: bool) -> list[Source]:
+def _list_folder(path: Path, skip_bad: bool) -> list[CorpusFile]:
     """Lists the text files in a folder, recursively. Symbolic links are followed; a link to a parent folder is an error."""
 
     def fail(error: OSError) -> None:
@@ -110,12 +112,12 @@ def _list_folder(path: Path, skip_bad: bool) -> list[Source]:
     if not files:
         raise UserError(f"no text file in the folder {path} (by suffix: .txt, .md, .py, .jsonl, …, also with .gz or .zst)")
     if skipped:
-        listed = ", ".join(map(escape_name, skipped[:LISTED])) + (", …" if len(skipped) > LISTED else "")
+        listed = ", ".join(map(escape_name, skipped[:MAX_LISTED])) + (", …" if len(skipped) > MAX_LISTED else "")
         number = "1 file" if len(skipped) == 1 else f"{len(skipped)} files"
         warnings.warn(
             f"the corpus {path} has {number} without a suffix of text files, which are not read: {listed}", stacklevel=2
         )
-    return _make_sources(files, skip_bad)
+    return _make_corpus_files(files, skip_bad)
 
 
 def warn_skipped(error: UserError) -> None:
@@ -123,19 +125,19 @@ def warn_skipped(error: UserError) -> None:
     warnings.warn(f"a file is skipped (data.on_bad_file): {error}", stacklevel=2)
 
 
-def _make_sources(paths: list[Path], skip_bad: bool) -> list[Source]:
-    """Returns the sources of the entries of a folder or glob, except for folders."""
-    sources = []
+def _make_corpus_files(paths: list[Path], skip_bad: bool) -> list[CorpusFile]:
+    """Returns the files among the entries of a folder or glob."""
+    files = []
     for path in paths:
         try:
             mode = _file_mode(path)
             if mode is None or not stat.S_ISDIR(mode):
-                sources.append(_make_source(path, mode, named=False))
+                files.append(_make_corpus_file(path, mode, named=False))
         except UserError as error:
             if not skip_bad:
                 raise
             warn_skipped(error)
-    return sources
+    return files
 
 
 def _file_mode(path: Path) -> int | None:
@@ -148,7 +150,7 @@ def _file_mode(path: Path) -> int | None:
         raise UserError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _make_source(path: Path, mode: int | None, named: bool) -> Source:
+def _make_corpus_file(path: Path, mode: int | None, named: bool) -> CorpusFile:
     if mode is None:
         raise UserError(f"{path} is a link to a file that does not exist")
     if not stat.S_ISREG(mode):
@@ -160,7 +162,7 @@ def _make_source(path: Path, mode: int | None, named: bool) -> Source:
         raise UserError(
             f"{path} is a .json file: give it the suffix .jsonl if each line is a record, or .txt if it is one text"
         )
-    return Source(path, _text_suffix(path) in RECORD_SUFFIXES, named)
+    return CorpusFile(path, _text_suffix(path) in RECORD_SUFFIXES, named)
 
 
 def _text_suffix(path: Path) -> str:
@@ -168,14 +170,14 @@ def _text_suffix(path: Path) -> str:
     return Path(decompressed_name(path.name)).suffix.lower()
 
 
-def _builtin_python() -> list[Source]:
+def _builtin_python() -> list[CorpusFile]:
     """Returns the source files of this interpreter's standard library, sorted by name, up to `BUILTIN_BYTES`."""
     root = Path(sysconfig.get_paths()["stdlib"])
     inside: list[Path] = []
     for folder, folders, files in os.walk(root):
         folders[:] = set(folders) - _BUILTIN_SKIPS  # do not descend into skipped folders
         inside += [Path(folder, file) for file in files if file.endswith(".py")]
-    chosen: list[Source] = []
+    chosen: list[CorpusFile] = []
     size = 0
     for path in sorted(inside, key=lambda p: p.relative_to(root).as_posix()):
         try:
@@ -186,21 +188,33 @@ def _builtin_python() -> list[Source]:
         if b"\0" in data or size + len(data) > BUILTIN_BYTES:
             continue
         size += len(data)
-        chosen.append(Source(path, records=False, named=False))
+        chosen.append(CorpusFile(path, records=False, named=False))
     if not chosen:
         raise UserError(f"this interpreter has no standard library sources in {root}: set data.path to a text file")
     return chosen
 
 
-def _builtin_recall() -> list[Source]:
+def _builtin_recall() -> list[CorpusFile]:
     """Returns the texts of `builtin:python` with recall tasks between them, as records in memory (12 MB)."""
-    texts = (source.path.read_text(encoding="utf-8") for source in _builtin_python())
-    return [Source(Path(RECALL), records=True, named=False, content=b"".join(recall_corpus(t for t in texts if t.strip())))]
+    texts = (file.path.read_text(encoding="utf-8") for file in _builtin_python())
+    return [_builtin_records(RECALL, recall_corpus(text for text in texts if text.strip()))]
 
 
-def _builtin_instructions() -> list[Source]:
+def _builtin_instructions() -> list[CorpusFile]:
     """Returns conversations about the functions in the modules of `builtin:python`, as records in memory."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = ((".".join(source.path.relative_to(root).with_suffix("").parts), source.path) for source in _builtin_python())
-    modules = ((name.removesuffix(".__init__"), path.read_text(encoding="utf-8")) for name, path in names)
-    return [Source(Path(INSTRUCTIONS), records=True, named=False, content=b"".join(instruction_corpus(modules)))]
+    modules = []
+    for file in _builtin_python():
+        name = ".".join(file.path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        modules.append((name, file.path.read_text(encoding="utf-8")))
+    return [_builtin_records(INSTRUCTIONS, instruction_corpus(modules))]
+
+
+def _builtin_addition() -> list[CorpusFile]:
+    """Returns the problems of `builtin:addition`, as records in memory."""
+    return [_builtin_records(ADDITION, addition_corpus())]
+
+
+def _builtin_records(name: str, lines: Iterable[bytes]) -> CorpusFile:
+    """Returns a built-in corpus of JSON Lines in memory."""
+    return CorpusFile(Path(name), records=True, named=False, content=b"".join(lines))

@@ -10,8 +10,8 @@ import pytest
 from dantinox.cli import main
 from dantinox.config import UserError
 from dantinox.generation import load
-from dantinox.lab.studies import tasks
-from dantinox.lab.studies.tasks import LMEvalModel, TaskScore, evaluate_tasks, parse_scores, task_lines
+from dantinox.lab.studies import harness_tasks
+from dantinox.lab.studies.harness_tasks import LMEvalModel, TaskScore, evaluate_tasks, parse_scores, task_lines
 from tests.error_texts import ERRORS
 
 CYCLE = "aè€😀b\nc"  # the cycle that the model of `run_dir` generates
@@ -89,7 +89,7 @@ def test_parsing_of_the_harness_results():
     }
     scores = list(parse_scores(found))
     assert scores == [TaskScore("t", "acc", "none", 0.5, 0.1, 2, 4), TaskScore("t", "f1", "x", 1.0, None, 2, 4)]
-    lines = list(task_lines(tasks.TaskStudy(scores, {}, "0"), 100))
+    lines = list(task_lines(harness_tasks.TaskStudy(scores, {}, "0"), 100))
     assert [line.split() for line in lines[1:]] == [
         ["t", "acc", "0.5000", "0.1000", "2", "4"],
         ["t", "f1", "(x)", "1.0000", "–", "2", "4"],

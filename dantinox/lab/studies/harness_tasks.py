@@ -48,10 +48,9 @@ class LMEvalModel:
         self.run = run
         self.progress = progress
         self.context = run.model.config.max_context
-        self._device = {
-            name: settings_of(run.settings(settings))[name] for name in ("weights", "matmul_dtype", "tensor_parallel")
-        }
-        self._model = run.prepared(run.settings(settings).generation)
+        config = run.settings(settings)
+        self._device = {name: settings_of(config)[name] for name in ("weights", "matmul_dtype", "tensor_parallel")}
+        self._model = run.prepared(config.generation)
         self._bos_ids = list(run.tokenizer.ids_before_text)
 
     @cached_property
@@ -76,9 +75,9 @@ class LMEvalModel:
 
     def encode_pair(self, context: str, continuation: str) -> ScoringInput:
         """Returns the tokens of a context and a continuation, of any length. Those of the continuation are scored."""
-        spaces = len(context) - len(context.rstrip())
-        if spaces:
-            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        stripped = context.rstrip()
+        continuation = context[len(stripped) :] + continuation
+        context = stripped
         whole = self._encode(context + continuation)
         new = max(1, len(whole) - len(self._encode(context))) if context else len(whole)
         return ScoringInput(np.array([*(self._bos_ids if context else self._empty_context), *whole], np.int32), new)
@@ -103,14 +102,9 @@ class LMEvalModel:
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Returns for each (context, settings of the harness) the continuation up to its stop strings, greedy by default."""
         prepared = []
+        common: dict[str, Any] = {**NEUTRAL_SETTINGS, "ignore_eos": False, "seed": 0, **self._device}
         for context, given in requests:
-            settings = {
-                **NEUTRAL_SETTINGS,
-                "ignore_eos": False,
-                "seed": 0,
-                **self._device,
-                **_generation_settings(given, self.context),
-            }
+            settings = common | _generation_settings(given, self.context)
             ids = self._bos_ids + self._encode(context) if context else self._empty_context
             prepared.append((ids[-(self.context - settings["max_new_tokens"]) :], settings))
         order = sorted(range(len(prepared)), key=lambda number: -len(prepared[number][0]))
@@ -214,11 +208,25 @@ def evaluate_tasks(
         missing = f"eval tasks needs lm-evaluation-harness ({first_line(error)})"
         raise UserError(f"{missing}: {install_command('lm-eval')}") from None
 
-    model = LMEvalModel(load(run_dir, settings.get("tensor_parallel")), settings, progress)
+    model = _harness_model(LM, LMEvalModel(load(run_dir, settings.get("tensor_parallel")), settings, progress))
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # the harness prints its progress
+            manager = TaskManager(include_path=None if include_path is None else str(include_path))
+            found = lm_eval.simple_evaluate(
+                model, tasks=names, num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
+            )
+    except UserError:
+        raise
+    except Exception as error:  # from a task, a data set, the network or the library
+        raise UserError(f"lm-evaluation-harness cannot run {', '.join(names)}: {first_line(error)}") from error
+    return TaskStudy(list(parse_scores(found)), dict(found.get("versions", {})), str(lm_eval.__version__))
 
-    class Model(LM):
-        """The interface of the harness, whose requests contain their arguments."""
 
+def _harness_model(base: Any, model: LMEvalModel) -> Any:
+    """Returns a model of the class `base`, `LM` of the harness, whose requests contain their arguments."""
+
+    class Model(base):
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             return model.loglikelihood([request.args for request in requests])
 
@@ -228,18 +236,7 @@ def evaluate_tasks(
         def generate_until(self, requests: list[Any]) -> list[str]:
             return model.generate_until([request.args for request in requests])
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # the harness prints its progress
-            manager = TaskManager(include_path=None if include_path is None else str(include_path))
-            found = lm_eval.simple_evaluate(
-                Model(), tasks=names, num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
-            )
-    except UserError:
-        raise
-    except Exception as error:  # from a task, a data set, the network or the library
-        raise UserError(f"lm-evaluation-harness cannot run {', '.join(names)}: {first_line(error)}") from error
-    return TaskStudy(list(parse_scores(found)), dict(found.get("versions", {})), str(lm_eval.__version__))
+    return Model()
 
 
 def parse_scores(found: Mapping[str, Any]) -> Iterator[TaskScore]:
@@ -250,10 +247,16 @@ def parse_scores(found: Mapping[str, Any]) -> Iterator[TaskScore]:
             if not comma or metric.endswith("_stderr") or isinstance(value, str | bool) or not isinstance(value, int | float):
                 continue
             error = values.get(f"{metric}_stderr,{name}")
-            samples = found.get("n-samples", {}).get(task, {}).get("effective")
             shots = found.get("n-shot", {}).get(task)
-            measured = float(error) if isinstance(error, int | float) else None
-            yield TaskScore(task, metric, name, float(value), measured, shots if isinstance(shots, int) else None, samples)
+            yield TaskScore(
+                task=task,
+                metric=metric,
+                filter=name,
+                value=float(value),
+                error=float(error) if isinstance(error, int | float) else None,
+                shots=shots if isinstance(shots, int) else None,
+                samples=found.get("n-samples", {}).get(task, {}).get("effective"),
+            )
 
 
 def _format_number(number: float | None) -> str | None:

@@ -37,9 +37,7 @@ def read_answers(path: Path, prompts: "Sequence[tuple[str, Config]]") -> list[di
         complete = content[: content.rfind(b"\n") + 1]
         records = [_parse_line(line, f"{path}, line {number}") for number, line in enumerate(complete.splitlines(), 1)]
         for number, record in enumerate(records):
-            prompt, index, seed = expected[number] if number < len(expected) else (None, None, None)
-            found = record.get("prompt"), record.get("index"), record.get("seed")
-            if found != (prompt, index, found[2] if seed is None else seed):
+            if number >= len(expected) or not _is_answer(record, *expected[number]):
                 raise UserError(
                     f"{path}, line {number + 1}, is no answer to these prompts with this seed: choose another name for --out"
                 )
@@ -59,8 +57,17 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     return record
 
 
+def _is_answer(record: dict[str, Any], prompt: str, index: int, seed: int | None) -> bool:
+    """Whether a record is sample `index` of a prompt, with the seed if it is not None."""
+    if not isinstance(record.get("seed"), int) or seed not in (None, record["seed"]):
+        return False
+    return (record.get("prompt"), record.get("index")) == (prompt, index)
+
+
 def recorded_seed(records: Sequence[dict[str, Any]], prompts: "Sequence[tuple[str, Config]]") -> int | None:
-    """Returns the random seed that the answers have whose settings give none; None if there is no such answer."""
+    """Returns the seed that was drawn for the answers whose settings give none; None if there is no such answer."""
     configs = [config for _, config in prompts for _ in range(config.generation.n)]
-    seeds = (record["seed"] for record, config in zip(records, configs, strict=False) if config.generation.seed is None)
-    return next((seed for seed in seeds if isinstance(seed, int)), None)
+    for record, config in zip(records, configs, strict=False):
+        if config.generation.seed is None:
+            return int(record["seed"])
+    return None

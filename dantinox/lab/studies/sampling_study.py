@@ -42,7 +42,7 @@ from dantinox.lab.studies.statistics import (
     select_names,
     self_bleu,
 )
-from dantinox.run import open_run
+from dantinox.run import RunDirectory, open_run
 
 
 class TunedSetting(NamedTuple):
@@ -105,7 +105,8 @@ METHODS = {
     "router_no_attention": SamplingMethod({**CALIBRATED, "use_attention": False}, FEWER_CANDIDATES),
     "router_random": SamplingMethod(CALIBRATED, FEWER_CANDIDATES),
 }
-CONTROL, CONTROLLED = "router_random", "router_calibrated"  # the control uses each strategy as often as `CONTROLLED` does
+CONTROLLED = "router_calibrated"
+CONTROL = "router_random"  # uses each strategy as often as `CONTROLLED` does
 COMPARISONS = [
     (router, other) for router in ("router_guide", CONTROLLED, "router_no_attention") for other in ("min_p", CONTROL)
 ]
@@ -249,23 +250,19 @@ def evaluate_sampling(
         was not calibrated.
     """
     names = select_methods(methods)
-    size = replace(QUICK_SIZE if quick else StudySize(), **{name: value for name, value in sizes.items() if value is not None})
+    given_sizes = {name: value for name, value in sizes.items() if value is not None}
+    size = replace(QUICK_SIZE if quick else StudySize(), **given_sizes)
     directory = open_run(run_dir)
-    calibrated = [name for name in names if METHODS[name].settings.get("router_preset") == "calibrated"]
-    if calibrated and not directory.router.is_file():
-        raise UserError(
-            f"{', '.join(calibrated)} cannot run without {directory.router}: run `dantinox calibrate --run_dir "
-            f"{directory.path} --what router`, or name other methods in --methods"
-        )
+    _check_calibration(names, directory)
     store = open_text_store(directory, data_path)
     run = load(run_dir)
     for name in names:  # report settings that the engine rejects before the work begins
         run.params([run.settings({**METHODS[name].settings, **METHODS[name].values_at(0.5), "seed": 0})])
     context = run.model.config.max_context
     before = len(run.tokenizer.ids_before_text)
-    if sizes.get("tokens") is None:
+    if "tokens" not in given_sizes:
         size = replace(size, tokens=max(8, min(size.tokens, 3 * context // 4)))
-    if sizes.get("prompts") is None:
+    if "prompts" not in given_sizes:
         size = replace(size, prompts=default_count(size.prompts, MIN_PROMPTS, run.parameters))
     prompt = prompt_tokens(context, size.tokens, before)
     tuning, test = draw_windows(run.tokenizer, store, size.prompts, prompt, size.tokens)
@@ -276,8 +273,8 @@ def evaluate_sampling(
     for name, rounds in continuations.items():
         progress(f"measuring {name}")
         measured[name] = bench.measure(test, [(sample.texts, sample.ids) for sample in rounds])
-    ruler = [measured[name] for name in TEMPERATURE_CURVE]
-    excesses = {name: excess(measured[name], ruler) for name in ("human", *names)}
+    curve = [measured[name] for name in TEMPERATURE_CURVE]
+    excesses = {name: excess(measured[name], curve) for name in ("human", *names)}
     return SamplingStudy(
         run=str(directory.path),
         reference=None if reference is None else str(open_run(reference).path),
@@ -290,12 +287,27 @@ def evaluate_sampling(
             _method_result(name, tuned.get(name, TunedMethod({})), measured[name], excesses[name], continuations.get(name, []))
             for name in excesses
         ],
-        ruler=[
-            TemperaturePoint(t, float(one["diversity"].mean()), float(one["bits_per_byte"].mean()))
-            for t, one in zip(TEMPERATURE_CURVE.values(), ruler, strict=True)
-        ],
+        ruler=_temperature_points(curve),
         comparisons=[_difference(a, b, excesses, measured) for a, b in COMPARISONS if {a, b} <= set(names)],
     )
+
+
+def _check_calibration(names: Sequence[str], directory: RunDirectory) -> None:
+    """Raises UserError if a method needs a calibration of the router and the run has none."""
+    calibrated = [name for name in names if METHODS[name].settings.get("router_preset") == "calibrated"]
+    if calibrated and not directory.router.is_file():
+        raise UserError(
+            f"{', '.join(calibrated)} cannot run without {directory.router}: run `dantinox calibrate --run_dir "
+            f"{directory.path} --what router`, or name other methods in --methods"
+        )
+
+
+def _temperature_points(curve: Sequence[MeasuresByPrompt]) -> list[TemperaturePoint]:
+    """Returns the means of plain sampling at the temperatures of `TEMPERATURE_CURVE`."""
+    return [
+        TemperaturePoint(temperature, float(measures["diversity"].mean()), float(measures["bits_per_byte"].mean()))
+        for temperature, measures in zip(TEMPERATURE_CURVE.values(), curve, strict=True)
+    ]
 
 
 class TunedMethod(NamedTuple):
@@ -354,8 +366,12 @@ def bisection(diversity_at: Callable[[float], float], target: float, trials: int
     tried: list[tuple[float, float]] = []
     for _ in range(trials):
         position = (low + high) / 2
-        tried.append((position, diversity_at(position)))
-        low, high = (position, high) if tried[-1][1] < target else (low, position)
+        diversity = diversity_at(position)
+        tried.append((position, diversity))
+        if diversity < target:
+            low = position
+        else:
+            high = position
     best = min(tried, key=lambda pair: abs(pair[1] - target))[0]
     return best, low == 0.0 or high == 1.0
 

@@ -44,6 +44,7 @@ def fetch_datasets(data: DataSection, directory: Path, all_fields: bool = False)
 
 
 def _write(data: DataSection, name: str, file: Path, all_fields: bool) -> None:
+    """Writes the records of one dataset."""
     with wrap_os_errors(f"cannot write the texts of {escape_name(name)} to {file}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "w", encoding="utf-8") as out:
@@ -52,6 +53,7 @@ def _write(data: DataSection, name: str, file: Path, all_fields: bool) -> None:
 
 
 def _records(data: DataSection, name: str, all_fields: bool) -> Iterator[dict[str, Any]]:
+    """Yields the records of one dataset, with all fields or only the text."""
     shown = escape_name(name)
     with require_extra("hf", f"the dataset {shown} needs Hugging Face's library"):
         from datasets import load_dataset

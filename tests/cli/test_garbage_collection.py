@@ -8,7 +8,7 @@ def test_collection_pauses():
     """It resumes in this process after the pause, and at once in a child process."""
     code = """
 import gc, os
-from dantinox.cli.garbage import pause_garbage_collection
+from dantinox.cli.garbage_collection import pause_garbage_collection
 timer = pause_garbage_collection(0.2)
 print(gc.isenabled(), gc.get_freeze_count())
 child = os.fork()

@@ -152,7 +152,8 @@ def render_conversation(request: dict[str, Any], conversation: dict[str, Any]) -
     limit_cpu_time(CPU_SECONDS)
     try:
         template = compile_template(request["template"], request["variables"])
-        messages, values = conversation["messages"], conversation["values"]
+        messages = conversation["messages"]
+        values = conversation["values"]
         return [
             render(template, values | {"messages": messages[:end], "add_generation_prompt": prompt})
             for end, prompt in conversation["cuts"]

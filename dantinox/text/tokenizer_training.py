@@ -85,7 +85,8 @@ def _add_special_tokens(core: Core) -> Tokenizer:
 def _sample_text(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> list[str]:
     """Returns at most `limit` characters, sampled evenly: every second chunk is dropped until few enough characters remain."""
     chunks: list[str] = []
-    stride, size = 1, 0
+    stride = 1
+    size = 0
     for number, chunk in enumerate(c for text in documents for c in split_text(text, CHUNK_CHARACTERS)):
         if number % stride:
             continue

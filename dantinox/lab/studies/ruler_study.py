@@ -29,7 +29,6 @@ from dantinox.lab.studies.kv_variants import (
 )
 from dantinox.lab.studies.ruler_tasks import TASKS, Sample, build_haystack, make_sample, match_score, python_manual
 from dantinox.lab.studies.statistics import Interval, mean_interval, select_names
-from dantinox.model import CacheReport
 from dantinox.run import open_run
 from dantinox.text import Corpus
 
@@ -123,21 +122,17 @@ def evaluate_ruler(
     """
     directory = open_run(run_dir)
     run = load(run_dir)
-    context = run.model.config.max_context
-    for length in lengths or ():
-        if not MIN_LENGTH <= length <= context:
-            raise UserError(f"--lengths must be in [{MIN_LENGTH}, {context}], the model's context, got {length}")
-    sizes = sorted(set(lengths or [length for length in LENGTHS if length <= context] or [context]))
+    chosen_lengths = _select_lengths(lengths, run.model.config.max_context)
     if samples < 1:
         raise UserError(f"--samples must be at least 1, got {samples}")
     check_ratios(ratios)
-    task_names = select_names(None if tasks is None else tasks.split(","), TASKS, "task of RULER")
+    task_names = _select_tasks(tasks)
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
     names, left_out = select_methods(methods, RULER_METHODS, measured, directory.path, "eval ruler")
     source = "Python's manual" if data_path is None else str(data_path)
     haystack = python_manual() if data_path is None else build_haystack(_read_haystack(run, source), source)
     findings: list[RulerResult] = []
-    for length in sizes:
+    for length in chosen_lengths:
         caches, _ = build_variants(run, measured, names, ratios or RATIOS, length, kv_dtype)
         samples_by_task = {
             name: [make_sample(name, length, run.tokenizer.encode, haystack, seed, i) for i in range(samples)]
@@ -155,6 +150,28 @@ def evaluate_ruler(
         left_out=left_out,
         findings=findings,
     )
+
+
+def _select_lengths(lengths: Sequence[int] | None, context: int) -> list[int]:
+    """Returns the lengths of prompts in ascending order; None: those of `LENGTHS` that the context allows, or the context."""
+    if context < MIN_LENGTH:
+        raise UserError(f"eval ruler needs a model with a context of at least {MIN_LENGTH} tokens, got {context}")
+    for length in lengths or ():
+        if not MIN_LENGTH <= length <= context:
+            raise UserError(f"--lengths must be in [{MIN_LENGTH}, {context}], the model's context, got {length}")
+    if lengths:
+        return sorted(set(lengths))
+    return [length for length in LENGTHS if length <= context] or [context]
+
+
+def _select_tasks(tasks: str | None) -> list[str]:
+    """Returns the tasks that are named in a text with commas; None: all."""
+    if tasks is None:
+        return list(TASKS)
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise UserError("--tasks must name at least one task of RULER")
+    return select_names(names, TASKS, "task of RULER")
 
 
 def _read_haystack(run: LoadedModel, path: str) -> str:
@@ -201,7 +218,7 @@ def _evaluate_caches(
     progress: Callable[[str], None],
 ) -> Iterator[RulerResult]:
     """Yields the results of the methods `names` in this order; the first of `caches` is the full cache."""
-    full_bytes = _report(caches[0])["bytes"]
+    full_bytes = caches[0].known_report["bytes"]
     caches = sorted((cache for cache in caches if cache.name in names), key=lambda cache: names.index(cache.name))
     batches = [(mode, batch) for mode in QUESTION_MODES for batch in _make_batches(run, samples_by_task, length, mode)]
     bench = CacheBenchmark(caches, progress)
@@ -212,7 +229,7 @@ def _evaluate_caches(
             by_mode[mode].setdefault(batch.task, []).extend(_score_batch(run, batch, found))
         scores = {mode: _intervals(by_task) for mode, by_task in by_mode.items()}
         progress(f"{cache.name} at {cache.ratio:g} of {length} tokens, in %: {_summary(scores)}")
-        report = _report(cache)
+        report = cache.known_report
         yield RulerResult(
             method=cache.name,
             length=length,
@@ -224,11 +241,6 @@ def _evaluate_caches(
             prefill_seconds=median(found.prefill_seconds for found in generated),
             tokens_per_second=median(found.rate for found in generated),
         )
-
-
-def _report(cache: CacheVariant) -> CacheReport:
-    assert cache.report is not None  # only the oracle has none
-    return cache.report
 
 
 def _score_batch(run: LoadedModel, batch: TaskBatch, generated: Generated) -> Iterator[float]:

@@ -14,13 +14,13 @@ loss wins; if there is no such signal, equal shares win.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from dantinox.config import UserError
-from dantinox.generation import load
+from dantinox.generation import LoadedModel, load
 from dantinox.lab.measure.texts import open_text_store
 from dantinox.lab.studies.kv_bench import FREE_TOKENS, CacheBenchmark, Generated, ReadMetrics
 from dantinox.lab.studies.kv_tasks import SEEDS, draw_sequences, draw_tasks, encodes_words
@@ -189,16 +189,7 @@ def evaluate_kv(
     directory = open_run(run_dir)
     store = open_text_store(directory, data_path)
     run = load(run_dir)
-    text_count, task_count = (
-        default_count(count, least, run.parameters)
-        for count, least in zip(QUICK_COUNTS if quick else FULL_COUNTS, MIN_COUNTS, strict=True)
-    )
-    sequences = text_count if sequences is None else sequences
-    length = min(run.model.config.max_context, DEFAULT_TOKENS if tokens is None else tokens)
-    if length < MIN_TOKENS:
-        raise UserError(f"--tokens and the model's context must be at least {MIN_TOKENS}, got {length}")
-    if sequences < MIN_SEQUENCES:
-        raise UserError(f"--sequences must be at least {MIN_SEQUENCES}, got {sequences}")
+    size = _study_size(run, quick, tokens, sequences)
     check_ratios(ratios)
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
     usual = LARGE_METHODS if run.parameters > LARGE_MODEL else KV_METHODS
@@ -207,18 +198,13 @@ def evaluate_kv(
     )
     if names == [REFERENCE]:
         raise UserError(f"{REFERENCE} is the baseline of the comparison: name at least one of {', '.join(KV_METHODS)}")
-    caches, too_small = build_variants(run, measured, names, ratios, length, kv_dtype)
-    text = draw_sequences(run.tokenizer, store, sequences, length)
-    tasks = draw_tasks(run.tokenizer, text, task_count) if encodes_words(run.tokenizer) else None
+    caches, too_small = build_variants(run, measured, names, ratios, size.length, kv_dtype)
+    text = draw_sequences(run.tokenizer, store, size.sequences, size.length)
+    tasks = draw_tasks(run.tokenizer, text, size.tasks) if encodes_words(run.tokenizer) else None
     bench = CacheBenchmark(caches, progress)
     read, near = bench.measure_text(text)
     continuations = bench.continue_prompts(run, text, CONTINUED_PROMPTS)
-    recall = [dict[str, Any]() for _ in caches]
-    if tasks is not None:
-        recall = [
-            {name: mean_interval(100 * correct_P) for name, correct_P in correct.items()}
-            for correct in bench.measure_tasks(tasks)
-        ]
+    answered = [dict[str, np.ndarray]() for _ in caches] if tasks is None else bench.measure_tasks(tasks)
     results = [
         CacheResult(
             name=cache.name,
@@ -226,7 +212,7 @@ def evaluate_kv(
             **_cache_size(cache),
             **_loss_metrics(read[i], read[0], text.seeds),
             **_agreement(continuations[i], continuations[0]),
-            **recall[i],
+            **_recall(answered[i]),
         )
         for i, cache in enumerate(caches)
     ]
@@ -236,11 +222,11 @@ def evaluate_kv(
         calibration=None if measured is None else str(measured.path),
         device=jax.devices()[0].device_kind,
         dtype=caches[-1].plan.dtype,
-        tokens=length,
-        sequences=sequences,
-        tasks=None if tasks is None else task_count,
+        tokens=size.length,
+        sequences=size.sequences,
+        tasks=None if tasks is None else size.tasks,
         continued=0 if continuations[0] is None else len(continuations[0].ids),
-        free_tokens=min(FREE_TOKENS, length - length // 2),
+        free_tokens=min(FREE_TOKENS, size.length - size.length // 2),
         overlapping=text.overlapping,
         repeated=text.repeated,
         long_range_gain=mean_interval(near.loss_B - read[0].loss_B),
@@ -249,6 +235,30 @@ def evaluate_kv(
         ratios=by_ratio,
         default_signal=default_signal(by_ratio),
     )
+
+
+class _StudySize(NamedTuple):
+    """The numbers of sequences and of tasks of each kind, and the tokens of a sequence."""
+
+    sequences: int
+    tasks: int
+    length: int
+
+
+def _study_size(run: LoadedModel, quick: bool, tokens: int | None, sequences: int | None) -> _StudySize:
+    """Returns the size of a study; the arguments are those of `evaluate_kv`."""
+    counts = QUICK_COUNTS if quick else FULL_COUNTS
+    default_sequences, tasks = (
+        default_count(count, least, run.parameters) for count, least in zip(counts, MIN_COUNTS, strict=True)
+    )
+    length = min(run.model.config.max_context, DEFAULT_TOKENS if tokens is None else tokens)
+    if length < MIN_TOKENS:
+        raise UserError(f"--tokens and the model's context must be at least {MIN_TOKENS}, got {length}")
+    if sequences is None:
+        sequences = default_sequences
+    if sequences < MIN_SEQUENCES:
+        raise UserError(f"--sequences must be at least {MIN_SEQUENCES}, got {sequences}")
+    return _StudySize(sequences, tasks, length)
 
 
 def _cache_size(cache: CacheVariant) -> dict[str, Any]:
@@ -272,6 +282,11 @@ def intervals_by_seed(values_S: np.ndarray, seeds_S: np.ndarray, of: Callable[[f
     parts = [values_S, *(values_S[seeds_S == seed] for seed in range(SEEDS))]
     whole, *seeds = [Interval(*(float(of(end)) for end in mean_interval(part))) for part in parts]
     return SeedIntervals(whole, seeds)
+
+
+def _recall(correct: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the share of correct answers in % of each kind of task, from `CacheBenchmark.measure_tasks`."""
+    return {name: mean_interval(100 * correct_P) for name, correct_P in correct.items()}
 
 
 def _agreement(cache: Generated | None, full: Generated | None) -> dict[str, Any]:
