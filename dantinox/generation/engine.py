@@ -30,7 +30,7 @@ from dantinox.generation.sample_text import SampleText
 from dantinox.generation.scheduler import Scheduler
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES
-from dantinox.sampling.subsets import ALL_STEPS
+from dantinox.sampling.step_subsets import ALL_STEPS
 
 MAX_SAMPLES = 16
 STEPS_WHILE_PREFILLING = 4  # tokens of a decode chunk while prompts are prefilled

@@ -9,7 +9,7 @@ from dantinox.generation.request import GenerationRequest, RequestStats
 from dantinox.generation.sample_text import SampleText, TextPart
 from dantinox.generation.slot_params import RowParams
 from dantinox.sampling import StepInfo
-from dantinox.sampling.subsets import ALL_STEPS
+from dantinox.sampling.step_subsets import ALL_STEPS
 
 
 class RequestFailed(Exception):
@@ -51,7 +51,7 @@ class Job:
       prompts: the prompts of the rows of each sample, see `ModelBundle.prompts`.
       followers: for the slot of each sample, the slots of its other rows; `slots` counts them too.
       scope: what its keys depend on besides its tokens.
-      subset: the sampling steps of its rows, see `sampling.subsets`.
+      subset: the sampling steps of its rows, see `sampling.step_subsets`.
       prepared: whether its parameters and constraints are ready.
     """
 

@@ -40,7 +40,7 @@ from dantinox.programs import tree_bytes
 from dantinox.sampling import LogitProcessor
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.state import recurrent_fields
-from dantinox.sampling.subsets import ALL_STEPS, LARGEST_SUBSET, reduce_state, restore
+from dantinox.sampling.step_subsets import ALL_STEPS, LARGEST_SUBSET, reduce_state, restore
 
 COMPILE_THREADS = 2  # programs compiled in parallel
 # Programs are traced one at a time. Python would not trace two at once any faster, and doing so has failed in JAX.

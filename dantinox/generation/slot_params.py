@@ -20,7 +20,7 @@ from dantinox.generation.running_batch import NO_ID
 from dantinox.generation.token_settings import end_ids, with_default_seed
 from dantinox.sampling import LogitProcessor, ProgramOptions, SamplingParams
 from dantinox.sampling.params import CHOICE_SETTINGS
-from dantinox.sampling.subsets import ALL_STEPS, smallest_subset
+from dantinox.sampling.step_subsets import ALL_STEPS, smallest_subset
 
 MAX_ALTERNATIVES = 20  # the most alternatives reported per token
 CACHED_SETTINGS = 64  # different request settings whose parameter arrays are cached
@@ -50,7 +50,7 @@ class RowParams(NamedTuple):
 
     Attributes:
       width: the most tokens per step.
-      subset: the index of the smallest program for these settings, see `sampling.subsets`.
+      subset: the index of the smallest program for these settings, see `sampling.step_subsets`.
       config: the settings, without those that the row reads elsewhere.
     """
 

@@ -16,7 +16,7 @@ from dantinox.generation.decode.quantized_weights import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.plan_stepper import plan_stepper
 from dantinox.generation.running_batch import restart_slots
-from dantinox.generation.slot_params import next_power_of_two
+from dantinox.sampling.params import next_power_of_two
 from dantinox.model import make_cache
 from dantinox.model.cache import RingLayer
 from dantinox.platform import get_platform

@@ -16,7 +16,7 @@ from dantinox.generation.running_batch import Row, RunningBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES
 from dantinox.generation.slot_plan import SlotPlan
 from dantinox.sampling import StepInfo
-from dantinox.sampling.subsets import ALL_STEPS
+from dantinox.sampling.step_subsets import ALL_STEPS
 
 
 class Chunk(NamedTuple):
@@ -53,7 +53,7 @@ class SlotRow(Row):
         chunks, or by programs with bitwise equal results.
       prefilled: the number of tokens in the slot; of these, `reused` came from the prefix cache.
       prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not requested.
-      subset: the index of the smallest decode program for the row, see `sampling.subsets`.
+      subset: the index of the smallest decode program for the row, see `sampling.step_subsets`.
     """
 
     ids: Sequence[int] = ()

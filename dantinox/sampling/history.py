@@ -185,7 +185,8 @@ def sequence_arrays(sequences: Sequence[Sequence[int]], count: int = 1, longest:
     """
     W = max(count, len(sequences))
     M = max(longest, *(len(words) for words in sequences), 1)
-    prefix_WM, last_W = np.full((W, M), -1, np.int32), np.full(W, -1, np.int32)
+    prefix_WM = np.full((W, M), -1, np.int32)
+    last_W = np.full(W, -1, np.int32)
     for w, words in enumerate(sequences):
         *before, last_W[w] = words
         prefix_WM[w, M - len(before) :] = before
