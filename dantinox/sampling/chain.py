@@ -32,9 +32,9 @@ from dantinox.sampling.logit_processor import apply_logit_processor
 from dantinox.sampling.loops import loop_temperature
 from dantinox.sampling.order import Order, RowOrders, SharedOrder
 from dantinox.sampling.params import SamplingParams
-from dantinox.sampling.step_info import RouterReport, StepInfo, step_info
 from dantinox.sampling.selection import first_argmax
 from dantinox.sampling.state import SamplerState, token_histories, update
+from dantinox.sampling.step_info import RouterReport, StepInfo, step_info
 from dantinox.sampling.window import Context, run_chain, run_steps
 
 GREEDY_STEPS = frozenset((*EDIT_STEPS, *PENALTY_STEPS))  # the steps that also apply to greedy rows
@@ -347,7 +347,9 @@ def _candidates(
     score_fn = params.score_fn
     draws = params.candidates
 
-    def of_row(drawn: Array, processed_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig) -> Candidates:
+    def in_row(
+        drawn: Array, processed_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig
+    ) -> Candidates:
         candidates_key = jax.random.fold_in(key, CANDIDATES_KEY)
         if score_fn is None:
             found = candidates_given_token(drawn, processed_V, raw_V, candidates_key, metrics, config, draws=draws)
@@ -356,7 +358,7 @@ def _candidates(
             found = best_candidate(processed_V, raw_V, candidates_key, metrics, config.candidates, score, draws=draws)
         return found._replace(ids=jnp.where(jnp.arange(draws) < config.candidates, found.ids, -1))
 
-    return jax.vmap(of_row)(drawn_B, processed_BV, raw_BV, keys_B, metrics, params.router)
+    return jax.vmap(in_row)(drawn_B, processed_BV, raw_BV, keys_B, metrics, params.router)
 
 
 def _probabilities(final_BV: Array, token_B: Array, params: SamplingParams) -> Array:

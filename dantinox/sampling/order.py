@@ -39,13 +39,14 @@ class SharedOrder:
     def run(self, function: StepFunction[T], carry: T) -> T:
         """Applies `function` to the carry for every step in order, and returns the final carry."""
         for name in self.names:
-            step = partial(function, name)
-            on_B = self.on[name]
-            if self.skip:
-                carry = lax.cond(on_B.any(), step, lambda _, carry: carry, on_B, carry)
-            else:
-                carry = step(on_B, carry)
+            carry = self._run_step(partial(function, name), self.on[name], carry)
         return carry
+
+    def _run_step(self, step: Callable[[Array, T], T], on_B: Array, carry: T) -> T:
+        if not self.skip:
+            return step(on_B, carry)
+        result: T = lax.cond(on_B.any(), step, lambda _, carry: carry, on_B, carry)
+        return result
 
     def any_enabled(self) -> Array | bool:
         """Returns whether some row may enable a step; a bool if this is known without running the program."""

@@ -91,7 +91,7 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, object]]:
     detokenizer = tokenizer.detokenizer()
     detokenizer.push(tokenizer.encode(result.prompt))  # the first new token continues the prompt
     texts = [detokenizer.push([token]) for token in result.tokens]
-    texts[-1] += detokenizer.flush()
+    texts[-1] += detokenizer.flush()  # text of an incomplete character
     records = token_records(result.tokens, texts, steps, tokenizer)
     if result.attention is None:
         return records

@@ -18,13 +18,13 @@ Pool = tuple[Store, ...]  # one store per layer that has keys and values; a row 
 def make_pool(caches: Caches, blocks: int, size: int) -> Pool:
     """Returns a pool of `blocks` empty blocks of `size` tokens for the sequences of caches without compressed layers."""
 
-    def empty(store: Store) -> Store:
-        def leaf(axis: int, leaf: jax.Array) -> jax.Array:
-            return jnp.zeros((blocks, *(size if n == axis else length for n, length in enumerate(leaf.shape) if n)), leaf.dtype)
+    def empty_leaf(slots_axis: int, leaf: jax.Array) -> jax.Array:
+        shape = [*leaf.shape]
+        shape[0] = blocks
+        shape[slots_axis] = size
+        return jnp.zeros(shape, leaf.dtype)
 
-        return store.map_slots(leaf)
-
-    return tuple(empty(_segments(layer)[0][1]) for layer in _layers(caches))
+    return tuple(_segments(layer)[0][1].map_slots(empty_leaf) for layer in _layers(caches))
 
 
 @partial(jax.jit, static_argnames=("size",), donate_argnames=("pool",))
