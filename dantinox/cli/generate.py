@@ -113,7 +113,7 @@ def generate(options: argparse.Namespace) -> int:
     from dantinox.run import find_chat_template, load_run_config, open_run
 
     # Errors in the settings are reported before the weights are loaded.
-    directory = open_run(options.run_dir, check=False)  # `load` checks it
+    directory = open_run(options.run_dir, check=False)
     base = load_run_config(directory)
     prompts = _prompts(options, settings, base)
     if options.attention_stats:
@@ -135,11 +135,13 @@ def generate(options: argparse.Namespace) -> int:
         raise UserError("token_healing must be false with --chat, because the chat template ends the prompt")
     use_compilation_cache()
     from dantinox.config import with_generation
-    from dantinox.generation import load
+    from dantinox.generation.api.loaded_model import load_opened
     from dantinox.generation.token_settings import with_default_seed
 
     loras = given_loras(options)
-    run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in prompts), default=1), loras)
+    directory.check(directory.tokenizer, directory.tokenizer_config, directory.weights_or_adapter)
+    tensor = max((config.generation.tensor_parallel for _, config in prompts), default=1)
+    run = load_opened(directory, base, tensor, loras)
     lora = next(iter(loras), None)
     alternatives = min(TRACE_ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
     reported = options.logprobs if options.logprobs is not None else alternatives

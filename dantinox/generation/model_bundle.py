@@ -242,24 +242,22 @@ class ModelBundle:
         if constraint is not None and request.config.router.clarify_text is not None:
             message = "router.clarify_text cannot be combined with a constraint on the output: remove one of them"
             raise UserError(message, key="router.clarify_text")
-        regexes = compile_regexes(section.banned_regexes)
+        regexes = compile_regexes(section.banned_regexes) if section.banned_regexes else []
         matcher = None if constraint is None else self.matcher(constraint, section)
         gap = None if constraint is None or reasoning is None else self._gap(request, reasoning, constraint.after)
-
-        def make_constraint() -> Guide | None:
-            if constraint is None or matcher is None:
-                return None
-            if constraint.after or constraint.opening:
-                return AfterTrigger(matcher, constraint, vocab_size, reasoning, gap)
-            return WholeText(matcher.copy())
 
         def make_guides() -> list[Guide]:
             guides: list[Guide] = []
             if section.banned_strings or regexes:
                 strings = find_banned_strings(tuple(section.banned_strings))
                 guides.append(TextBan(strings, regexes, vocab_size, section.max_new_tokens))
-            constrained = make_constraint()
-            if request.healed:
+            constrained: Guide | None = None
+            if constraint is not None and matcher is not None:
+                if constraint.after or constraint.opening:
+                    constrained = AfterTrigger(matcher, constraint, vocab_size, reasoning, gap)
+                else:
+                    constrained = WholeText(matcher.copy())
+            if request.healed:  # before the ban, which sees only the response
                 guides.insert(0, HealedPrefix(self.piece_index, request.healed, vocab_size, constrained))
             elif constrained is not None:
                 guides.append(constrained)

@@ -140,7 +140,8 @@ def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: A
       window: the number of tokens at the end of the history that are searched. 0: all.
     """
     position_S = jnp.arange(history_S.shape[0])
-    length, window = jnp.asarray(length), jnp.asarray(window)
+    length = jnp.asarray(length)
+    window = jnp.asarray(window)
     first = jnp.where(window > 0, jnp.maximum(length - window, 0), 0)
     unbroken = length - 1 - jnp.max(jnp.where(breaker_S & (position_S < length), position_S, -1))
     run_S = jnp.minimum(jnp.minimum(run_S, unbroken), jnp.minimum(position_S - first, LONGEST_REPEAT))

@@ -202,13 +202,11 @@ class SamplingParams:
         stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
         enabled_by_row = [enabled_steps(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
         stochastic = extra_steps is not None or any(not is_greedy(section) for section in sections)
-        always = _steps_in_any_case(sections, enabled_by_row, stochastic) | {*(extra_steps or ())}
+        contained = {*(extra_steps or ())}.union(*enabled_by_row)
+        if _needs_temperature(sections, enabled_by_row, stochastic):
+            contained.add("temperature")
         order = (*ORDERABLE, *LAST_STEPS) if dynamic_order else section_order(first)
-        plan = tuple(
-            name
-            for name in (*EDIT_STEPS, *order)
-            if name in always or any(name in on for on in enabled_by_row)
-        )
+        plan = tuple(name for name in (*EDIT_STEPS, *order) if name in contained)
         settings = {"temperature", *(key for name in plan for key in STEPS[name].settings)} & NUMBER_BOUNDS.keys()
         choices = _choice_values(sections) if dynamic_order else {}
         tables = _build_tables(sections, plan)
@@ -250,9 +248,7 @@ class SamplingParams:
         return self.numbers["temperature"]
 
 
-def _check_rows(
-    rows: Row | Config | Sequence[Row | Config], batch: int | None, vocab_size: int | None
-) -> list[Config]:
+def _check_rows(rows: Row | Config | Sequence[Row | Config], batch: int | None, vocab_size: int | None) -> list[Config]:
     """Returns the settings of every row; the arguments are those of `SamplingParams.build`."""
     if isinstance(rows, (Mapping, Config)):
         rows = [rows] * (1 if batch is None else batch)
@@ -283,9 +279,7 @@ def _check_batch(configs: Sequence[Config], dynamic_order: bool, *, scores: bool
             raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
 
 
-def _check_clarify_ids(
-    configs: Sequence[Config], clarify_ids: Sequence[Sequence[int]] | None, vocab_size: int | None
-) -> None:
+def _check_clarify_ids(configs: Sequence[Config], clarify_ids: Sequence[Sequence[int]] | None, vocab_size: int | None) -> None:
     key = "router.clarify_text"
     if clarify_ids is None:
         has_router = configs[0].generation.strategy == "entropy"
@@ -299,17 +293,15 @@ def _check_clarify_ids(
             raise _error(key, f"must have token ids in [0, {vocab_size}), got {list(ids)}")
 
 
-def _steps_in_any_case(
-    sections: Sequence[GenerationSection], enabled_by_row: Sequence[set[str]], stochastic: bool
-) -> set[str]:
-    """Returns the steps that a program contains even if no row enables them.
+def _needs_temperature(sections: Sequence[GenerationSection], enabled_by_row: Sequence[set[str]], stochastic: bool) -> bool:
+    """Returns whether a program contains the temperature step even if no row enables it.
 
-    Every program that draws contains the temperature step. A new temperature, the most frequent change of a setting, then needs
-    no compilation. The factor of the temperature in a loop needs the step too.
+    Every program that draws contains it. A new temperature, the most frequent change of a setting, then needs no compilation.
+    The factor of the temperature in a loop needs the step too.
     """
     is_dynamic = any("dynamic_temperature" in on for on in enabled_by_row)
     has_factor = any(section.loop_temperature_factor != 1 for section in sections)
-    return {"temperature"} if (stochastic and not is_dynamic) or has_factor else set()
+    return (stochastic and not is_dynamic) or has_factor
 
 
 def _choice_values(sections: Sequence[GenerationSection]) -> dict[str, np.ndarray]:
@@ -396,7 +388,8 @@ def token_ids(section: GenerationSection, key: str) -> list[int]:
 def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
     on = active_steps(section)
     lists = {"stop_token_ids": token_ids(section, "stop_token_ids")}
-    for key in (key for name, step in STEPS.items() if name in on for key in step.indirect):
+    keys = [key for name, step in STEPS.items() if name in on for key in step.indirect]
+    for key in keys:
         if SETTINGS[key].kind in (Tokens, Biases, Breakers):
             lists[key] = token_ids(section, key)
         elif SETTINGS[key].kind in (Sequences, SequenceBiases):

@@ -156,19 +156,26 @@ def init_state(
             detects = (params.loops.max_period > 0).any()
             inputs = arrays["text"], length_B, generated_B
             arrays["loop_runs"] = lax.cond(detects, _loop_runs_of_rows, lambda *_: none_BP, *inputs)
+    arrays |= _recurrent_arrays(params, fields, recurrent or {})
+    if params.router is not None:
+        clarifies_BT = ids_BT == jnp.asarray(params.router.clarify_token)[:, None]
+        arrays["clarified"] = jnp.max(jnp.where(clarifies_BT, position_BT, -1), axis=1)
+    return SamplerState(**arrays)
+
+
+def _recurrent_arrays(params: SamplingParams, fields: set[str], recurrent: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns the `RECURRENT_FIELDS` among `fields`: their initial values, or those of `recurrent` where these are numbers."""
+    arrays: dict[str, Array] = {}
     if "mu" in fields:
         arrays["mu"] = 2 * params.numbers["mirostat_tau"]
     if "adaptive_sum" in fields:  # as after many tokens of probability `adaptive_target`
         arrays["adaptive_weight"] = 1 / (1 - params.numbers["adaptive_decay"])
         arrays["adaptive_sum"] = params.numbers["adaptive_target"] * arrays["adaptive_weight"]
     if params.clarify_text is not None:
-        arrays["since_clarify_text"] = jnp.full(B, NEVER, jnp.int32)
-    for name, value in (recurrent or {}).items():
+        arrays["since_clarify_text"] = jnp.full(params.batch, NEVER, jnp.int32)
+    for name, value in recurrent.items():
         arrays[name] = jnp.where(jnp.isnan(value), arrays[name], value.astype(arrays[name].dtype))
-    if params.router is not None:
-        clarifies_BT = ids_BT == jnp.asarray(params.router.clarify_token)[:, None]
-        arrays["clarified"] = jnp.max(jnp.where(clarifies_BT, position_BT, -1), axis=1)
-    return SamplerState(**arrays)
+    return arrays
 
 
 def _text_readers(params: SamplingParams) -> list[str]:

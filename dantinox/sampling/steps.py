@@ -100,7 +100,8 @@ def smoothing(logits_V: Array, factor: Number, curve: Number = 1.0) -> Array:
     """
     M = finite_max(logits_V)
     d_V = jnp.maximum(logits_V - M, -1e12)  # its cube stays finite
-    factor, curve = jnp.asarray(factor), jnp.asarray(curve)
+    factor = jnp.asarray(factor)
+    curve = jnp.asarray(curve)
     smooth_V = M - (3 - curve) / 2 * factor * d_V**2 + (curve - 1) / 2 * factor * d_V**3
     return jnp.where(factor == 0, logits_V, clip_finite(smooth_V, logits_V))
 

@@ -202,7 +202,8 @@ def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:
         parts = weights_BN, weights_BN * d_BN, weights_BN**2, alive_BN.astype(jnp.float32), d_BN, d_BN**2
         return Rest(*(jnp.sum(part_BN, axis=1) for part_BN in parts))._replace(least=jnp.min(d_BN, axis=1))
 
-    everything, inside = sums(logits_BV), sums(values_BK)
+    everything = sums(logits_BV)
+    inside = sums(values_BK)
     outside = jax.tree.map(jnp.subtract, everything, inside)
     rest = Rest(  # without the wrong signs that rounding may give to a difference
         mass=jnp.maximum(outside.mass, 0),

@@ -554,7 +554,13 @@ def load(run_dir: str | Path, tensor: int | None = None, loras: Mapping[str, str
       True
     """
     run = open_run(run_dir)
-    config = load_run_config(run)
+    return load_opened(run, load_run_config(run), tensor, loras)
+
+
+def load_opened(
+    run: RunDirectory, config: Config, tensor: int | None = None, loras: Mapping[str, str | Path] | None = None
+) -> LoadedModel:
+    """Loads the model of an open run, whose files were checked, and whose settings `config` were read; see `load`."""
     use_compilation_cache()
     tokenizer = Tokenizer.load(run.tokenizer)
     model = load_model(config, tokenizer.vocab_size, run, tensor or config.generation.tensor_parallel)

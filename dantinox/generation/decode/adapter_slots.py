@@ -22,7 +22,6 @@ from dantinox.run.adapters import AdapterDelta
 from dantinox.run.peft_folder import LoraAdapter
 
 DEFAULT_RANK = 16  # the smallest rank of stacks in which adapters can be loaded later
-MAX_LORAS, MAX_RANK = 1024, 4096
 MEMORY_SHARE = 4  # the stacks take at most 1 / MEMORY_SHARE of the free memory
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -184,11 +184,15 @@ def _total_slots(kv: KVSection, K: int, caps_L: Sequence[int], slots: int, round
         total = minimum
     if total < minimum:
         if tokens is None:
-            key, budget, least = "kv.budget", f"{kv.budget:g}", f"{np.ceil(1000 * minimum / full) / 1000:g}"
+            key = "kv.budget"
+            given = f"{kv.budget:g}"
+            least = f"{np.ceil(1000 * minimum / full) / 1000:g}"
         else:
-            key, budget, least = "kv.budget_tokens", f"{tokens}", f"{floor}"
+            key = "kv.budget_tokens"
+            given = str(tokens)
+            least = str(floor)
         raise UserError(
-            f"{key} {budget} leaves {total // (K * len(caps_L))} slots per head for a sequence of {slots} tokens, but each "
+            f"{key} {given} leaves {total // (K * len(caps_L))} slots per head for a sequence of {slots} tokens, but each "
             f"head needs {floor} (kv.sinks + kv.recent, rounded up to {SLOT_UNIT}): set it to at least {least}",
             key=key,
         )

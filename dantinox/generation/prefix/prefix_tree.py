@@ -92,10 +92,11 @@ class PrefixTree:
 
     def blocks(self) -> list[StoredBlock]:
         """Returns all blocks, each after its parent, the most recently used ones first."""
-        blocks = [*reversed(self._by_use.values())]
-        return [
-            StoredBlock(block.index, block.parent.index if block.parent else -1, block.salt, block.tokens) for block in blocks
-        ]
+        stored = []
+        for block in reversed(self._by_use.values()):
+            parent = -1 if block.parent is None else block.parent.index
+            stored.append(StoredBlock(block.index, parent, block.salt, block.tokens))
+        return stored
 
     def restore(self, blocks: Sequence[StoredBlock]) -> None:
         """Adds the result of `blocks` of another tree to this empty tree, whose capacity must suffice."""
