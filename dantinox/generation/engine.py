@@ -341,13 +341,13 @@ class Engine(EngineBase[SlotBatch]):
     def _start_row(self, job: Job, slot: int) -> None:
         """Starts to decode a row, from the tokens that its sample has already."""
         text = job.text_of(slot)
-        kept = text.all_tokens
+        output = text.all_tokens
         assert job.params is not None
         self.batch.start_decoding(
             slot,
             job.params,
-            limit=job.limit - len(kept),
-            output=kept,
+            limit=job.limit - len(output),
+            output=output,
             sample_index=job.rows[slot],
             report=job.request.logprobs is not None,
             constrained=text.mask is not None,

@@ -52,8 +52,8 @@ class OfflineEngine(EngineBase[StaticBatch]):
 
     def _restart(self, job: Job, slot: int) -> None:
         ids = job.request.ids
-        kept = job.text_of(slot).all_tokens
-        self.batch.restart(slot, [*ids, *kept], len(ids), job.limit - len(kept))
+        output = job.text_of(slot).all_tokens
+        self.batch.restart(slot, [*ids, *output], len(ids), job.limit - len(output))
 
     def _measure(self, step_seconds: float) -> None:
         self._chunks += 1
