@@ -33,6 +33,7 @@ from dantinox.model import KVCache, Transformer
 from dantinox.platform import get_platform
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import all_allowed
+from dantinox.sampling.params import next_power_of_two
 
 PROGRAM_NAME = "static"  # the key of the only program
 
@@ -61,7 +62,7 @@ def padded_length(length: int) -> int:
 
     Every padded length needs a compiled program, so there are few of them: ten between 257 and 8,192.
     """
-    power = 1 << (max(length, 16) - 1).bit_length()
+    power = next_power_of_two(length, 16)
     return 3 * power // 4 if power > 512 and length <= 3 * power // 4 else power
 
 

@@ -73,7 +73,8 @@ def allocate_by_loss(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float
     large_X, small_X, heads_X = (x.ravel() for x in np.indices((S, S, K)))
     slots_X = heads_X * size_S[large_X] + (K - heads_X) * size_S[small_X]
     total = max(share * L * K * size_S[-1], L * K * size_S[0])
-    steps_X = np.ceil(slots_X * KNAPSACK_STEPS / total - 1e-9).astype(np.int64)  # 1e-9: the quotient may be rounded up
+    # 1e-9: a quotient that rounding has raised above a whole number takes no further step.
+    steps_X = np.ceil(slots_X * KNAPSACK_STEPS / total - 1e-9).astype(np.int64)
     # For each number of steps: the smallest increase over the layers so far, and the split of this layer that achieves it.
     min_rise_W = np.zeros(KNAPSACK_STEPS + 1)
     choices = []
@@ -93,7 +94,7 @@ def allocate_by_loss(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float
         choices.append(choice_W)
     slots_LK = np.zeros((L, K))
     remaining = KNAPSACK_STEPS
-    for layer in reversed(range(L)):  # the last layer has been chosen for all steps, and the others for what is left
+    for layer in reversed(range(L)):  # the choice of a layer is for the steps that it takes with the layers before it
         x = choices[layer][remaining]
         gain_K = curves_LKS[layer, :, small_X[x]] - curves_LKS[layer, :, large_X[x]]
         slots_LK[layer] = size_S[small_X[x]]
