@@ -84,9 +84,9 @@ class SlotBatch(PrefillBatch):
         self._prefix_bytes = self._choose_prefix_bytes(options)
         self._compiling = Lock()
         self._ready: set[tuple[ProgramKey, bool, int | None]] = set()  # arguments of `ready` that gave true
-        settings = ServedSettings(model, self._config, logit_processor)  # documents these two methods
-        self.program_key = settings.program_key
-        self.row_params = settings.row_params
+        self._settings = ServedSettings(model, self._config, logit_processor)  # documents the next two methods
+        self.program_key = self._settings.program_key
+        self.row_params = self._settings.row_params
 
     def _choose_prefix_bytes(self, options: EngineOptions) -> int:
         """Returns the bytes of the prefix cache, which has what the options and the caches of the slots leave."""
