@@ -115,7 +115,7 @@ def generate(options: argparse.Namespace) -> int:
     from dantinox.run import find_chat_template, load_run_config, open_run
 
     # Errors in the settings are reported before the weights are loaded.
-    directory = open_run(options.run_dir, check=False)  # `load` checks it
+    directory = open_run(options.run_dir, check=False)
     base = load_run_config(directory)
     prompts = _prompts(options, settings, base)
     template_path = find_chat_template(directory)
@@ -123,10 +123,12 @@ def generate(options: argparse.Namespace) -> int:
     records = read_answers(options.out, prompts) if options.resume else []
     is_single = len(prompts) == 1 and prompts[0][1].generation.n == 1
     use_compilation_cache()
-    from dantinox.generation import load
+    from dantinox.generation.api.loaded_model import load_opened
 
     loras = given_loras(options)
-    run = load(options.run_dir, max((config.generation.tensor_parallel for _, config in prompts), default=1), loras)
+    directory.check(directory.tokenizer, directory.tokenizer_config, directory.weights_or_adapter)
+    tensor_parallel = max((config.generation.tensor_parallel for _, config in prompts), default=1)
+    run = load_opened(directory, base, tensor_parallel, loras)
     alternatives = min(TRACE_ALTERNATIVES, run.tokenizer.vocab_size) if traced else None
     report = {
         "logprobs": alternatives if options.logprobs is None else options.logprobs,

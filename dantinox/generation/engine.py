@@ -30,7 +30,7 @@ from dantinox.generation.sample_text import SampleText
 from dantinox.generation.scheduler import Scheduler
 from dantinox.generation.slot_batch import SlotBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES
-from dantinox.sampling.subsets import ALL_STEPS
+from dantinox.sampling.step_subsets import ALL_STEPS
 
 MAX_SAMPLES = 16
 STEPS_WHILE_PREFILLING = 4  # tokens of a decode chunk while prompts are prefilled
@@ -82,8 +82,9 @@ class Engine(EngineBase[SlotBatch]):
     @property
     def load(self) -> Load:
         with self.lock:
-            s = self._scheduler
-            return Load(self.batch.count, self.batch.count - s.free, len(s.waiting), s.queue)
+            scheduler = self._scheduler
+            busy = self.batch.count - scheduler.free
+            return Load(self.batch.count, busy, len(scheduler.waiting), scheduler.queue)
 
     def add(self, request: GenerationRequest) -> Job:
         """Adds a request; `step` returns its outputs.
@@ -138,7 +139,8 @@ class Engine(EngineBase[SlotBatch]):
         limit = min(MAX_SAMPLES, self.batch.count)
         if not 1 <= generation.n <= limit:
             raise UserError(f"generation.n must be in [1, {limit}] in this server, got {generation.n}", key="generation.n")
-        if (needed := generation.n * request.rows_per_sample) > self.batch.count:
+        needed = generation.n * request.rows_per_sample
+        if needed > self.batch.count:
             message = f"generation.n is {generation.n}, which needs {needed} slots with these settings, but this server has"
             raise UserError(f"{message} {self.batch.count}", key="generation.n")
         if length < 1 or (length >= context and generation.max_new_tokens > 0) or length > context:
@@ -166,7 +168,7 @@ class Engine(EngineBase[SlotBatch]):
         except Exception as error:
             if not self._isolate or self._failures == MAX_FAILURES:
                 raise
-            self._failures = self._failures + 1
+            self._failures += 1
             self.idle = False
             log.exception("a step of the engine failed; ending the running requests")
             self._fail_running(error)
@@ -202,7 +204,7 @@ class Engine(EngineBase[SlotBatch]):
         self.batch.reset()
 
     def _admit(self) -> None:
-        batch = self.batch
+        """Gives free slots to waiting requests whose programs are compiled, and starts to compile those of the others."""
         while True:
             with self.lock:
                 waiting = [job for job in self._scheduler.waiting if job.prepared and not self._ready(job)]
@@ -214,14 +216,21 @@ class Engine(EngineBase[SlotBatch]):
             if admitted is None:
                 return
             with self._isolate_errors(admitted):
-                request = admitted.request
-                slots = self._scheduler.slots_of(admitted)
-                n = admitted.samples
-                admitted.followers = {slot: slots[number::n][1:] for number, slot in enumerate(slots[:n])}
-                self._sequence_slot = None  # the request may have got this slot
-                for ids, slot in zip(admitted.prompts, slots[::n], strict=True):
-                    batch.assign_prompt(slot, ids, request.echo and slot == slots[0], admitted.scope)
-                admitted.stats.queued_seconds = admitted.seconds()
+                self._assign_prompts(admitted)
+
+    def _assign_prompts(self, job: Job) -> None:
+        """Assigns the prompts of a job to the slots that it has got.
+
+        With n samples, the first n slots are those of their main rows, and every n-th slot after them is that of a row that
+        follows. The prompts are prefilled in the slots of the first sample.
+        """
+        slots = self._scheduler.slots_of(job)
+        n = job.samples
+        job.followers = {slot: slots[number::n][1:] for number, slot in enumerate(slots[:n])}
+        self._sequence_slot = None  # the job may have got this slot
+        for ids, slot in zip(job.prompts, slots[::n], strict=True):
+            self.batch.assign_prompt(slot, ids, job.request.echo and slot == slots[0], job.scope)
+        job.stats.queued_seconds = job.seconds()
 
     def _ready(self, job: Job) -> bool:
         if not job.prepared or job.params is None:
@@ -238,9 +247,12 @@ class Engine(EngineBase[SlotBatch]):
         Every second chunk belongs to the oldest prompt, and the others to the prompt with the fewest tokens left. So a short
         prompt does not wait for a long one that came before it, and the long one makes progress.
         """
-        batch, prefilling = self.batch, self._scheduler.prefilling
+        batch = self.batch
+        prefilling = self._scheduler.prefilling
         decoding = len(batch.remaining())
-        chunks = max(1, min(MAX_PREFILL_CHUNKS, len(prefilling) // decoding)) if decoding else len(prefilling)
+        chunks = len(prefilling)
+        if decoding:
+            chunks = max(1, min(MAX_PREFILL_CHUNKS, len(prefilling) // decoding))
         while prefilling and chunks > 0:
             if not decoding and self._pending is None:
                 batch.wait()  # otherwise a request that arrives now would wait for all chunks in the queue of the device
@@ -257,8 +269,9 @@ class Engine(EngineBase[SlotBatch]):
         jobs = list[Job]()
         while prefilling and len(jobs) < count:
             self._prefill_oldest = not self._prefill_oldest
-            jobs.append(prefilling[0] if self._prefill_oldest else min(prefilling, key=self._prefill_left))
-            prefilling.remove(jobs[-1])
+            job = prefilling[0] if self._prefill_oldest else min(prefilling, key=self._prefill_left)
+            prefilling.remove(job)
+            jobs.append(job)
         return jobs
 
     def _prefill_together(self, jobs: Sequence[Job]) -> list[int | None]:
@@ -327,15 +340,15 @@ class Engine(EngineBase[SlotBatch]):
 
     def _start_row(self, job: Job, slot: int) -> None:
         """Starts to decode a row, from the tokens that its sample has already."""
-        number = job.rows[slot]
-        text = job.texts[number]
+        text = job.text_of(slot)
+        output = text.all_tokens
         assert job.params is not None
         self.batch.start_decoding(
             slot,
             job.params,
-            limit=job.limit - len(text.all_tokens),
-            output=text.all_tokens,
-            sample_index=number,
+            limit=job.limit - len(output),
+            output=output,
+            sample_index=job.rows[slot],
             report=job.request.logprobs is not None,
             constrained=text.mask is not None,
             followers=job.followers[slot],
@@ -349,7 +362,7 @@ class Engine(EngineBase[SlotBatch]):
         pending, jobs = super()._dispatch()
         with self.lock:
             for slot in jobs.keys() - self.batch.remaining().keys():
-                if not jobs[slot].texts[jobs[slot].rows[slot]].guides:  # a row with guides may be restarted
+                if not jobs[slot].text_of(slot).guides:  # a row with guides may be restarted
                     self._release(jobs[slot], slot)
         return pending, jobs
 
@@ -358,8 +371,8 @@ class Engine(EngineBase[SlotBatch]):
         if self._scheduler.prefilling:
             return min(steps, STEPS_WHILE_PREFILLING)
         # A chunk of only one token returns the first token sooner. But if requests wait for slots, throughput matters more.
-        first = not self._scheduler.waiting and any(not job.texts[job.rows[slot]].tokens for slot, job in jobs.items())
-        return 1 if first else steps
+        has_first_token = any(not job.text_of(slot).tokens for slot, job in jobs.items())
+        return 1 if has_first_token and not self._scheduler.waiting else steps
 
     def _remember(self, job: Job, text: SampleText) -> None:
         """Marks a prompt and its response, which may be incomplete, for the prefix cache."""

@@ -69,13 +69,15 @@ class EngineBase(Generic[B]):
         self.batch = batch
         self.counters = Counter[str]()
         self.lock = threading.RLock()
-        self.job_seconds = 1.0  # running mean
+        self.job_seconds = 1.0  # running mean of the seconds per request
         self._scheduler: Scheduler[Job] = Scheduler(batch.count, queue)
         self._jobs: dict[Job, None] = {}  # jobs that have not ended, the oldest first
-        self._chunk_seconds, self._max_steps = chunk_seconds, max_steps
-        self._dispatch_ahead, self._isolate = dispatch_ahead, isolate
-        self._step_seconds = 0.01
-        self._collected = time.monotonic()  # running mean of the seconds per token
+        self._chunk_seconds = chunk_seconds
+        self._max_steps = max_steps
+        self._dispatch_ahead = dispatch_ahead
+        self._isolate = isolate
+        self._step_seconds = 0.01  # running mean of the seconds per token
+        self._collected = time.monotonic()  # when the last chunk was collected, or the last step without one began
         self._pending: PendingChunk | None = None
         self._pending_jobs: dict[int, Job] = {}
         self._outputs: list[Output] = []
@@ -100,12 +102,16 @@ class EngineBase(Generic[B]):
         return outputs
 
     def _step(self) -> None:
-        self._end_cancelled()
+        self._end_early()
         self._before_dispatch()
-        pending, jobs = self._pending, self._pending_jobs
+        pending = self._pending
+        jobs = self._pending_jobs
         # Dispatch the next chunk before collecting the previous one, unless that decides which tokens are allowed next.
-        wait = pending is not None and (not self._dispatch_ahead or self._constrained())
-        self._pending, self._pending_jobs = (None, {}) if wait else self._dispatch()
+        if pending is not None and (not self._dispatch_ahead or self._constrained()):
+            self._pending = None
+            self._pending_jobs = {}
+        else:
+            self._pending, self._pending_jobs = self._dispatch()
         if pending is not None:
             self._collect(pending, jobs)
             elapsed = time.monotonic() - self._collected
@@ -127,10 +133,16 @@ class EngineBase(Generic[B]):
         return self._pending is not None or self.batch.has_work or bool(self._scheduler.prefilling)
 
     def _sample_texts(self, request: GenerationRequest, limit: int) -> list[SampleText]:
-        tokenizer, section = self.model.tokenizer, request.config.generation
         return [
             SampleText(
-                tokenizer, section, request.ids, guides, request.visible_ids, request.reasoning, limit, request.healed or ()
+                self.model.tokenizer,
+                request.config.generation,
+                request.ids,
+                guides,
+                visible_ids=request.visible_ids,
+                reasoning=request.reasoning,
+                limit=limit,
+                healed=request.healed or (),
             )
             for guides in self.model.guides(request)
         ]
@@ -150,16 +162,22 @@ class EngineBase(Generic[B]):
             if not self.batch.cache_is_valid:
                 raise  # so all requests fail
 
-    def _end_cancelled(self) -> None:
-        for job in [job for job in [*self._jobs] if job.error is not None]:
-            with self._isolate_errors(job):
-                raise job.error or AssertionError
-        for job in [job for job in [*self._jobs] if job.cancelled]:
-            for number in job.running:
-                self._outputs.append(Output(job, number, finish_reason="cancelled"))
-                if job.texts:
-                    self._remember(job, job.texts[number])
-            self._end(job, "cancelled")
+    def _end_early(self) -> None:
+        """Ends the jobs whose preparation failed, and those that were cancelled."""
+        for job in [*self._jobs]:
+            if job.error is not None:
+                with self._isolate_errors(job):
+                    raise job.error
+        for job in [*self._jobs]:
+            if job.cancelled:
+                self._end_cancelled(job)
+
+    def _end_cancelled(self, job: Job) -> None:
+        for number in job.running:
+            self._outputs.append(Output(job, number, finish_reason="cancelled"))
+            if job.texts:
+                self._remember(job, job.texts[number])
+        self._end(job, "cancelled")
 
     def _remember(self, job: Job, text: SampleText) -> None:
         """Called when a sample has ended, perhaps before its end."""
@@ -189,18 +207,20 @@ class EngineBase(Generic[B]):
 
         This holds for a row with a mask, and for every row with guides if rows cannot be restarted.
         """
-        texts = [
-            job.texts[job.rows[slot]] for slot in self.batch.remaining() if (job := self._scheduler.holders[slot]) is not None
-        ]
-        return any(text.mask is not None or (text.guides and not self.batch.can_restart) for text in texts)
+        for slot in self.batch.remaining():
+            job = self._scheduler.holders[slot]
+            text = None if job is None else job.text_of(slot)
+            if text is not None and (text.mask is not None or (text.guides and not self.batch.can_restart)):
+                return True
+        return False
 
     def _dispatch(self) -> tuple[PendingChunk | None, dict[int, Job]]:
         """Starts a chunk; returns it with the jobs of its rows by slot."""
-        remaining = self.batch.remaining()
-        jobs_by_slot = {slot: self._scheduler.holders[slot] for slot in remaining}
-        jobs = {slot: job for slot, job in jobs_by_slot.items() if job is not None}
         if not self.batch.has_work:
             return None, {}
+        remaining = self.batch.remaining()
+        holders = {slot: self._scheduler.holders[slot] for slot in remaining}
+        jobs = {slot: job for slot, job in holders.items() if job is not None}
         return self.batch.dispatch(self._steps(jobs, remaining)), jobs
 
     def _steps(self, jobs: dict[int, Job], remaining: dict[int, int]) -> int:
@@ -224,8 +244,7 @@ class EngineBase(Generic[B]):
 
     def _add_tokens(self, job: Job, slot: int, ids: list[int], done: bool = True, steps: StepInfo | None = None) -> None:
         """Adds tokens to a sample. Releases the slot when the sample ends, and ends the job when its last sample ends."""
-        number = job.rows[slot]
-        text = job.texts[number]
+        text = job.text_of(slot)
         old_length = len(text.tokens)
         masked = text.mask is not None
         parts = text.add_tokens(ids, done, steps)
@@ -239,7 +258,17 @@ class EngineBase(Generic[B]):
         job.stats.new_tokens += len(new)
         job.stats.reasoning_tokens = sum(one.reasoning_tokens for one in job.texts)
         self.counters["new_tokens"] += len(new)
-        self._outputs.append(Output(job, number, parts, new, text.released_steps, text.finish_reason, text.stop_string))
+        self._outputs.append(
+            Output(
+                job,
+                job.rows[slot],
+                parts=parts,
+                ids=new,
+                steps=text.released_steps,
+                finish_reason=text.finish_reason,
+                stop_string=text.stop_string,
+            )
+        )
         if text.finish_reason is None:
             return
         self._remember(job, text)
@@ -252,8 +281,9 @@ class EngineBase(Generic[B]):
 
     def _release(self, job: Job, slot: int) -> None:
         """Frees the slots of the rows of a sample."""
-        for one in (slot, *job.followers.get(slot, ())):
-            self._scheduler.release(one)
+        self._scheduler.release(slot)
+        for follower in job.followers.get(slot, ()):
+            self._scheduler.release(follower)
 
     def _end(self, job: Job, counter: str, error: Exception | None = None) -> None:
         """Removes a job and frees its slots."""
@@ -267,6 +297,7 @@ class EngineBase(Generic[B]):
         self._outputs.append(Output(job, ended=True, error=error))
 
     def _remove(self, job: Job) -> None:
+        """Removes a job in any state from the engine and the batch."""
         for slot in self._scheduler.slots_of(job):
             self.batch.stop(slot)
         self._scheduler.remove(job)

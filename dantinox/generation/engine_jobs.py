@@ -9,7 +9,7 @@ from dantinox.generation.request import GenerationRequest, RequestStats
 from dantinox.generation.sample_text import SampleText, TextPart
 from dantinox.generation.slot_params import RowParams
 from dantinox.sampling import StepInfo
-from dantinox.sampling.subsets import ALL_STEPS
+from dantinox.sampling.step_subsets import ALL_STEPS
 
 
 class RequestFailed(Exception):
@@ -46,17 +46,20 @@ class Job:
     """A request that the engine has accepted.
 
     Attributes:
+      limit: the most new tokens of each sample.
+      texts: the text of each sample.
       samples: the number of continuations; `rows` maps slots to samples.
       prompt_steps: with `echo`, the reports of the prompt tokens after the first one.
       prompts: the prompts of the rows of each sample, see `ModelBundle.prompts`.
       followers: for the slot of each sample, the slots of its other rows; `slots` counts them too.
       scope: what its keys depend on besides its tokens.
-      subset: the sampling steps of its rows, see `sampling.subsets`.
+      subset: the sampling steps of its rows, see `sampling.step_subsets`.
       prepared: whether its parameters and constraints are ready.
     """
 
     def __init__(self, request: GenerationRequest, limit: int):
-        self.request, self.limit = request, limit
+        self.request = request
+        self.limit = limit
         self.samples = request.config.generation.n
         self.slots = self.samples * request.rows_per_sample
         self.prompts: Sequence[Sequence[int]] = ()
@@ -68,7 +71,8 @@ class Job:
         self.prompt_steps: StepInfo | None = None
         self.scope = NO_SCOPE
         self.subset = ALL_STEPS
-        self.prepared = self.cancelled = False
+        self.prepared = False
+        self.cancelled = False
         self.error: Exception | None = None  # an error in the preparation of the request or in its prefix match
         self._start_time = time.monotonic()
 
@@ -76,8 +80,13 @@ class Job:
         """Returns the seconds since the request was accepted."""
         return time.monotonic() - self._start_time
 
+    def text_of(self, slot: int) -> SampleText:
+        """Returns the text of the sample whose row is in a slot."""
+        return self.texts[self.rows[slot]]
+
     @property
     def running(self) -> list[int]:
         """The indices of the samples that have not ended."""
-        ended = {number for number, text in enumerate(self.texts) if text.finish_reason is not None}
-        return [number for number in range(self.samples) if number not in ended]
+        if not self.texts:  # the job is not prepared
+            return [*range(self.samples)]
+        return [number for number, text in enumerate(self.texts) if text.finish_reason is None]

@@ -42,6 +42,7 @@ class ModelBundle:
       model: the transformer as stored in its file, float32 or bfloat16.
       calibration: returns the router thresholds measured on this model, or None.
       kv_calibration: returns the measurements of the attention heads from the file at a path; None: the file of this run.
+      chat_template: returns the chat template of this run, or None.
       load_run: loads the model of another run directory, such as that of a draft model.
       loras: the adapters that requests may use, by name.
       read_lora: reads an adapter of this model from a run with adapters or a PEFT folder, as `load_lora` does.
@@ -57,8 +58,12 @@ class ModelBundle:
         chat_template: Callable[[], ChatTemplate | None] = lambda: None,
         load_run: Callable[[str], "ModelBundle"] | None = None,
     ):
-        self.config, self.model, self.tokenizer = config, model, tokenizer
-        self.calibration, self.kv_calibration, self.chat_template = calibration, kv_calibration, chat_template
+        self.config = config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.calibration = calibration
+        self.kv_calibration = kv_calibration
+        self.chat_template = chat_template
         self._load_run = load_run
         self._draft_runs = dict[str, ModelBundle]()
         self.loras: dict[str, LoraAdapter] = {}
@@ -73,7 +78,8 @@ class ModelBundle:
 
     def replace_model(self, other: "ModelBundle") -> None:
         """Uses the weights of another model with the same architecture and tokenizer from now on."""
-        self.model, self._prepared = other.model, other._prepared
+        self.model = other.model
+        self._prepared = other._prepared
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -123,21 +129,21 @@ class ModelBundle:
 
     def prepared(self, generation: GenerationSection, order: HeadOrder | None = None) -> Transformer:
         """Returns the model for decoding; caches the last `MAX_PREPARED` models by precision, devices and order of heads."""
-        tensor, kernel = generation.tensor_parallel, generation.matmul_kernel
+        tensor = generation.tensor_parallel
+        kernel = generation.matmul_kernel
         if tensor > 1 and kernel == "native":
             raise UserError("generation.matmul_kernel: native needs generation.tensor_parallel: 1")
         precision = generation.weights, generation.matmul_dtype, "xla" if tensor > 1 else kernel
         key = precision, tensor, order
         prepared = self._prepared.pop(key, None)
-        if prepared is None:
-            mesh = tensor_mesh(self.model.config, tensor) if tensor > 1 else None
-            model = permute_heads(self.model, order)
-            if mesh is not None:  # packed weights cannot be sharded
-                model = nnx.clone(model)
-                unpack_modules(model)
-            prepared = prepare(model, *precision)
-            prepared = prepared if mesh is None else shard_model(prepared, mesh)
-        self._prepared[key] = prepared
+        if prepared is None and tensor > 1:
+            mesh = tensor_mesh(self.model.config, tensor)
+            model = nnx.clone(permute_heads(self.model, order))
+            unpack_modules(model)  # packed weights cannot be sharded
+            prepared = shard_model(prepare(model, *precision), mesh)
+        elif prepared is None:
+            prepared = prepare(permute_heads(self.model, order), *precision)
+        self._prepared[key] = prepared  # as the newest entry
         if len(self._prepared) > MAX_PREPARED:
             del self._prepared[next(iter(self._prepared))]
         return prepared
@@ -154,8 +160,9 @@ class ModelBundle:
         Raises:
           UserError: no adapter has the name that a request has.
         """
-        by_row = [row_features(rows[row].config, range(row, len(rows), main_rows)) for row in range(main_rows)]
-        in_order = [features for column in zip(*by_row, strict=True) for features in column]
+        # For each main row its features and those of the rows that follow it; then all rows in the order of the batch.
+        by_main_row = [row_features(rows[row].config, range(row, len(rows), main_rows)) for row in range(main_rows)]
+        in_order = [features for column in zip(*by_main_row, strict=True) for features in column]
         features: Features = jax.tree.map(lambda *parts: np.concatenate(parts), *in_order)
         adapted, constants = self.adapter_features([row.lora for row in rows], order)
         return (*features, *adapted), constants
@@ -176,7 +183,7 @@ class ModelBundle:
         key = order, tuple((name, adapter.digest) for name, adapter in self.loras.items())
         if self._adapter_slots is None or self._adapter_slots[0] != key:
             self._adapter_slots = key, AdapterSlots(self.model.config, self.loras, order, rows=len(names))
-        slots = self._adapter_slots[1]
+        _, slots = self._adapter_slots
         numbers = np.asarray([slots.get(name).number for name in names], np.int32)
         return (AdapterRows(jax.device_put(numbers)),), {"adapters": slots.stacks}
 
@@ -195,15 +202,18 @@ class ModelBundle:
                     "generation.speculation: draft needs a model with a run directory", key="generation.speculation"
                 )
             bundle = self._load_run(path)
-            if bundle.tokenizer.fingerprint != self.tokenizer.fingerprint:
-                message = f"generation.draft_run {path} must have the same tokenizer as the model, but has a different one"
-                raise UserError(message, key="generation.draft_run")
-            context, own = bundle.model.config.max_context, self.model.config.max_context
-            if context < own:
-                message = f"generation.draft_run {path} must have a context of at least {own} tokens, got {context}"
-                raise UserError(message, key="generation.draft_run")
+            self._check_draft_run(path, bundle)
             self._draft_runs[path] = bundle
         return self._draft_runs[path].prepared(generation.model_copy(update={"weights": "auto", "tensor_parallel": 1}))
+
+    def _check_draft_run(self, path: str, draft: "ModelBundle") -> None:
+        key = "generation.draft_run"
+        if draft.tokenizer.fingerprint != self.tokenizer.fingerprint:
+            raise UserError(f"{key} {path} must have the same tokenizer as the model, but has a different one", key=key)
+        context = draft.model.config.max_context
+        least = self.model.config.max_context
+        if context < least:
+            raise UserError(f"{key} {path} must have a context of at least {least} tokens, got {context}", key=key)
 
     @cached_property
     def grammars(self) -> ConstraintCompiler:
@@ -225,29 +235,29 @@ class ModelBundle:
         Raises:
           UserError: as in `matcher`.
         """
-        section, vocab_size = request.config.generation, self.model.config.vocab_size
-        constraint, reasoning = request.constraint, request.reasoning
+        section = request.config.generation
+        vocab_size = self.model.config.vocab_size
+        constraint = request.constraint
+        reasoning = request.reasoning
         if constraint is not None and request.config.router.clarify_text is not None:
             message = "router.clarify_text cannot be combined with a constraint on the output: remove one of them"
             raise UserError(message, key="router.clarify_text")
-        strings = find_banned_strings(tuple(section.banned_strings))
-        regexes = compile_regexes(section.banned_regexes)
+        regexes = compile_regexes(section.banned_regexes) if section.banned_regexes else []
         matcher = None if constraint is None else self.matcher(constraint, section)
         gap = None if constraint is None or reasoning is None else self._gap(request, reasoning, constraint.after)
 
-        def make_constraint() -> Guide | None:
-            if constraint is None or matcher is None:
-                return None
-            if constraint.after or constraint.opening:
-                return AfterTrigger(matcher, constraint, vocab_size, reasoning, gap)
-            return WholeText(matcher.copy())
-
-        def make() -> list[Guide]:
+        def make_guides() -> list[Guide]:
             guides: list[Guide] = []
             if section.banned_strings or regexes:
+                strings = find_banned_strings(tuple(section.banned_strings))
                 guides.append(TextBan(strings, regexes, vocab_size, section.max_new_tokens))
-            constrained = make_constraint()
-            if request.healed:
+            constrained: Guide | None = None
+            if constraint is not None and matcher is not None:
+                if constraint.after or constraint.opening:
+                    constrained = AfterTrigger(matcher, constraint, vocab_size, reasoning, gap)
+                else:
+                    constrained = WholeText(matcher.copy())
+            if request.healed:  # before the ban, which sees only the response
                 guides.insert(0, HealedPrefix(self.piece_index, request.healed, vocab_size, constrained))
             elif constrained is not None:
                 guides.append(constrained)
@@ -257,7 +267,7 @@ class ModelBundle:
                 self._push_beginning(request, [guide for guide in guides if not isinstance(guide, TextBan)])
             return guides
 
-        return [make() for _ in range(section.n)]
+        return [make_guides() for _ in range(section.n)]
 
     @cached_property
     def piece_index(self) -> PieceIndex:
@@ -281,10 +291,15 @@ class ModelBundle:
         detokenizer = self.tokenizer.detokenizer(request.visible_ids)
         texts = [detokenizer.push([token]) for token in reasoning.closing]
         closing = "".join(texts)
-        start = max((closing.rfind(marker) + len(marker) for marker in markers if marker in closing), default=len(closing))
-        starts = [len("".join(texts[:number])) for number in range(len(texts))]
-        ids = [pair for pair, at in zip(zip(reasoning.closing, texts, strict=True), starts, strict=True) if at >= start]
-        return Gap(closing[start:], tuple(dict.fromkeys(pair for pair in ids if pair[1])))
+        ends = [closing.rfind(marker) + len(marker) for marker in markers if marker in closing]
+        start = max(ends, default=len(closing))
+        ids: dict[tuple[int, str], None] = {}  # a set that keeps the order
+        position = 0
+        for token, text in zip(reasoning.closing, texts, strict=True):
+            if text and position >= start:
+                ids[token, text] = None
+            position += len(text)
+        return Gap(closing[start:], tuple(ids))
 
     def _push_beginning(self, request: GenerationRequest, guides: list[Guide]) -> None:
         """Advances guides by the tokens of the output that the prompt contains.
@@ -332,7 +347,8 @@ class ModelBundle:
         self.check_ids(request.ids)
         if request.rows_per_sample == 1:
             return [request.ids]
-        text, ids = request.config.generation.negative_prompt, request.negative_ids
+        text = request.config.generation.negative_prompt
+        ids = request.negative_ids
         if ids is None:
             ids = tuple(self.prompt_ids(text)) if text else request.ids[-1:]
         self.check_ids(ids)
@@ -349,4 +365,5 @@ class ModelBundle:
         """
         V = self.model.config.vocab_size
         if ids and (min(ids) < 0 or max(ids) >= V):
-            raise UserError(f"tokens of the prompt must be in [0, {V}), got {quote(next(i for i in ids if not 0 <= i < V))}")
+            wrong = next(token for token in ids if not 0 <= token < V)
+            raise UserError(f"tokens of the prompt must be in [0, {V}), got {quote(wrong)}")

@@ -37,7 +37,9 @@ class ModelChanges:
           lock: the lock of the engine.
           scopes_in_use: returns the scopes of all requests; called with the lock held.
         """
-        self._batch, self._lock, self._scopes_in_use = batch, lock, scopes_in_use
+        self._batch = batch
+        self._lock = lock
+        self._scopes_in_use = scopes_in_use
         self._weights: tuple[SplitModel, Future[None]] | None = None
         self._new_adapters: list[NewAdapter] = []
 

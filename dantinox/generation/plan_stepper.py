@@ -18,7 +18,7 @@ def plan_stepper(
     Args:
       model: the prepared model of `bundle`.
       rows, slots: the size of the cache.
-      constrained: whether the tokens that a row may get next depend on all tokens before them. Then a step has one token.
+      constrained: whether the tokens that a row may get next depend on all tokens before them. Then there are no drafts.
 
     Raises:
       UserError: as in `ModelBundle.draft_model`.

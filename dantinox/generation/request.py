@@ -65,8 +65,8 @@ class GenerationRequest:
     @property
     def guided(self) -> bool:
         """Whether guides may restrict tokens of the output."""
-        section, reasoning = self.config.generation, self.reasoning
-        has_budget = reasoning is not None and reasoning.budget is not None
+        section = self.config.generation
+        has_budget = self.reasoning is not None and self.reasoning.budget is not None
         banned = section.banned_strings or section.banned_regexes
         return self.constraint is not None or has_budget or bool(banned or self.healed)
 

@@ -13,7 +13,7 @@ from dantinox.generation.guides.bans import MAX_HELD_TOKENS
 from dantinox.sampling import StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 
-NO_ID = -1  # pads lists of end ids
+NO_ID = -1  # stands for no token in a padded list of ids
 Recurrent = dict[str, float]  # `SamplerState.recurrent` of one row
 Counts = dict[str, int]  # `Feature.counts` of one row
 
@@ -25,6 +25,15 @@ def restart_slots(width: int) -> int:
     dispatched before; `width` is that of the stepper.
     """
     return MAX_HELD_TOKENS + 2 * DECODE_CHUNK * width
+
+
+def pad_end_ids(ids: Sequence[Sequence[int]], width: int = 1) -> np.ndarray:
+    """Returns the ids that end each row, int32 `[rows, E]`, padded with `NO_ID`; E is at least `width`."""
+    longest = max((len(row) for row in ids), default=0)
+    ids_BE = np.full((len(ids), max(width, longest)), NO_ID, np.int32)
+    for ids_E, row in zip(ids_BE, ids, strict=True):
+        ids_E[: len(row)] = row
+    return ids_BE
 
 
 class SlotOutput(NamedTuple):
@@ -94,14 +103,18 @@ class Row:
         self.history += [{name: values[i] for name, values in columns.items()} for i in range(count)]
 
 
+class ChunkPart(NamedTuple):
+    """What one program computes in a chunk: its output, the status of its rows, and its rows by slot."""
+
+    emitted: Emitted
+    status: RowStatus
+    rows: dict[int, Row]
+
+
 class PendingChunk(NamedTuple):
-    """A chunk of `steps` steps that the device is computing.
+    """A chunk of `steps` steps that the device is computing, with one part for each program."""
 
-    Attributes:
-      parts: for each program its output, the status of its rows, and its rows by slot.
-    """
-
-    parts: list[tuple[Emitted, RowStatus, dict[int, Row]]]
+    parts: list[ChunkPart]
     steps: int
 
 
@@ -183,7 +196,7 @@ class RunningBatch:
             rows = {slot: row for slot, row in decoding.items() if row.program == program}
             for row in rows.values():
                 row.remaining = max(0, row.remaining - steps)
-            parts.append((emitted, status, rows))
+            parts.append(ChunkPart(emitted, status, rows))
         return PendingChunk(parts, steps)
 
     def collect(self, pending: PendingChunk) -> list[SlotOutput]:
@@ -191,13 +204,13 @@ class RunningBatch:
         outputs = []
         for part in pending.parts:
             chunk = self._fetch(part)
-            rows = part[2]
-            for slot, row in rows.items():
-                if row.program is None:
+            for slot, row in part.rows.items():
+                if row.program is None:  # it was stopped
                     continue
                 count = int(chunk.active_BN[slot].sum())
-                info = chunk.info if row.reports else None
-                steps = None if info is None else jax.tree.map(lambda x, slot=slot, n=count: x[slot, :n], info)
+                steps = None
+                if row.reports:
+                    steps = jax.tree.map(lambda x, slot=slot, n=count: x[slot, :n], chunk.info)
                 row.add_history(slot, count, chunk.recurrent)
                 done = bool(chunk.status.done_B[slot])
                 counts = self._add_counts(row, slot, chunk.status, count - pending.steps)
@@ -213,7 +226,8 @@ class RunningBatch:
         row.counts = {name: int(count_B[slot]) for name, count_B in status.counts.items()}
         return {name: count - before.get(name, 0) for name, count in row.counts.items()}
 
-    def _fetch(self, part: tuple[Emitted, RowStatus, dict[int, Row]]) -> HostChunk:
+    def _fetch(self, part: ChunkPart) -> HostChunk:
+        """Waits for the output of a program and copies it to the host, without reports if no row needs them."""
         emitted, status, rows = part
         info = emitted.info if any(row.reports for row in rows.values()) else None
         return HostChunk(*jax.device_get((emitted.tokens, emitted.active, status, info, emitted.recurrent)))
@@ -226,7 +240,8 @@ class RunningBatch:
             params, state = self._states[program]
             stopped_B = np.isin(np.arange(self.count), [*slots])
             self._states[program] = params, replace(state, done_B=state.done_B | stopped_B)
-        self._masks, self._stopped = {}, {}
+        self._masks = {}
+        self._stopped = {}
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         """Runs a program for all rows; returns its output and the status of the rows."""

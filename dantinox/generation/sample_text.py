@@ -9,9 +9,10 @@ import numpy as np
 
 from dantinox.config import GenerationSection, UserError
 from dantinox.generation.guides.bans import TextBan
-from dantinox.generation.guides.guide import Guide, Reasoning, ReasoningTracker, combine_masks
+from dantinox.generation.guides.guide import Guide, Reasoning, ReasoningTracker
 from dantinox.generation.guides.stop_strings import StopFinder
 from dantinox.generation.guides.token_healing import HealedPrefix, response_detokenizer
+from dantinox.generation.guides.token_masks import combine_masks
 from dantinox.generation.token_settings import stop_token_ids
 from dantinox.sampling import StepInfo
 from dantinox.sampling.loops import ends_in_loop
@@ -69,16 +70,18 @@ class SampleText:
         self.finish_reason: str | None = None
         self.guides = [*guides]
         self.must_restart = False
-        self._holds = any(isinstance(guide, TextBan) for guide in guides)
-        self._keeps_copies = self._holds and len(guides) > 1
+        self._holds = any(isinstance(guide, TextBan) for guide in guides)  # whether tokens wait in the queue
+        self._keeps_copies = self._holds and len(guides) > 1  # the other guides must return to an earlier state
         self._queue: list[_Queued] = []
-        self._parts: list[TextPart] = []  # the results of the current call of `add_tokens`
+        # These three belong to the current call of `add_tokens`: its results, the reports of the tokens that it releases, and
+        # whether its tokens have reports.
+        self._parts: list[TextPart] = []
         self._released: list[StepInfo] = []
         self._reports = False
         self._is_plain = not guides and reasoning is None and not section.stop  # every token is released at once
         self.released_steps: StepInfo | None = None
         self._limit = limit
-        self.mask = self._next_mask()
+        self.mask = self._next_mask() if guides else None
         self._reasoning = None if reasoning is None else ReasoningTracker(reasoning)
         self._eos = () if section.ignore_eos else tokenizer.stop_ids
         self._stop_ids = stop_token_ids(tokenizer, section)
@@ -134,8 +137,9 @@ class SampleText:
             if self.finish_reason is not None or self.must_restart:
                 break
             self._push(token, entropy, steps, place)
-        if self.must_restart and len(self.all_tokens) >= self._limit:
-            self.must_restart, done = False, True
+        if self.must_restart and len(self.all_tokens) >= self._limit:  # there is nothing left to decode
+            self.must_restart = False
+            done = True
         done = done and not self.must_restart
         self._release(0 if done or self.complete else max((guide.held for guide in self.guides), default=0))
         self._finish(done)
@@ -149,7 +153,9 @@ class SampleText:
         self.released_steps = None
         if self.finish_reason is None:
             self.tokens += ids
-            shown = ids if self._keep_stop or not self._stop_ids else [token for token in ids if token not in self._stop_ids]
+            shown = ids
+            if self._stop_ids and not self._keep_stop:
+                shown = [token for token in ids if token not in self._stop_ids]
             self._add_part(self._detokenizer.push(shown))
             self._finish(done)
         return "".join(part.text for part in self._parts)
@@ -190,18 +196,18 @@ class SampleText:
 
     def _discard(self, count: int, place: int) -> None:
         """Removes the last tokens of the queue; `place` is the index of the guide that has discarded them."""
-        discarded, self._queue = self._queue[-count:], self._queue[:-count]
-        if discarded[0].before:
-            self.guides = [
-                guide if number == place else discarded[0].before[number] for number, guide in enumerate(self.guides)
-            ]
+        before = self._queue[-count].before  # the guides before the first of these tokens
+        del self._queue[-count:]
+        if before:
+            self.guides = [*before[:place], self.guides[place], *before[place + 1 :]]
         self._detokenizer = self._new_detokenizer()
         self._detokenizer.push(self.all_tokens)
 
     def _release(self, held: int) -> None:
         """Moves tokens from the queue to `tokens`, except the last `held`, and their text to the parts."""
         count = max(0, len(self._queue) - held)
-        released, self._queue = self._queue[:count], self._queue[count:]
+        released = self._queue[:count]
+        self._queue = self._queue[count:]
         for token, new, entropy, step, _ in released:
             if self.finish_reason is not None:
                 break

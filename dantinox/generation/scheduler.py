@@ -66,7 +66,8 @@ class Scheduler(Generic[J]):
         """
         if slots > len(self.holders):
             raise ValueError(f"a job of {slots} slots does not fit {len(self.holders)} slots")
-        free, waiting = self.free, 0  # jobs that fit into the free slots start immediately and do not count as waiting
+        free = self.free
+        waiting = 0  # without the jobs that fit into the free slots, because these start immediately
         for needed in [*(job.slots for job in self.waiting), slots]:
             free -= needed
             waiting += free < 0

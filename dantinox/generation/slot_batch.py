@@ -40,7 +40,7 @@ from dantinox.programs import tree_bytes
 from dantinox.sampling import LogitProcessor
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.state import recurrent_fields
-from dantinox.sampling.subsets import ALL_STEPS, LARGEST_SUBSET, reduce_state, restore
+from dantinox.sampling.step_subsets import ALL_STEPS, LARGEST_SUBSET, reduce_state, restore
 
 COMPILE_THREADS = 2  # programs compiled in parallel
 # Programs are traced one at a time. Python would not trace two at once any faster, and doing so has failed in JAX.
@@ -77,17 +77,25 @@ class SlotBatch(PrefillBatch):
         """
         self._config = config or model.config
         super().__init__(*plan_slots(model, options, self._config))
-        self._bundle, self.logit_processor = model, logit_processor
+        self._bundle = model
+        self.logit_processor = logit_processor
         self._cache_dir = options.cache_dir
         self._prefill_programs = list[str]()  # the programs as text, if there is a folder
-        caches, usable = self.plan.cache_shapes, self.plan.usable_bytes
-        left = None if usable is None else max(0, usable - tree_bytes(caches))
-        memory = min((limit for limit in (left, options.memory) if limit is not None), default=None)
-        self._prefix_bytes = pool_bytes(caches, self.context, self.prefill_chunk, options.prefix_cache, memory)
+        self._prefix_bytes = self._choose_prefix_bytes(options)
         self._compiling = Lock()
         self._ready: set[tuple[ProgramKey, bool, int | None]] = set()  # arguments of `ready` that gave true
         self._settings = ServedSettings(model, self._config, logit_processor)  # documents the next two methods
-        self.program_key, self.row_params = self._settings.program_key, self._settings.row_params
+        self.program_key = self._settings.program_key
+        self.row_params = self._settings.row_params
+
+    def _choose_prefix_bytes(self, options: EngineOptions) -> int:
+        """Returns the bytes of the prefix cache, which has what the options and the caches of the slots leave."""
+        caches = self.plan.cache_shapes
+        memory = options.memory
+        if self.plan.usable_bytes is not None:
+            left = max(0, self.plan.usable_bytes - tree_bytes(caches))
+            memory = left if memory is None else min(left, memory)
+        return pool_bytes(caches, self.context, self.prefill_chunk, options.prefix_cache, memory)
 
     @property
     def memory_bytes(self) -> int:
@@ -207,22 +215,24 @@ class SlotBatch(PrefillBatch):
             state = replace(state, sampler=reduce_state(key[1], state.sampler))
             arguments = (self._model, caches, state, params, zero, self._constants)
             return decode_slots.lower(*arguments, stepper=self.plan.stepper, report=report, subset=key[1])
-        inputs, numbers = self._row_inputs(0, self.row_params(config), (0,), 0, 0, None, self._features(config))
+        inputs, numbers = self._idle_row_inputs(config)
         return start_row.lower(params, state, pack(inputs), numbers, layout=Layout.of(inputs), vocab_size=V)
 
     def _idle_rows(self, config: Config) -> tuple[PackedParams, DecodeState]:
         """Returns the sampling parameters and the decode state of a batch without requests."""
-        inputs, numbers = self._row_inputs(0, self.row_params(config), (0,), 0, 0, None, self._features(config))
-        (params, tokens_1S, *others), V = inputs, self.plan.architecture.vocab_size
+        inputs, numbers = self._idle_row_inputs(config)
+        params, tokens_1S, *others = inputs
+        V = self.plan.architecture.vocab_size
         shapes = jax.eval_shape(partial(init_row, vocab_size=V), params, tokens_1S, *numbers[1:], *others)
         state = replace(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), done_B=np.ones(1, bool))
         idle = PackedParams.of(replace(params, enabled=jax.tree.map(np.zeros_like, params.enabled)), V), state
         packed, state = jax.device_put(jax.tree.map(lambda x: np.repeat(x, self.count, axis=0), idle))  # compiles nothing
         return packed, state
 
-    def _features(self, config: Config) -> Features:
-        """Returns the features of a row that is not used, in a program for requests with these settings."""
-        return *row_features(config, [0])[0], *scope_features(self.adapters, [NO_SCOPE])
+    def _idle_row_inputs(self, config: Config) -> tuple[tuple[Any, ...], np.ndarray]:
+        """Returns the result of `_row_inputs` for a row that is not used, in a program for requests with these settings."""
+        features = *row_features(config, [0])[0], *scope_features(self.adapters, [NO_SCOPE])
+        return self._row_inputs(0, self.row_params(config), (0,), generated=0, limit=0, recurrent=None, features=features)
 
     def _row_inputs(
         self,
@@ -237,8 +247,9 @@ class SlotBatch(PrefillBatch):
         """Returns what `start_row` reads of a row, before it is packed; the features of the stepper are added to the others."""
         tokens_1S = np.zeros((1, self.context), np.int32)
         tokens_1S[0, : len(tokens)] = tokens
+        known = recurrent or {}
         names = sorted(recurrent_fields(row_params.params))
-        values = {name: np.asarray([(recurrent or {}).get(name, np.nan)], np.float32) for name in names}
+        values = {name: np.asarray([known.get(name, np.nan)], np.float32) for name in names}  # NaN: the initial value
         features += self.plan.stepper.features(tokens_1S, np.asarray([len(tokens)], np.int32), np.asarray([row_params.width]))
         numbers = np.asarray([slot, len(tokens), generated, limit], np.int32)
         return (row_params.params, tokens_1S, row_params.end_ids_1E, features, values), numbers
@@ -278,7 +289,8 @@ class SlotBatch(PrefillBatch):
         """
         previous = self._rows[slot]
         program = row_params.program
-        row = self._rows[slot] = replace(previous, history=previous.history[: len(output)], followers=tuple(followers))
+        row = replace(previous, history=previous.history[: len(output)], followers=tuple(followers))
+        self._rows[slot] = row
         changes: dict[str, Any] = {"sample_index": np.asarray([sample_index], np.int32), "report_rows": np.asarray([report])}
         row_params = row_params._replace(
             params=replace(row_params.params, **changes), width=1 if constrained else row_params.width
@@ -320,6 +332,7 @@ class SlotBatch(PrefillBatch):
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         needed = max(row.subset for row in self._rows if row.program == program)
+        # The smallest compiled program that serves all rows; not all have been compiled.
         subset = next(subset for subset in range(needed, ALL_STEPS + 1) if ("decode", program, subset) in self._programs)
         params, state = self._states[program]
         reduced = replace(state, sampler=reduce_state(subset, state.sampler))
@@ -360,7 +373,8 @@ class SlotBatch(PrefillBatch):
         """Empties all slots and allocates new caches, for use after a program failed."""
         self.caches = self.plan.make_caches(self.count)
         self._rows = [SlotRow() for _ in range(self.count)]
-        self._masks, self._stopped = {}, {}
+        self._masks = {}
+        self._stopped = {}
         if self._prefixes is not None:
             self._prefixes.clear()
         done_B = jax.device_put(np.ones(self.count, bool))

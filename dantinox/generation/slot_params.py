@@ -16,17 +16,20 @@ from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
 from dantinox.generation.decode.request_features import feature_names
 from dantinox.generation.model_bundle import ModelBundle
-from dantinox.generation.running_batch import NO_ID
+from dantinox.generation.running_batch import NO_ID, pad_end_ids
 from dantinox.generation.token_settings import end_ids, with_default_seed
 from dantinox.sampling import LogitProcessor, ProgramOptions, SamplingParams
-from dantinox.sampling.params import CHOICE_SETTINGS
-from dantinox.sampling.subsets import ALL_STEPS, smallest_subset
+from dantinox.sampling.params import CHOICE_SETTINGS, next_power_of_two
+from dantinox.sampling.step_subsets import ALL_STEPS, smallest_subset
 
 MAX_ALTERNATIVES = 20  # the most alternatives reported per token
 CACHED_SETTINGS = 64  # different request settings whose parameter arrays are cached
-# Limits for the lists in the settings of a request: entries of a list, sequences in a list, tokens per sequence, and end ids.
-# Lists are padded to these sizes, so that all requests share the same programs.
-MAX_ENTRIES, MAX_SEQUENCES, MAX_SEQUENCE_LENGTH, MAX_END_IDS = 1024, 256, 16, 32
+# Limits for the lists in the settings of a request. Lists are padded to these sizes, so that all requests share the same
+# programs.
+MAX_ENTRIES = 1024
+MAX_SEQUENCES = 256
+MAX_SEQUENCE_LENGTH = 16  # tokens
+MAX_END_IDS = 32
 MAX_ENTRIES_BY_SETTING = {"stop_ids": MAX_END_IDS, "protected_ids": MAX_END_IDS, "dry_breakers": 8192, "watermark_keys": 32}
 
 
@@ -39,7 +42,7 @@ class ProgramKey(NamedTuple):
     """
 
     strategy: str
-    words: tuple[tuple[str, str], ...] = ()
+    choices: tuple[tuple[str, str], ...] = ()
     attends: bool = False
     features: tuple[str, ...] = ()
     inserts_text: bool = False
@@ -50,7 +53,7 @@ class RowParams(NamedTuple):
 
     Attributes:
       width: the most tokens per step.
-      subset: the index of the smallest program for these settings, see `sampling.subsets`.
+      subset: the index of the smallest program for these settings, see `sampling.step_subsets`.
       config: the settings, without those that the row reads elsewhere.
     """
 
@@ -84,7 +87,9 @@ class ServedSettings:
 
     def __init__(self, model: ModelBundle, config: Config, logit_processor: LogitProcessor | None = None):
         """Creates the cache of `row_params`; `config` holds the settings of the server, whose requests share a processor."""
-        self._bundle, self._config, self._architecture = model, config, model.model.config
+        self._bundle = model
+        self._config = config
+        self._architecture = model.model.config
         self._logit_processor = logit_processor
         # Clients repeat their settings, so the arrays are cached: creating them takes about 10 ms while a program is running.
         self._cached_row_params = lru_cache(CACHED_SETTINGS)(self._row_params)
@@ -95,48 +100,50 @@ class ServedSettings:
         Raises:
           UserError: a setting of weights or caches, or of the watermark of the server, differs from that of the server.
         """
-        for section, names in (
-            ("generation", ("weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "use_cache")),
-            ("kv", type(config.kv).model_fields),
-        ):
-            for name in names:
-                requested, served = (getattr(getattr(c, section), name) for c in (config, self._config))
-                if requested != served:
-                    key = f"{section}.{name}"
-                    message = f"{key} is {quote(served)} in this server, got {quote(requested)}"
-                    raise UserError(message, key=key, value=requested)
-        if (beams := config.generation.num_beams) > 1:
+        served = _fixed_settings(self._config)
+        for key, requested in _fixed_settings(config).items():
+            if requested != served[key]:
+                message = f"{key} is {quote(served[key])} in this server, got {quote(requested)}"
+                raise UserError(message, key=key, value=requested)
+        section = config.generation
+        beams = section.num_beams
+        if beams > 1:
             message = f"generation.num_beams must be 1 in a server, got {beams}: beam search runs offline only"
             raise UserError(message, key="generation.num_beams", value=beams)
-        self._check_drafts(config.generation)
-        g, served_keys = config.generation, self._config.generation.watermark_keys
-        for key in ("watermark_keys", "watermark_ngram"):
-            if served_keys and getattr(g, key) != getattr(
-                self._config.generation, key
-            ):  # the message must not contain the keys
-                raise UserError(f"generation.{key} is set by this server and cannot be changed", key=f"generation.{key}")
+        self._check_drafts(section)
+        self._check_watermark(section)
         features = feature_names(config)
-        if g.strategy == "chain":
+        if section.strategy == "chain":
             return ProgramKey("chain", features=features)
-        words = tuple((key, getattr(g, key)) for key in CHOICE_SETTINGS)
-        inserts_text = config.router.clarify_text is not None
-        return ProgramKey(g.strategy, words, config.router.use_attention, features, inserts_text)
+        return ProgramKey(
+            section.strategy,
+            choices=tuple((key, getattr(section, key)) for key in CHOICE_SETTINGS),
+            attends=config.router.use_attention,
+            features=features,
+            inserts_text=config.router.clarify_text is not None,
+        )
+
+    def _check_watermark(self, requested: GenerationSection) -> None:
+        """Checks that a request keeps the watermark of the server. The message must not contain its keys."""
+        served = self._config.generation
+        if not served.watermark_keys:
+            return
+        for key in ("watermark_keys", "watermark_ngram"):
+            if getattr(requested, key) != getattr(served, key):
+                raise UserError(f"generation.{key} is set by this server and cannot be changed", key=f"generation.{key}")
 
     def _check_drafts(self, requested: GenerationSection) -> None:
         """Checks that the drafts of a request are a part of those that the programs of the server can verify."""
         served = self._config.generation
-        name = "speculation"
         if requested.speculation == "off":
             return
-        if requested.speculation == served.speculation:
-            name = "ngram_size" if requested.speculation == "ngram" else "draft_run"
-            if getattr(requested, name) == getattr(served, name):
-                if requested.draft_tokens > served.draft_tokens:
-                    message = f"must be at most {served.draft_tokens} in this server, got {requested.draft_tokens}"
-                    raise UserError(f"generation.draft_tokens {message}", key="generation.draft_tokens")
-                return
-        message = f"is {getattr(served, name)} in this server, got {getattr(requested, name)}"
-        raise UserError(f"generation.{name} {message}", key=f"generation.{name}")
+        for name in ("speculation", "ngram_size" if requested.speculation == "ngram" else "draft_run"):
+            if getattr(requested, name) != getattr(served, name):
+                message = f"is {getattr(served, name)} in this server, got {getattr(requested, name)}"
+                raise UserError(f"generation.{name} {message}", key=f"generation.{name}")
+        if requested.draft_tokens > served.draft_tokens:
+            message = f"must be at most {served.draft_tokens} in this server, got {requested.draft_tokens}"
+            raise UserError(f"generation.draft_tokens {message}", key="generation.draft_tokens")
 
     def row_params(self, config: Config) -> RowParams:
         """Returns the settings of a request as arrays.
@@ -144,54 +151,54 @@ class ServedSettings:
         Raises:
           UserError: as in `program_key`, or a list in the settings is too long for a server or has an invalid token.
         """
-        ignored = {
-            "seed": 0,
-            "n": 1,
-            "max_new_tokens": 0,
-            "stop": (),
-            "banned_strings": (),
-            "banned_regexes": (),
-        }  # these affect no array except `seed`
-        generation = config.generation.model_copy(update=ignored)
-        sections = generation, config.router, config.kv
-        key = CacheKey(
-            config.model_copy(update={"generation": generation}), *map(vars, sections)
-        )  # the `repr` of a section is slow
-        cached = self._cached_row_params(key)
+        # These settings affect no array, except that of the seed.
+        unread = {"seed": 0, "n": 1, "max_new_tokens": 0, "stop": (), "banned_strings": (), "banned_regexes": ()}
+        generation = config.generation.model_copy(update=unread)
+        reduced = config.model_copy(update={"generation": generation})
+        # The key has the values of the sections as dicts, because the `repr` of a section is slow.
+        cached = self._cached_row_params(CacheKey(reduced, vars(generation), vars(config.router), vars(config.kv)))
         seed: dict[str, Any] = {"seed": np.asarray([config.generation.seed or 0], np.uint32)}
         return cached._replace(params=replace(cached.params, **seed))
 
     def _row_params(self, key: "CacheKey[Config]") -> RowParams:
-        config, tokenizer = key.value, self._bundle.tokenizer
+        config = key.value
         program = self.program_key(config)
         section = config.generation
-        ends = end_ids(tokenizer, section)
+        ends = end_ids(self._bundle.tokenizer, section)
         if len(ends) > MAX_END_IDS:
             raise UserError(
                 f"generation.stop_token_ids and the EOS tokens must be at most {MAX_END_IDS} in a server, got {len(ends)}",
                 key="generation.stop_token_ids",
             )
-        chain = section.strategy == "chain"
-        options: ProgramOptions = {"dynamic_order": True} if chain else {"extra_steps": (*EDIT_STEPS, *section_order(section))}
-        options["logit_processor"] = self._logit_processor
+        options: ProgramOptions = {"logit_processor": self._logit_processor}
+        if section.strategy == "chain":
+            options["dynamic_order"] = True
+        else:
+            options["extra_steps"] = (*EDIT_STEPS, *section_order(section))
         params = self._bundle.params([with_default_seed(config, 0)], **options)
         V = self._architecture.vocab_size
         tables = {name: _padded_table(name, table, params.tables, V) for name, table in params.tables.items()}
-        end_ids_1E = np.asarray([[*ends, *[NO_ID] * (MAX_END_IDS - len(ends))]], np.int32)
-        width = 1 if section.speculation == "off" else section.draft_tokens + 1
-        subset = smallest_subset(section) if self._logit_processor is None else ALL_STEPS
         changes: dict[str, Any] = {"tables": tables, "report_rows": np.zeros(1, bool)}
-        params = jax.device_get(replace(params, **changes))
-        return RowParams(program, params, end_ids_1E, width, subset, config)
+        return RowParams(
+            program,
+            jax.device_get(replace(params, **changes)),
+            end_ids_1E=pad_end_ids([ends], MAX_END_IDS),
+            width=1 if section.speculation == "off" else section.draft_tokens + 1,
+            subset=smallest_subset(section) if self._logit_processor is None else ALL_STEPS,
+            config=config,
+        )
 
 
-def next_power_of_two(length: int, minimum: int = 1) -> int:
-    return max(minimum, 1 << max(length - 1, 0).bit_length())
+def _fixed_settings(config: Config) -> dict[str, Any]:
+    """Returns the settings of weights and caches by name, in which all requests of a server agree."""
+    names = ("weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "use_cache")
+    generation = {f"generation.{name}": getattr(config.generation, name) for name in names}
+    return generation | {f"kv.{name}": getattr(config.kv, name) for name in type(config.kv).model_fields}
 
 
 def _padded_table(name: str, table: jax.Array, tables: dict[str, jax.Array], vocab_size: int) -> Any:
     """Pads a list of a sampling step to the maximum number of entries per request."""
-    if table.dtype == bool:
+    if table.dtype == bool:  # a flag, not a list
         return table
     key = name.removesuffix("_before").removesuffix("_by")
     if f"{key}_before" in tables:

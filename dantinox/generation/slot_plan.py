@@ -16,11 +16,11 @@ from dantinox.generation.decode.split_model import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.plan_stepper import plan_stepper
 from dantinox.generation.running_batch import restart_slots
-from dantinox.generation.slot_params import next_power_of_two
 from dantinox.model import make_cache
 from dantinox.model.cache import RingLayer
 from dantinox.platform import get_platform
 from dantinox.programs import free_bytes, tree_bytes
+from dantinox.sampling.params import next_power_of_two
 
 # Tokens per prefill chunk. Longer chunks were not faster on a CPU, and decoding would have to wait longer for one of them.
 SLOT_PREFILL_CHUNK = 64
@@ -152,7 +152,7 @@ def _cache_maker(architecture: ModelConfig, plan: CachePlan, stepper: Stepper, c
     # Tokens in pending chunks, which a restart drops, must not overwrite the window before them.
     plan = plan._replace(extra=restart_slots(stepper.width))
     plans = [(architecture, plan), *stepper.cache_plans(constants)]
-    compiled = jax.jit(make_cache, static_argnums=range(7))  # all arguments
+    compiled = jax.jit(make_cache, static_argnums=range(7))  # all arguments are static
     return lambda rows: tuple(compiled(config, rows, *cache_plan, segmented) for config, cache_plan in plans)
 
 
@@ -193,7 +193,8 @@ def _fitting_slots(architecture: ModelConfig, plan: CachePlan, context: int, usa
         return count
     if usable is None:
         return DEFAULT_SLOTS
-    if (fitting := usable // MEMORY_SHARE // needed) < 1:
+    fitting = usable // MEMORY_SHARE // needed
+    if fitting < 1:
         raise UserError(
             f"the cache of one request of {context} tokens takes {needed / 1e9:.1f} GB, over half of the "
             f"{usable / 1e9:.1f} GB of free memory that the programs leave: set a shorter context"

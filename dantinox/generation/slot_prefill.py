@@ -16,7 +16,7 @@ from dantinox.generation.running_batch import Row, RunningBatch
 from dantinox.generation.slot_params import MAX_ALTERNATIVES
 from dantinox.generation.slot_plan import SlotPlan
 from dantinox.sampling import StepInfo
-from dantinox.sampling.subsets import ALL_STEPS
+from dantinox.sampling.step_subsets import ALL_STEPS
 
 
 class Chunk(NamedTuple):
@@ -53,7 +53,7 @@ class SlotRow(Row):
         chunks, or by programs with bitwise equal results.
       prefilled: the number of tokens in the slot; of these, `reused` came from the prefix cache.
       prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not requested.
-      subset: the index of the smallest decode program for the row, see `sampling.subsets`.
+      subset: the index of the smallest decode program for the row, see `sampling.step_subsets`.
     """
 
     ids: Sequence[int] = ()
@@ -79,8 +79,11 @@ class PrefillBatch(RunningBatch):
     def __init__(self, plan: SlotPlan, weights: SplitModel):
         """Creates the slots, which are empty. Their caches and programs do not exist yet."""
         super().__init__(plan.count)
-        self.plan, self._model = plan, weights
-        self.context, self.prefill_chunk, self.adapters = plan.context, plan.prefill_chunk, plan.adapters
+        self.plan = plan
+        self._model = weights
+        self.context = plan.context
+        self.prefill_chunk = plan.prefill_chunk
+        self.adapters = plan.adapters
         self.can_restart = not plan.compressed
         self._rows = [SlotRow() for _ in range(plan.count)]
         self._programs: dict[Hashable, Any] = {}
@@ -115,8 +118,9 @@ class PrefillBatch(RunningBatch):
         """
         length = len(ids) - 1
         tail = length % self.prefill_chunk
-        shares_bits = self._chunk_length(tail) in self._same_bits
-        cacheable = 0 if echo or self._prefixes is None else length if shares_bits else length - tail
+        cacheable = length if self._program_length(tail) in self._same_bits else length - tail
+        if echo or self._prefixes is None:
+            cacheable = 0
         self._rows[slot] = SlotRow(ids=tuple(ids), scope=scope, length=length, cacheable=cacheable)
         self._rows[slot].prompt_reports = [] if echo else None
         if self._empty_row is not None:
@@ -124,10 +128,11 @@ class PrefillBatch(RunningBatch):
         self._load_prefix(slot)
 
     def _load_prefix(self, slot: int) -> None:
+        """Copies the tokens of a prompt that the prefix cache has, and the slot does not, to the slot."""
         row = self._rows[slot]
         if self._prefixes is not None and self.caches and row.prefilled < row.cacheable:
             self.caches, found = self._prefixes.load(self.caches, slot, row.ids[: row.cacheable], row.scope.key, row.prefilled)
-            row.reused = row.reused + max(0, found - row.prefilled)
+            row.reused += max(0, found - row.prefilled)
             row.prefilled = max(found, row.prefilled)
 
     def assign_sequence(self, slot: int, ids: Sequence[int], scope: PromptScope = NO_SCOPE) -> bool:
@@ -143,7 +148,8 @@ class PrefillBatch(RunningBatch):
     @property
     def _same_bits(self) -> tuple[int, ...]:
         """The lengths of the programs that compute bitwise the same keys as the program for whole chunks, which is the last."""
-        return (*(() if self._prefixes is None else self._prefixes.same_bits), self.prefill_chunk)
+        shorter = () if self._prefixes is None else self._prefixes.same_bits
+        return *shorter, self.prefill_chunk
 
     def prefill(self, slot: int) -> int:
         """Prefills the next chunk of a prompt and returns the number of tokens left to prefill, see `prefill_together`."""
@@ -161,17 +167,21 @@ class PrefillBatch(RunningBatch):
 
         The last token of a prompt is not prefilled, because the first decode step processes it.
         """
-        whole, others = list[Chunk](), list[Chunk]()
-        for chunk in self._next_chunks(slots):
-            (whole if chunk.length == self.prefill_chunk and not chunk.reports else others).append(chunk)
-        least, most = self._row_counts[0], self._row_counts[-1]
+        chunks = self._next_chunks(slots)
+        whole = [chunk for chunk in chunks if self._may_share_a_pass(chunk)]
+        most = self._row_counts[-1]
         while whole:
-            rows = most if len(whole) >= most or self.wide_passes else least
+            rows = most if len(whole) >= most or self.wide_passes else self._row_counts[0]
             self._prefill_pass(whole[:rows])
             del whole[:rows]
-        for chunk in others:
-            self._prefill_pass([chunk])
+        for chunk in chunks:
+            if not self._may_share_a_pass(chunk):
+                self._prefill_pass([chunk])
         return [self.prefill_left(slot) for slot in slots]
+
+    def _may_share_a_pass(self, chunk: Chunk) -> bool:
+        """Whether there is a program for several chunks such as this one."""
+        return chunk.length == self.prefill_chunk and not chunk.reports
 
     def _next_chunks(self, slots: Sequence[int]) -> list[Chunk]:
         """Returns the next chunk of each slot, and further chunks for the unused rows of a wide pass."""
@@ -197,8 +207,12 @@ class PrefillBatch(RunningBatch):
     def _chunk_at(self, slot: int, start: int) -> Chunk:
         """Returns the chunk of a prompt that begins at a position."""
         row = self._rows[slot]
-        size = min((row.cacheable if start < row.cacheable else row.length) - start, self.prefill_chunk)
-        lengths = self._same_bits if start < row.cacheable else self.plan.lengths
+        end = row.length
+        lengths = self.plan.lengths
+        if start < row.cacheable:
+            end = row.cacheable
+            lengths = self._same_bits
+        size = min(end - start, self.prefill_chunk)
         length = next(length for length in lengths if length >= size)
         return Chunk(slot, row.ids[start : start + size + 1], start, size, length, row.prompt_reports is not None)
 
@@ -225,7 +239,7 @@ class PrefillBatch(RunningBatch):
         """Waits until all programs that write the cache have ended."""
         jax.block_until_ready(jax.tree.leaves(self.caches)[0])
 
-    def _chunk_length(self, count: int) -> int:
+    def _program_length(self, count: int) -> int:
         """Returns the length of the program for a chunk of `count` tokens."""
         return next(length for length in self.plan.lengths if length >= count)
 
@@ -240,20 +254,25 @@ class PrefillBatch(RunningBatch):
           chunks: chunks of the same length; several chunks must have the full length.
           rows: the rows of the program; None: as few as possible.
         """
-        length, reports = chunks[0].length, chunks[0].reports
+        first = chunks[0]
         if rows is None:
-            rows = self._row_counts[0 if len(chunks) == 1 else -1] if length == self.prefill_chunk and not reports else 1
-        tokens_2RT = np.zeros((2, rows, length), np.int32)
+            counts = self._row_counts if self._may_share_a_pass(first) else (1,)
+            rows = counts[0] if len(chunks) == 1 else counts[-1]
+        tokens_RT = np.zeros((rows, first.length), np.int32)
+        next_RT = np.zeros((rows, first.length), np.int32)
         slot_R, start_R, size_R = np.zeros((3, rows), np.int32)
-        slot_R[:] = chunks[0].slot  # unused rows need a slot too
+        slot_R[:] = first.slot  # unused rows need a slot too
         scopes = [NO_SCOPE] * rows
-        for r, (slot, ids, start, size, _, _) in enumerate(chunks):
-            tokens_2RT[0, r, :size] = ids[:size]
-            tokens_2RT[1, r, : len(ids) - 1] = ids[1:]
-            slot_R[r], start_R[r], size_R[r], scopes[r] = slot, start, size, self._rows[slot].scope
+        for r, chunk in enumerate(chunks):
+            tokens_RT[r, : chunk.size] = chunk.ids[: chunk.size]
+            next_RT[r, : len(chunk.ids) - 1] = chunk.ids[1:]
+            slot_R[r] = chunk.slot
+            start_R[r] = chunk.start
+            size_R[r] = chunk.size
+            scopes[r] = self._rows[chunk.slot].scope
         features = scope_features(self.adapters, scopes)
-        args = slot_R, tokens_2RT[0], start_R, size_R, tokens_2RT[1], features, self._constants
-        self.caches, info = self._programs["prefill", length, reports, rows](self._model, self.caches, *args)
+        args = slot_R, tokens_RT, start_R, size_R, next_RT, features, self._constants
+        self.caches, info = self._programs["prefill", first.length, first.reports, rows](self._model, self.caches, *args)
         return info  # type: ignore[no-any-return]
 
     def measure_rows(self) -> tuple[int, ...]:
@@ -268,15 +287,14 @@ class PrefillBatch(RunningBatch):
         if most == 1:
             return (1,)
         random = np.random.default_rng(0)
-        starts = sorted({0, max(0, self.context - length)})
-        chunks = [
-            Chunk(slot, random.integers(0, self.plan.architecture.vocab_size, length).tolist(), start, size, length)
-            for start in starts
-            for slot, size in enumerate(min(length, self.context) - random.permutation(most))
-        ]
+        chunks = []  # of different sizes, at the beginning and at the end of the slots
+        for start in sorted({0, max(0, self.context - length)}):
+            for slot, size in enumerate(min(length, self.context) - random.permutation(most)):
+                ids = random.integers(0, self.plan.architecture.vocab_size, length).tolist()
+                chunks.append(Chunk(slot, ids, start, size, length))
 
         def checksums(chunks: list[Chunk], per_pass: int, rows: int) -> list[list[int]]:
-            self.caches = ()
+            self.caches = ()  # frees the memory for the next ones
             self.caches = self.plan.make_caches(self.count)
             for first in range(0, len(chunks), per_pass):
                 self._run_chunks(chunks[first : first + per_pass], rows)
@@ -291,7 +309,8 @@ class PrefillBatch(RunningBatch):
         return (1,)
 
     def _lower_prefill(self, length: int, reports: bool, rows: int) -> Any:
-        zero_R, tokens_RT = np.zeros(rows, np.int32), np.zeros((rows, length), np.int32)
+        zero_R = np.zeros(rows, np.int32)
+        tokens_RT = np.zeros((rows, length), np.int32)
         chunks = zero_R, tokens_RT, zero_R, zero_R, tokens_RT
         args = self._model, self.plan.cache_shapes, *chunks, scope_features(self.adapters, [NO_SCOPE] * rows), self._constants
         report = min(MAX_ALTERNATIVES, self.plan.architecture.vocab_size) if reports else None

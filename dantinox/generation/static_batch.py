@@ -1,6 +1,5 @@
 """`StaticBatch`: the batch of offline generation. All prompts are padded, prefilled in one call, and decoded to the end."""
 
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -28,17 +27,19 @@ from dantinox.generation.decode.generate_toks import (
     write_row,
 )
 from dantinox.generation.decode.split_model import split_model
-from dantinox.generation.running_batch import NO_ID, PendingChunk, Recurrent, Row, RowStatus, RunningBatch, restart_slots
+from dantinox.generation.run_timer import RunTimer, Times
+from dantinox.generation.running_batch import PendingChunk, Recurrent, Row, RowStatus, RunningBatch, pad_end_ids, restart_slots
 from dantinox.model import KVCache, Transformer
 from dantinox.platform import get_platform
 from dantinox.sampling import SamplingParams, StepInfo, init_state
 from dantinox.sampling.chain import all_allowed
+from dantinox.sampling.params import next_power_of_two
 
 PROGRAM_NAME = "static"  # the key of the only program
 
 
-_init_row = jax.jit(init_row, static_argnames=("vocab_size",))
-_insert_row = jax.jit(write_row)
+_compiled_init_row = jax.jit(init_row, static_argnames=("vocab_size",))
+_compiled_write_row = jax.jit(write_row)
 
 
 @jax.jit
@@ -61,8 +62,25 @@ def padded_length(length: int) -> int:
 
     Every padded length needs a compiled program, so there are few of them: ten between 257 and 8,192.
     """
-    power = 1 << (max(length, 16) - 1).bit_length()
+    power = next_power_of_two(length, 16)
     return 3 * power // 4 if power > 512 and length <= 3 * power // 4 else power
+
+
+def stack_prompts(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the prompts as an array `[P, T]`, padded with zeros to the longest one, and their lengths `[P]`."""
+    lengths_P = np.array([len(ids) for ids in prompts], np.int32)
+    prompt_PT = np.zeros((len(prompts), lengths_P.max()), np.int32)
+    for prompt_T, ids in zip(prompt_PT, prompts, strict=True):
+        prompt_T[: len(ids)] = ids
+    return prompt_PT, lengths_P
+
+
+def pad_prompts(prompt_PT: np.ndarray, lengths_P: np.ndarray, pad: Callable[[int], int]) -> np.ndarray:
+    """Returns the prompts with zeros after their end, in the padded length."""
+    P, T = prompt_PT.shape
+    padded_PT = np.zeros((P, pad(T)), np.int32)
+    padded_PT[:, :T] = np.where(np.arange(T) < lengths_P[:, None], prompt_PT, 0)
+    return padded_PT
 
 
 def slots_needed(lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], int] = padded_length) -> int:
@@ -105,28 +123,6 @@ class DecodedChunk(NamedTuple):
     counts: np.ndarray
     done: np.ndarray
     info: StepInfo | None
-
-
-class Times(NamedTuple):
-    """The seconds of a whole run, the seconds up to its first tokens, and the part of each that was spent on compilation."""
-
-    total: float = 0.0
-    first: float = 0.0
-    compiling: float = 0.0
-    compiling_first: float = 0.0
-
-    @property
-    def decoding(self) -> float:
-        """Seconds after the first tokens, without compilation."""
-        return self.total - self.first - (self.compiling - self.compiling_first)
-
-    def describe(self, rate: float) -> str:
-        """Returns the total and the parts that add up to it; `rate` is the new tokens per second after the first ones."""
-        first = self.first - self.compiling_first
-        speed = f" ({rate:.1f} tok/s)" if rate else ""
-        return (
-            f"{self.total:.2f} s: compile {self.compiling:.2f} s, first token {first:.2f} s, then {self.decoding:.2f} s{speed}"
-        )
 
 
 @dataclass(frozen=True)
@@ -188,56 +184,63 @@ class StaticBatch(RunningBatch):
           limits_B: the most new tokens of each row.
           eos_ids: for each row, the ids that end it.
         """
-        stepper, samples, constrained = options.stepper, options.samples, options.constrained
-        super().__init__(len(prompt_PT) * samples)
+        super().__init__(len(prompt_PT) * options.samples)
         self.times = Times()
         self.echo: np.ndarray | None = None
         self.before_dispatch: Callable[[], None] = lambda: None
         self._rows = self._make_rows(limits_B, options)
-
-        padded_PT = _pad_prompts(prompt_PT, lengths_P, options.pad)
-        lengths_B = np.repeat(lengths_P, samples)
+        lengths_B = np.repeat(lengths_P, options.samples)
         plan = options.plan
         if plan is None:
             plan = CachePlan(slots_needed(lengths_B, limits_B, options.pad), jnp.dtype(model.dtype).name)
-        plan = plan._replace(extra=restart_slots(stepper.width) if constrained else stepper.width - 1)
-        self.can_restart = constrained and plan.compression is None
-        self._capacity, self._vocab_size = plan.slots, model.config.vocab_size
-
-        tokens_BT = np.repeat(padded_PT, samples, axis=0)
-        T = tokens_BT.shape[1]
-        widths_B = np.full(self.count, stepper.width)
-        sequence_BS = np.pad(tokens_BT, ((0, 0), (0, max(0, plan.slots - T))))
-        arrays = {
-            "token_B": sequence_BS[np.arange(self.count), lengths_B - 1],
-            "position_B": np.asarray(lengths_B - 1, np.int32),
-            "remaining_B": np.asarray(limits_B, np.int32),
-            "done_B": np.asarray(limits_B <= 0),
-            "eos_BE": _pad_end_ids(eos_ids),
-            "features": options.features + stepper.features(sequence_BS, lengths_B, widths_B),
-        }
-        valid_BT = np.arange(T) < lengths_B[:, None]
-        state = DecodeState(
-            **jax.device_put(arrays),  # compiles nothing, unlike `jnp.asarray`
-            sampler=init_state(params, tokens_BT, valid_BT, self._vocab_size, plan.slots),
-        )
-        if constrained:
+        width = options.stepper.width
+        plan = plan._replace(extra=restart_slots(width) if options.constrained else width - 1)
+        self.can_restart = options.constrained and plan.compression is None
+        self._capacity = plan.slots
+        self._vocab_size = model.config.vocab_size
+        padded_PT = pad_prompts(prompt_PT, lengths_P, options.pad)
+        tokens_BT = np.repeat(padded_PT, options.samples, axis=0)
+        state = self._initial_state(tokens_BT, lengths_B, params, limits_B, eos_ids, options)
+        if options.constrained:
             params = replace(params, allowed_bits=jax.device_put(all_allowed(self.count, self._vocab_size)))
         self._states[PROGRAM_NAME] = params, state
         self._model = split_model(model)
         self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))
         self._program = generation_program(get_platform(model.config.platform))
-        self._options: dict[str, Any] = {"constants": options.constants, "stepper": stepper, "report": options.report}
-        self._prefill_options: dict[str, Any] = {
-            "constants": options.constants,
-            "stepper": stepper,
-            "plan": plan,
-            "samples": samples,
-            "echo": options.echo,
-        }
+        shared: dict[str, Any] = {"constants": options.constants, "stepper": options.stepper}
+        self._options = {**shared, "report": options.report}
+        self._prefill_options = {**shared, "plan": plan, "samples": options.samples, "echo": options.echo}
         self._prefilled = False
 
+    def _initial_state(
+        self,
+        tokens_BT: np.ndarray,
+        lengths_B: np.ndarray,
+        params: SamplingParams,
+        limits_B: np.ndarray,
+        eos_ids: Sequence[Sequence[int]],
+        options: StaticOptions,
+    ) -> DecodeState:
+        """Returns the state after the prompts `tokens_BT` of all rows, whose lengths are `lengths_B`."""
+        T = tokens_BT.shape[1]
+        widths_B = np.full(self.count, options.stepper.width)
+        sequence_BS = np.pad(tokens_BT, ((0, 0), (0, max(0, self._capacity - T))))
+        arrays = {
+            "token_B": sequence_BS[np.arange(self.count), lengths_B - 1],
+            "position_B": np.asarray(lengths_B - 1, np.int32),
+            "remaining_B": np.asarray(limits_B, np.int32),
+            "done_B": np.asarray(limits_B <= 0),
+            "eos_BE": pad_end_ids(eos_ids),
+            "features": options.features + options.stepper.features(sequence_BS, lengths_B, widths_B),
+        }
+        valid_BT = np.arange(T) < lengths_B[:, None]
+        return DecodeState(
+            **jax.device_put(arrays),  # compiles nothing, unlike `jnp.asarray`
+            sampler=init_state(params, tokens_BT, valid_BT, self._vocab_size, self._capacity),
+        )
+
     def _make_rows(self, limits_B: np.ndarray, options: StaticOptions) -> list[Row]:
+        """Returns the rows on the host; a row that follows another one has no program of its own."""
         main_rows = options.main_rows or self.count
         rows = [Row() for _ in limits_B]
         for slot, limit in enumerate(limits_B[:main_rows].tolist()):
@@ -296,16 +299,18 @@ class StaticBatch(RunningBatch):
     def restart(self, slot: int, tokens: Sequence[int], prompt_length: int, limit: int) -> None:
         previous = self._rows[slot]
         generated = len(tokens) - prompt_length
-        row = self._rows[slot] = replace(previous, program=PROGRAM_NAME, remaining=limit, history=previous.history[:generated])
-        self._init_row(slot, tokens, generated, limit, row.history[-1] if row.history else {})
+        history = previous.history[:generated]
+        row = replace(previous, program=PROGRAM_NAME, remaining=limit, history=history)
+        self._rows[slot] = row
+        self._replace_state(slot, tokens, generated, limit, history[-1] if history else {})
+        prompt_PT, lengths_P = self._prompt
         for follower in row.followers:
-            prompts, lengths = self._prompt
-            number = follower // self._prefill_options["samples"]
-            ids = np.asarray(prompts)[number, : int(lengths[number])].tolist()
-            self._init_row(follower, [*ids, *tokens[prompt_length:]], generated, limit, {})
+            prompt = follower // self._prefill_options["samples"]
+            ids = np.asarray(prompt_PT)[prompt, : int(lengths_P[prompt])].tolist()
+            self._replace_state(follower, [*ids, *tokens[prompt_length:]], generated, limit, {})
         previous.program = None  # so that its pending chunks are dropped
 
-    def _init_row(self, slot: int, tokens: Sequence[int], generated: int, limit: int, recurrent: Recurrent) -> None:
+    def _replace_state(self, slot: int, tokens: Sequence[int], generated: int, limit: int, recurrent: Recurrent) -> None:
         """Replaces the state of a row by that after these tokens, the last `generated` of which are generated."""
         params, state = self._states[PROGRAM_NAME]
         tokens_1S = np.zeros((1, self._capacity), np.int32)
@@ -313,7 +318,7 @@ class StaticBatch(RunningBatch):
         names = sorted(state.sampler.recurrent)
         values = {name: np.asarray([recurrent.get(name, np.nan)], np.float32) for name in names}
         row_params, end_ids_1E, features = _read_row((params, state.eos_BE, state.features), np.int32(slot))
-        initial = _init_row(
+        initial = _compiled_init_row(
             row_params,
             tokens_1S,
             np.int32(len(tokens)),
@@ -324,7 +329,7 @@ class StaticBatch(RunningBatch):
             values,
             vocab_size=self._vocab_size,
         )
-        self._states[PROGRAM_NAME] = params, _insert_row(state, initial, np.int32(slot))
+        self._states[PROGRAM_NAME] = params, _compiled_write_row(state, initial, np.int32(slot))
         self._stopped.get(PROGRAM_NAME, set()).discard(slot)
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
@@ -377,7 +382,7 @@ class StaticBatch(RunningBatch):
         if not pending.parts:
             return DecodedChunk(np.zeros((self.count, 0), np.int32), np.zeros(self.count, int), self.done, None)
         running = ~self.done
-        (part,) = pending.parts
+        (part,) = pending.parts  # of the only program
         fetched = self._fetch(part)
         counts_B = np.where(running, fetched.active_BN.sum(1), 0)
         for slot in np.flatnonzero(running):
@@ -399,57 +404,3 @@ class StaticBatch(RunningBatch):
         prefilled, _ = prefill.out_info
         caches, steps = to_shapes((prefilled.caches, jnp.int32(0)))
         return prefill, _generate_toks.jitted_fn.trace(model, caches, state, params, steps, **self._options)
-
-
-def _pad_prompts(prompt_PT: np.ndarray, lengths_P: np.ndarray, pad: Callable[[int], int]) -> np.ndarray:
-    """Returns the prompts with zeros after their end, in the padded length."""
-    P, T = prompt_PT.shape
-    padded_PT = np.zeros((P, pad(T)), np.int32)
-    padded_PT[:, :T] = np.where(np.arange(T) < lengths_P[:, None], prompt_PT, 0)
-    return padded_PT
-
-
-def _pad_end_ids(eos_ids: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns the ids that end each row, padded with `NO_ID`; at least one column."""
-    longest = max((len(ids) for ids in eos_ids), default=0)
-    eos_BE = np.full((len(eos_ids), max(1, longest)), NO_ID, np.int32)
-    for row, ids in zip(eos_BE, eos_ids, strict=True):
-        row[: len(ids)] = ids
-    return eos_BE
-
-
-class RunTimer:
-    """A context manager that measures the `Times` of a run."""
-
-    def __init__(self) -> None:
-        self.times = Times()
-        self._compilations: list[tuple[float, float]] = []  # disjoint intervals of `perf_counter`, in order
-        self._first: tuple[float, float] | None = None
-
-    def __enter__(self) -> "RunTimer":
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        self._start_time = time.perf_counter()
-        return self
-
-    def mark_first(self) -> None:
-        """Marks the time of the first tokens; later calls have no effect."""
-        self._first = self._first or (time.perf_counter() - self._start_time, self._compiling())
-
-    def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-        first, compiling_first = self._first or (0.0, 0.0)
-        self.times = Times(time.perf_counter() - self._start_time, first, self._compiling(), compiling_first)
-
-    def _compiling(self) -> float:
-        return sum(end - start for start, end in self._compilations)
-
-    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """Adds the seconds before now. Traces of functions inside of other functions report their seconds a second time."""
-        if not event.startswith("/jax/core/compile/"):
-            return
-        end = time.perf_counter()
-        known = self._compilations
-        start = max(end - duration_secs, self._start_time)
-        while known and known[-1][0] >= start:
-            known.pop()
-        known.append((max(start, known[-1][1]) if known else start, end))

@@ -30,12 +30,14 @@ def sampling_params(
       UserError: a text is not a single token, or an id is not in the vocabulary.
     """
     rows = [_resolve_config(config, tokenizer) for config in configs]
-    eos = list(tokenizer.stop_ids)
+    protected_ids = list(tokenizer.stop_ids)
+    if any("xtc" in active_steps(row.generation) for row in rows):
+        protected_ids += _newline_ids(tokenizer)
     return SamplingParams.build(
         rows,
-        stop_ids=eos,
+        stop_ids=tokenizer.stop_ids,
         clarify_ids=[clarify_ids(tokenizer, config) for config in configs],
-        protected_ids=[*eos, *(_newline_ids(tokenizer) if any("xtc" in active_steps(row.generation) for row in rows) else [])],
+        protected_ids=protected_ids,
         sample_index=sample_index,
         vocab_size=vocab_size or tokenizer.vocab_size,
         measured=measured,
@@ -50,7 +52,8 @@ def stop_token_ids(tokenizer: Tokenizer, section: GenerationSection) -> tuple[in
 
 def end_ids(tokenizer: Tokenizer, section: GenerationSection) -> list[int]:
     """Returns the ids that end a sequence, with the EOS tokens unless the settings ignore them."""
-    return [*stop_token_ids(tokenizer, section), *([] if section.ignore_eos else tokenizer.stop_ids)]
+    ids = stop_token_ids(tokenizer, section)
+    return [*ids] if section.ignore_eos else [*ids, *tokenizer.stop_ids]
 
 
 def clarify_ids(tokenizer: Tokenizer, config: Config) -> list[int]:
@@ -59,9 +62,10 @@ def clarify_ids(tokenizer: Tokenizer, config: Config) -> list[int]:
     Raises:
       UserError: the tokenizer cannot encode the text, or encodes it to nothing.
     """
-    text, key = config.router.clarify_text, "router.clarify_text"
+    text = config.router.clarify_text
     if text is None or config.generation.strategy != "entropy":
         return []
+    key = "router.clarify_text"
     ids = _encode(tokenizer, text, key)
     if not ids:
         raise UserError(f"{key} must be a text of at least one token, got {text!r}", key=key, value=text)
@@ -76,6 +80,7 @@ def with_default_seed(config: Config, seed: int) -> Config:
 
 
 def _resolve_config(config: Config, tokenizer: Tokenizer) -> Config:
+    """Returns the settings with token ids in place of texts."""
     changes: dict[str, Any] = {"generation": resolve_token_ids(config.generation, tokenizer)}
     if config.router.clarify_token is not None:
         token = _token_id(tokenizer, config.router.clarify_token, "router.clarify_token")
@@ -87,23 +92,28 @@ def resolve_token_ids(section: GenerationSection, tokenizer: Tokenizer) -> Gener
     """Returns the settings with token ids in place of texts."""
     resolved: dict[str, Any] = {"stop_token_ids": stop_token_ids(tokenizer, section)}
     for key, setting in SETTINGS.items():
+        value = getattr(section, key)
         if setting.kind == Tokens:
             resolved[key] = _token_ids(tokenizer, section, key)
         elif setting.kind == Biases:
-            biases: dict[str, float] = {}
-            for token, bias in getattr(section, key).items():
-                token_id = str(_token_id(tokenizer, token, f"generation.{key}"))
-                biases[token_id] = biases.get(token_id, 0.0) + bias
-            resolved[key] = biases
+            resolved[key] = _resolve_biases(tokenizer, value, f"generation.{key}")
         elif setting.kind == Sequences:
-            resolved[key] = tuple(words for item in getattr(section, key) for words in _token_sequences(tokenizer, item, key))
+            resolved[key] = tuple(ids for word in value for ids in _token_sequences(tokenizer, word, key))
         elif setting.kind == SequenceBiases:
-            pairs = getattr(section, key)
-            resolved[key] = tuple((words, bias) for item, bias in pairs for words in _token_sequences(tokenizer, item, key))
+            resolved[key] = tuple((ids, bias) for word, bias in value for ids in _token_sequences(tokenizer, word, key))
         elif setting.kind == Breakers:
             is_active = any(key in STEPS[name].indirect for name in active_steps(section))
-            resolved[key] = tokens_containing(tokenizer, tuple(getattr(section, key))) if is_active else ()
+            resolved[key] = tokens_containing(tokenizer, tuple(value)) if is_active else ()
     return section.model_copy(update=resolved)
+
+
+def _resolve_biases(tokenizer: Tokenizer, biases: Mapping[str, float], key: str) -> dict[str, float]:
+    """Returns the sums of the biases by token id; several texts may stand for the same token."""
+    sums: dict[str, float] = {}
+    for token, bias in biases.items():
+        token_id = str(_token_id(tokenizer, token, key))
+        sums[token_id] = sums.get(token_id, 0.0) + bias
+    return sums
 
 
 def _token_ids(tokenizer: Tokenizer, section: GenerationSection, key: str) -> tuple[int, ...]:
@@ -171,7 +181,8 @@ def _vocabulary(tokenizer: Tokenizer) -> list[str]:
 
 
 def _newline_ids(tokenizer: Tokenizer) -> list[int]:
+    """Returns the id of the line break, or no id if it is not a single token."""
     try:
         return [_token_id(tokenizer, "\n", "")]
-    except UserError:  # no single token is a line break
+    except UserError:
         return []

@@ -5,8 +5,8 @@ from dantinox.sampling.chain import SampleInfo, edit_logits, sample, trace
 from dantinox.sampling.logit_processor import LogitProcessor, TokenHistory
 from dantinox.sampling.named_steps import process_logits
 from dantinox.sampling.params import ProgramOptions, SamplingParams
-from dantinox.sampling.report import StepInfo
 from dantinox.sampling.state import SamplerState, init_state, update
+from dantinox.sampling.step_info import StepInfo
 from dantinox.sampling.watermark import Detection, detect
 
 __all__ = [

@@ -76,7 +76,8 @@ def _rank_logprobs(x_K: Array, raw_K: Array, n: Array) -> Array:
 
 def confidence(metrics: Metrics, config: RouterConfig = GUIDE_CONFIG) -> Array:
     """Returns the guide's confidence in a row. Without attention metrics the attention terms are omitted."""
-    c, attn = config, metrics.attention
+    c = config
+    attn = metrics.attention
     score = (1 - jnp.asarray(metrics.entropy)) * c.score_entropy + (1 - metrics.varentropy) * c.score_varentropy
     if attn is None:
         return score
@@ -151,10 +152,12 @@ def candidates_given_token(
     n = config.candidates
     weighted_V = config.score_logprob * raw_V
     position_key, draws_key = jax.random.split(key)
-    worse_V, equal_V, no_better_V = (
-        jnp.where(chosen_V, logits_V, -jnp.inf)
-        for chosen_V in (weighted_V < weighted_V[token], weighted_V == weighted_V[token], weighted_V <= weighted_V[token])
-    )
+    is_worse_V = weighted_V < weighted_V[token]
+    is_equal_V = weighted_V == weighted_V[token]
+    is_no_better_V = weighted_V <= weighted_V[token]
+    worse_V = jnp.where(is_worse_V, logits_V, -jnp.inf)
+    equal_V = jnp.where(is_equal_V, logits_V, -jnp.inf)
+    no_better_V = jnp.where(is_no_better_V, logits_V, -jnp.inf)
     share = jnp.clip(jnp.exp(log_mass(equal_V) - log_mass(no_better_V)), TINY, 1)
     later_N = jnp.log1p(-share) * jnp.arange(1, draws + 1)  # ln P(the first draw of this rank comes after the j-th)
     reached_N = jnp.expm1(later_N) / jnp.expm1(later_N[0] * n)

@@ -32,9 +32,9 @@ from dantinox.sampling.logit_processor import apply_logit_processor
 from dantinox.sampling.loops import loop_temperature
 from dantinox.sampling.order import Order, RowOrders, SharedOrder
 from dantinox.sampling.params import SamplingParams
-from dantinox.sampling.report import RouterReport, StepInfo, step_info
 from dantinox.sampling.selection import first_argmax
 from dantinox.sampling.state import SamplerState, token_histories, update
+from dantinox.sampling.step_info import RouterReport, StepInfo, step_info
 from dantinox.sampling.window import Context, run_chain, run_steps
 
 GREEDY_STEPS = frozenset((*EDIT_STEPS, *PENALTY_STEPS))  # the steps that also apply to greedy rows
@@ -102,32 +102,15 @@ def sample(
         params, metrics, routes = _apply_router(params, raw_BV, attention)
     params = _apply_loop_temperature(params, state)
     context = Context(params, state, keys_B)
-    # The plan has three parts: the edits and penalties before any other step, the steps after them, and the last steps. The
-    # logits after the first part are kept, for the tokens of greedy rows and for the clarify token, which edits may forbid.
-    last = [name for name in params.plan if name in LAST_STEPS]
-    plan = params.plan[: len(params.plan) - len(last)]
-    n_edits = next((i for i, name in enumerate(plan) if name not in GREEDY_STEPS), len(plan))
-    edits = _shared_order(params, plan[:n_edits])
-    others: Order = _shared_order(params, plan[n_edits:])
-    if params.order is not None:
-        edits = _shared_order(params, EDIT_STEPS)
-        others = RowOrders.build(params.order, params.enabled, active_B)
-    edited_BV = run_steps(_apply_step, edits, allowed_BV, context)
-    final_BV, log_mass_B = run_chain(_apply_step, others, edited_BV, context, active_B)
-    # Greedy rows enable only edits and penalties. If these all come first, the greedy token does not depend on later steps.
-    greedy_first = params.order is None and not any(name in GREEDY_STEPS for name in plan[n_edits:])
-    token_B = jax.vmap(first_argmax)(edited_BV if greedy_first else final_BV).astype(jnp.int32)
+    plan = _split_plan(params, active_B)
+    edited_BV = run_steps(_apply_step, plan.edits, allowed_BV, context)
+    final_BV, log_mass_B = run_chain(_apply_step, plan.others, edited_BV, context, active_B)
+    greedy_BV = edited_BV if plan.edits_first else final_BV
+    token_B = jax.vmap(first_argmax)(greedy_BV).astype(jnp.int32)
     greedy_B = params.temperature < GREEDY_BELOW
-    drawable_BV = final_BV  # the logits to draw from; with the router, those of the best of several candidates
+    drawable_BV = final_BV
     if params.stochastic and keys_B is not None:
-        processed_BV = run_steps(_apply_step, _shared_order(params, last), final_BV, context)
-        drawable_BV = processed_BV
-        if routes is not None and params.score_fn is None:
-            drawable_BV = _best_of_n_logits(processed_BV, raw_BV, params, routes)
-        drawn_B = jax.vmap(draw)(drawable_BV, keys_B)
-        if routes is not None and params.candidates:
-            candidates = _candidates(drawn_B, processed_BV, raw_BV, keys_B, metrics, params)
-            drawn_B = jnp.where(routes.strategy == ADAPTIVE, candidates.token, drawn_B)
+        drawable_BV, drawn_B, candidates = _draw_tokens(final_BV, raw_BV, keys_B, plan.last, context, metrics, routes)
         token_B = jnp.where(greedy_B, token_B, drawn_B)
     surprise_B = None
     if state.mu is not None:
@@ -135,39 +118,116 @@ def sample(
         surprise_B = (log_mass_B - final_BV[jnp.arange(params.batch), token_B]) / jnp.log(2.0)
     routed: RouterReport | None = None
     since_clarify_text_B: Array | None = None
-    if routes is not None and params.router is not None:
-        assert state.clarified is not None and state.length is not None
-        distance_B = jnp.where(state.clarified < 0, -1, state.length - 1 - state.clarified)
-        forced_B = jax.vmap(should_clarify)(routes.strategy, edited_BV, distance_B, params.router)
-        token_B = jnp.where(forced_B, params.router.clarify_token, token_B)
-        if params.clarify_text is not None:
-            assert state.since_clarify_text is not None
-            cooldown_B = jnp.asarray(params.router.clarify_cooldown)
-            clarifies_B = routes.strategy == CLARIFY
-            inserted = params.clarify_text.insert(state.since_clarify_text, clarifies_B, edited_BV, cooldown_B)
-            since_clarify_text_B = inserted.since
-            forced_B = forced_B | inserted.forced
-            token_B = jnp.where(inserted.forced, inserted.token, token_B)
+    if routes is not None:
+        token_B, forced_B, since_clarify_text_B = _clarify(token_B, routes.strategy, edited_BV, params, state)
         routed = RouterReport(attention if params.uses_attention else None, routes, forced_B, candidates)
     empty_B = jnp.max(allowed_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
     reported = None
     if report is not None:
-        make_report = jax.vmap(partial(step_info, report))
-        inputs = (raw_BV, drawable_BV, token_B, greedy_B)
-        if params.report_rows is None:
-            reported = make_report(*inputs)
-        else:
-            shapes = jax.eval_shape(make_report, *inputs)
-
-            def zeros(*_: Array) -> StepInfo:
-                return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-            reported = lax.cond(params.report_rows.any(), make_report, zeros, *inputs)
+        reported = _report_rows(report, params.report_rows, (raw_BV, drawable_BV, token_B, greedy_B))
         reported = reported._replace(routed=routed)
     probability_B = None if state.adaptive_sum is None else _probabilities(final_BV, token_B, params)
     new_state = update(params, state, token_B, active_B, surprise_B, probability_B, since_clarify_text_B)
     return token_B, new_state, SampleInfo(repaired_B, empty_B, reported)
+
+
+class _Plan(NamedTuple):
+    """The three parts of a plan.
+
+    The logits after the edits are kept, for the tokens of greedy rows and for the clarify token, which edits may forbid.
+
+    Attributes:
+      edits: the edits and penalties before any other step.
+      others: the steps after them, without the last ones.
+      last: the names of the last steps, which only rows that draw run.
+      edits_first: whether all edits and penalties are in `edits`. Greedy rows enable no other steps, so their tokens then do
+        not depend on `others`.
+    """
+
+    edits: SharedOrder
+    others: Order
+    last: list[str]
+    edits_first: bool
+
+
+def _split_plan(params: SamplingParams, active_B: Array) -> _Plan:
+    last = [name for name in params.plan if name in LAST_STEPS]
+    if params.order is not None:
+        edits = _shared_order(params, EDIT_STEPS)
+        return _Plan(edits, RowOrders.build(params.order, params.enabled, active_B), last, False)
+    plan = params.plan[: len(params.plan) - len(last)]
+    n_edits = next((i for i, name in enumerate(plan) if name not in GREEDY_STEPS), len(plan))
+    edits_first = not any(name in GREEDY_STEPS for name in plan[n_edits:])
+    return _Plan(_shared_order(params, plan[:n_edits]), _shared_order(params, plan[n_edits:]), last, edits_first)
+
+
+def _draw_tokens(
+    final_BV: Array,
+    raw_BV: Array,
+    keys_B: Array,
+    last: Sequence[str],
+    context: Context,
+    metrics: Metrics | None,
+    routes: Route | None,
+) -> tuple[Array, Array, Candidates | None]:
+    """Runs the last steps and draws a token for every row.
+
+    Returns:
+      The logits from which the tokens are drawn, with the router those of the best of several candidates; the tokens; and the
+      candidates, if they are scored or reported.
+    """
+    params = context.params
+    processed_BV = run_steps(_apply_step, _shared_order(params, last), final_BV, context)
+    drawable_BV = processed_BV
+    if routes is not None and params.score_fn is None:
+        drawable_BV = _best_of_n_logits(processed_BV, raw_BV, params, routes)
+    drawn_B = jax.vmap(draw)(drawable_BV, keys_B)
+    if routes is None or not params.candidates:
+        return drawable_BV, drawn_B, None
+    candidates = _candidates(drawn_B, processed_BV, raw_BV, keys_B, metrics, params)
+    return drawable_BV, jnp.where(routes.strategy == ADAPTIVE, candidates.token, drawn_B), candidates
+
+
+def _clarify(
+    token_B: Array, strategy_B: Array, edited_BV: Array, params: SamplingParams, state: SamplerState
+) -> tuple[Array, Array, Array | None]:
+    """Replaces the drawn tokens by the clarify token, or by tokens of the clarify text, where the router asks for it.
+
+    Returns:
+      The tokens, the rows whose token was replaced, and the new `since_clarify_text` if the router inserts texts.
+    """
+    assert params.router is not None and state.clarified is not None and state.length is not None
+    distance_B = jnp.where(state.clarified < 0, -1, state.length - 1 - state.clarified)
+    forced_B = jax.vmap(should_clarify)(strategy_B, edited_BV, distance_B, params.router)
+    token_B = jnp.where(forced_B, params.router.clarify_token, token_B)
+    if params.clarify_text is None:
+        return token_B, forced_B, None
+    assert state.since_clarify_text is not None
+    cooldown_B = jnp.asarray(params.router.clarify_cooldown)
+    clarifies_B = strategy_B == CLARIFY
+    inserted = params.clarify_text.insert(state.since_clarify_text, clarifies_B, edited_BV, cooldown_B)
+    forced_B = forced_B | inserted.forced
+    return jnp.where(inserted.forced, inserted.token, token_B), forced_B, inserted.since
+
+
+def _report_rows(count: int, report_rows_B: Array | None, inputs: tuple[Array, Array, Array, Array]) -> StepInfo:
+    """Returns the reports of all rows; zeros if `report_rows_B` is given and no row needs a report.
+
+    Args:
+      count: the number of alternatives.
+      inputs: the other arguments of `step_info`, with a batch axis.
+    """
+    make_report = jax.vmap(partial(step_info, count))
+    if report_rows_B is None:
+        return make_report(*inputs)
+    shapes = jax.eval_shape(make_report, *inputs)
+
+    def zeros(*_: Array) -> StepInfo:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    reported: StepInfo = lax.cond(report_rows_B.any(), make_report, zeros, *inputs)
+    return reported
 
 
 def edit_logits(logits_BV: Array, params: SamplingParams, state: SamplerState) -> Array:
@@ -287,7 +347,9 @@ def _candidates(
     score_fn = params.score_fn
     draws = params.candidates
 
-    def one(drawn: Array, processed_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig) -> Candidates:
+    def in_row(
+        drawn: Array, processed_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig
+    ) -> Candidates:
         candidates_key = jax.random.fold_in(key, CANDIDATES_KEY)
         if score_fn is None:
             found = candidates_given_token(drawn, processed_V, raw_V, candidates_key, metrics, config, draws=draws)
@@ -296,7 +358,7 @@ def _candidates(
             found = best_candidate(processed_V, raw_V, candidates_key, metrics, config.candidates, score, draws=draws)
         return found._replace(ids=jnp.where(jnp.arange(draws) < config.candidates, found.ids, -1))
 
-    return jax.vmap(one)(drawn_B, processed_BV, raw_BV, keys_B, metrics, params.router)
+    return jax.vmap(in_row)(drawn_B, processed_BV, raw_BV, keys_B, metrics, params.router)
 
 
 def _probabilities(final_BV: Array, token_B: Array, params: SamplingParams) -> Array:
@@ -306,7 +368,7 @@ def _probabilities(final_BV: Array, token_B: Array, params: SamplingParams) -> A
         logits_B = final_BV[jnp.arange(params.batch), token_B]
         return jnp.where(on_B, jnp.exp(logits_B - jax.vmap(steps.log_mass)(final_BV)), probability_B)
 
-    # Run as a step of the plan, so that a program that skips inactive steps also skips this.
+    # Run in the place of the step `adaptive_p`, so that a program that skips inactive steps also skips this.
     return _shared_order(params, ["adaptive_p"]).run(step, jnp.zeros(params.batch))
 
 
@@ -335,10 +397,8 @@ def _apply_step(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
 def run_step(name: str, x_N: Array, row: Context, **overrides: Any) -> Array:
     """Applies one step to a row or its window; `overrides` replace arguments that are otherwise read from the context."""
     step = STEPS[name]
-    choices = dict(row.params.choices)
-    arguments = {
-        parameter: choices[key] if key in choices else row.params.numbers[key] for parameter, key in step.arguments.items()
-    }
+    settings = row.params.numbers | dict(row.params.choices)
+    arguments = {parameter: settings[key] for parameter, key in step.arguments.items()}
     read = {parameter: STEP_INPUTS[parameter](x_N, row, name) for parameter in step.reads if parameter not in overrides}
     return FUNCTIONS[name](x_N, **arguments, **read, **overrides)
 

@@ -216,6 +216,7 @@ class _RouterNumbers:
         return config if section.use_attention else without_attention(config)
 
 
+# The fields come from the table of settings, so only `make_dataclass` knows them; the type checker sees any names.
 if TYPE_CHECKING:
 
     @dataclass(frozen=True)
@@ -257,10 +258,11 @@ def route(metrics: Metrics, config: RouterConfig) -> Route:
     attention metrics, the attention terms are omitted.
     """
     metrics = jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), metrics)
-    c, attn = config, metrics.attention
+    c = config
+    attn = metrics.attention
     if attn is None:
         c = without_attention(config)
-        attn = AttentionMetrics(*[0.0] * 6)
+        attn = AttentionMetrics(*[0.0] * len(AttentionMetrics._fields))
     T0, p0, k0 = c.base_temperature, c.base_top_p, c.base_top_k
     uncertain = metrics.entropy / c.entropy_scale + metrics.varentropy / c.varentropy_scale
 
@@ -309,7 +311,8 @@ def select_strategy(metrics: Metrics, config: RouterConfig) -> Array:
     for number, conditions in reversed(list(enumerate(RULES.values()))):
         holds: Any = True
         for metric, relation, threshold in conditions:
-            value, bound = getattr(metrics, metric), getattr(config, threshold)
+            value = getattr(metrics, metric)
+            bound = getattr(config, threshold)
             holds &= value < bound if relation == "<" else value > bound
         strategy = jnp.where(holds, jnp.int32(number), strategy)
     return strategy

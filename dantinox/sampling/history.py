@@ -140,7 +140,8 @@ def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: A
       window: the number of tokens at the end of the history that are searched. 0: all.
     """
     position_S = jnp.arange(history_S.shape[0])
-    length, window = jnp.asarray(length), jnp.asarray(window)
+    length = jnp.asarray(length)
+    window = jnp.asarray(window)
     first = jnp.where(window > 0, jnp.maximum(length - window, 0), 0)
     unbroken = length - 1 - jnp.max(jnp.where(breaker_S & (position_S < length), position_S, -1))
     run_S = jnp.minimum(jnp.minimum(run_S, unbroken), jnp.minimum(position_S - first, LONGEST_REPEAT))
@@ -185,7 +186,8 @@ def sequence_arrays(sequences: Sequence[Sequence[int]], count: int = 1, longest:
     """
     W = max(count, len(sequences))
     M = max(longest, *(len(words) for words in sequences), 1)
-    prefix_WM, last_W = np.full((W, M), -1, np.int32), np.full(W, -1, np.int32)
+    prefix_WM = np.full((W, M), -1, np.int32)
+    last_W = np.full(W, -1, np.int32)
     for w, words in enumerate(sequences):
         *before, last_W[w] = words
         prefix_WM[w, M - len(before) :] = before

@@ -10,6 +10,7 @@ period p of at most `loop_max_period`,
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,18 +46,19 @@ class LoopRules:
     @classmethod
     def build(cls, sections: Sequence[GenerationSection], always: bool) -> "LoopRules | None":
         """Returns the rules of all rows; None if no row detects loops, unless `always`."""
-        rows = [(g, g.loop_stop or g.loop_temperature_factor != 1) for g in sections]
-        if not always and not any(on for _, on in rows):
+        on = [g.loop_stop or g.loop_temperature_factor != 1 for g in sections]
+        if not always and not any(on):
             return None
+        periods = [g.loop_max_period if is_on else 0 for g, is_on in zip(sections, on, strict=True)]
         factors = np.asarray([g.loop_temperature_factor for g in sections], np.float32)
-        arrays = (
-            np.asarray([g.loop_max_period if on else 0 for g, on in rows], np.int32),
-            np.asarray([g.loop_min_repeats for g, _ in rows], np.int32),
-            np.asarray([min(g.loop_min_tokens, 2**30) for g, _ in rows], np.int32),
-            np.asarray([g.loop_stop for g, _ in rows]),
-            factors if always or (factors != 1).any() else None,
-        )
-        return cls(*arrays)  # type: ignore[arg-type]
+        arrays: dict[str, Any] = {
+            "max_period": np.asarray(periods, np.int32),
+            "min_repeats": np.asarray([g.loop_min_repeats for g in sections], np.int32),
+            "min_tokens": np.asarray([min(g.loop_min_tokens, 2**30) for g in sections], np.int32),
+            "stops": np.asarray([g.loop_stop for g in sections]),
+            "factor": factors if always or (factors != 1).any() else None,
+        }
+        return cls(**arrays)
 
 
 def loop_runs(text_S: Array, length: Number, n_generated: Number) -> Array:

@@ -82,12 +82,8 @@ def _run_row(
     params_1 = jax.tree.map(lambda leaf: leaf[None], params)
     state_1 = init_state(params_1, tokens_1S, valid_1S, x_V.shape[0], tokens_1S.shape[1])
     state = jax.tree.map(lambda leaf_1: leaf_1[0], state_1)
-    fields = {
-        "n_generated": n_generated,
-        "count": counts_V,
-        "in_prompt": in_prompt_V,
-        "mu": mu,
-    }  # `count` covers only the output
+    # The state above takes all tokens for the prompt.
+    fields = {"n_generated": n_generated, "count": counts_V, "in_prompt": in_prompt_V, "mu": mu}
     return run_step(name, x_V, Context(params, replace(state, **fields)), **overrides)
 
 
@@ -124,6 +120,22 @@ def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]
     parameters = {str(key): value for key, value in given.items() if key != "name" and value is not None}
     values = dict(_validate(name, _step_model(name, V), parameters))
     step = STEPS[name]
+    config = _DEFAULTS.model_copy(update={"generation": GenerationSection(seed=0, **_step_settings(name, values))})
+    params = SamplingParams.build(
+        config,
+        stop_ids=values.get("stop_ids", ()),
+        protected_ids=values.get("protected_ids", ()),
+        extra_steps=[name],
+    )
+    overrides: dict[str, Any] = {key: np.float32(values[key]) for key in ("u", "mu", "average") if key in values}
+    overrides |= {"m": values["m"]} if "m" in values else {}
+    overrides |= {"size": np.int32(V)} if "size" in step.reads else {}
+    return name, jax.tree.map(lambda leaf_1: np.asarray(leaf_1)[0], params), overrides
+
+
+def _step_settings(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of `generation` for the parameters of a step."""
+    step = STEPS[name]
     settings = {key: values[parameter] for parameter, key in step.arguments.items()}
     if name == "dry":
         settings |= {"dry_range": values["range"], "dry_breakers": values["breakers"]}
@@ -141,13 +153,7 @@ def _check_step(given: Any, V: int) -> tuple[str, SamplingParams, dict[str, Any]
         settings[name] = values["ids"]
         if name == "allowed_tokens" and not values["ids"]:
             raise UserError("allowed_tokens.ids must hold at least one token id")
-    config = _DEFAULTS.model_copy(update={"generation": GenerationSection(seed=0, **settings)})
-    stops, protected = values.get("stop_ids", ()), values.get("protected_ids", ())
-    params = SamplingParams.build(config, stop_ids=stops, protected_ids=protected, extra_steps=[name])
-    overrides: dict[str, Any] = {key: np.float32(values[key]) for key in ("u", "mu", "average") if key in values}
-    overrides |= {"m": values["m"]} if "m" in values else {}
-    overrides |= {"size": np.int32(V)} if "size" in step.reads else {}
-    return name, jax.tree.map(lambda leaf_1: np.asarray(leaf_1)[0], params), overrides
+    return settings
 
 
 def _biases(name: str, tokens: list[Any], values: list[float | None]) -> Any:
@@ -170,8 +176,8 @@ def _step_model(name: str, V: int) -> type[BaseModel]:
     switches = [parameter for parameter, key in step.arguments.items() if key in step.on]
     fields: dict[str, Any] = {parameter: SETTINGS[key][:2] for parameter, key in step.arguments.items()} | step.parameters
     for parameter, (kind, default) in fields.items():
-        needed = default is None or switches == [parameter]
-        fields[parameter] = _parameter_type(kind, V), ... if needed else default
+        is_required = default is None or switches == [parameter]
+        fields[parameter] = (_parameter_type(kind, V), ... if is_required else default)  # `...` stands for no default
     return create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
 
 

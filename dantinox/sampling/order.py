@@ -39,14 +39,20 @@ class SharedOrder:
     def run(self, function: StepFunction[T], carry: T) -> T:
         """Applies `function` to the carry for every step in order, and returns the final carry."""
         for name in self.names:
-            step = partial(function, name)
-            on_B = self.on[name]
-            carry = lax.cond(on_B.any(), step, lambda _, carry: carry, on_B, carry) if self.skip else step(on_B, carry)
+            carry = self._run_step(partial(function, name), self.on[name], carry)
         return carry
+
+    def _run_step(self, step: Callable[[Array, T], T], on_B: Array, carry: T) -> T:
+        if not self.skip:
+            return step(on_B, carry)
+        result: T = lax.cond(on_B.any(), step, lambda _, carry: carry, on_B, carry)
+        return result
 
     def any_enabled(self) -> Array | bool:
         """Returns whether some row may enable a step; a bool if this is known without running the program."""
-        return jnp.stack([self.on[name] for name in self.names]).any() if self.skip and self.names else bool(self.names)
+        if not self.names or not self.skip:
+            return bool(self.names)
+        return jnp.stack([self.on[name] for name in self.names]).any()
 
     def split(self) -> "tuple[SharedOrder, SharedOrder]":
         """Splits the order before the first truncation step."""
@@ -82,6 +88,7 @@ class RowOrders:
         """Applies `function` to the carry for every pending step of every row, and returns the final carry."""
         unused = len(ORDERABLE)
         branches = [partial(function, name) for name in self.names]
+        # From an index into `ORDERABLE` to a branch; a step that is not in `names` is never pending.
         branch_of = np.asarray([self.names.index(name) if name in self.names else 0 for name in ORDERABLE], np.int32)
 
         def next_step(loop: tuple[Array, T]) -> tuple[Array, T]:

@@ -189,68 +189,31 @@ class SamplingParams:
           UserError: a name is unknown, a value is out of range, rows differ in a setting that must be equal, or a row draws
             without a seed.
         """
-        if isinstance(rows, (Mapping, Config)):
-            rows = [rows] * (1 if batch is None else batch)
-        if batch is not None and len(rows) != batch:
-            raise UserError(f"sampling parameters must be one set or one per row: got {len(rows)} sets for {batch} rows")
-        configs = [_check_row(row, vocab_size) for row in rows]
-        if not configs:
-            raise UserError("sampling parameters need at least one row")
+        configs = _check_rows(rows, batch, vocab_size)
         if logit_processor is not None:
             check_logit_processor(logit_processor)
+        _check_batch(configs, dynamic_order, scores=score_fn is not None, shows=show_candidates)
+        _check_clarify_ids(configs, clarify_ids, vocab_size)
         sections = [config.generation for config in configs]
-        for name in ("strategy",) if dynamic_order else BATCH_SETTINGS:
-            if len({getattr(section, name) for section in sections}) > 1:
-                raise _error(f"generation.{name}", "must be the same for all rows of a batch")
         first = sections[0]
+        has_router = first.strategy == "entropy"
         if dynamic_order:
-            if first.strategy == "entropy":
-                raise UserError("generation.strategy entropy has a fixed order: build it without dynamic_order")
             extra_steps = (*EDIT_STEPS, *ORDERABLE, *LAST_STEPS)
-        uses_attention = {config.router.use_attention for config in configs if first.strategy == "entropy"}
-        if len(uses_attention) > 1:
-            raise _error("router.use_attention", "must be the same for all rows of a batch")
-        for name, given in (("score_fn chooses among", score_fn is not None), ("show_candidates shows", show_candidates)):
-            if given and first.strategy != "entropy":
-                raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
-        if clarify_ids is None and first.strategy == "entropy" and any(c.router.clarify_text is not None for c in configs):
-            raise _error("router.clarify_text", "needs a tokenizer: pass its token ids as clarify_ids")
-        if clarify_ids is not None and len(clarify_ids) != len(sections):
-            raise _error(
-                "router.clarify_text", f"needs one list of token ids per row, got {len(clarify_ids)} for {len(sections)}"
-            )
-        for ids in clarify_ids or ():
-            if any(not 0 <= token < (vocab_size or 1 << 31) for token in ids):
-                raise _error("router.clarify_text", f"must have token ids in [0, {vocab_size}), got {list(ids)}")
         stops = [sorted({*map(int, stop_ids), *token_ids(section, "stop_token_ids")}) for section in sections]
         enabled_by_row = [enabled_steps(section, bool(ids)) for section, ids in zip(sections, stops, strict=True)]
         stochastic = extra_steps is not None or any(not is_greedy(section) for section in sections)
-        # Every program that draws contains the temperature step. A new temperature, the most frequent change of a setting, then
-        # needs no compilation.
-        always = {"temperature"} if stochastic and not any("dynamic_temperature" in on for on in enabled_by_row) else set()
-        always |= {"temperature"} if any(section.loop_temperature_factor != 1 for section in sections) else set()
-        always |= {*(extra_steps or ())}
-        plan = tuple(
-            name
-            for name in (*EDIT_STEPS, *((*ORDERABLE, *LAST_STEPS) if dynamic_order else section_order(first)))
-            if name in always or any(name in on for on in enabled_by_row)
-        )
+        contained = {*(extra_steps or ())}.union(*enabled_by_row)
+        if _needs_temperature(sections, enabled_by_row, stochastic):
+            contained.add("temperature")
+        order = (*ORDERABLE, *LAST_STEPS) if dynamic_order else section_order(first)
+        plan = tuple(name for name in (*EDIT_STEPS, *order) if name in contained)
         settings = {"temperature", *(key for name in plan for key in STEPS[name].settings)} & NUMBER_BOUNDS.keys()
+        choices = _choice_values(sections) if dynamic_order else {}
         tables = _build_tables(sections, plan)
         if "min_tokens" in plan:
             tables["stop_ids"] = _pad(stops, -1)
         if "xtc" in plan:
             tables["protected_ids"] = _pad([sorted({*map(int, protected_ids)})] * len(sections), -1)
-        kinds = {key: StepSettings.model_fields[key].annotation for key in CHOICE_SETTINGS if dynamic_order}
-        options = {key: get_args(kind) for key, kind in kinds.items()}
-        choices = {
-            key: np.asarray([getattr(section, key) == values[1] for section in sections]) for key, values in options.items()
-        }
-        routers = [
-            RouterConfig.build(config.router, measured, **{key: getattr(config.generation, key) for key in ROUTED_STEPS})
-            for config in configs
-            if first.strategy == "entropy"
-        ]
         arrays: dict[str, Any] = {
             "numbers": {key: _setting_values(key, sections) for key in sorted(settings)} | choices,
             "enabled": {name: np.asarray([name in on for on in enabled_by_row]) for name in plan},
@@ -259,15 +222,15 @@ class SamplingParams:
             "sample_index": np.broadcast_to(np.asarray(sample_index, np.int32), (len(sections),)),
             "order": np.stack([order_array(section_order(section)) for section in sections]) if dynamic_order else None,
             "loops": LoopRules.build(sections, always=extra_steps is not None),
-            "router": jax.tree.map(lambda *numbers: np.stack(numbers), *routers) if routers else None,
-            "clarify_text": ClarifyText.build(clarify_ids or ()) if routers else None,
+            "router": _stack_routers(configs, measured) if has_router else None,
+            "clarify_text": ClarifyText.build(clarify_ids or ()) if has_router else None,
         }
         return cls(
             **jax.device_put(arrays),  # one call: separate `jnp.asarray` calls take several times as long
             plan=plan,
             stochastic=stochastic,
             choices=() if dynamic_order else tuple((key, getattr(first, key)) for key in CHOICE_SETTINGS),
-            uses_attention=True in uses_attention,
+            uses_attention=has_router and configs[0].router.use_attention,
             score_fn=score_fn,
             candidates=max(c.router.candidates for c in configs) if score_fn is not None or show_candidates else 0,
             skip_inactive_steps=extra_steps is not None,
@@ -283,6 +246,78 @@ class SamplingParams:
     def temperature(self) -> Array:
         """The temperature of each row [B]; below 1e-5 in greedy rows."""
         return self.numbers["temperature"]
+
+
+def _check_rows(rows: Row | Config | Sequence[Row | Config], batch: int | None, vocab_size: int | None) -> list[Config]:
+    """Returns the settings of every row; the arguments are those of `SamplingParams.build`."""
+    if isinstance(rows, (Mapping, Config)):
+        rows = [rows] * (1 if batch is None else batch)
+    if batch is not None and len(rows) != batch:
+        raise UserError(f"sampling parameters must be one set or one per row: got {len(rows)} sets for {batch} rows")
+    if not rows:
+        raise UserError("sampling parameters need at least one row")
+    return [_check_row(row, vocab_size) for row in rows]
+
+
+def _check_batch(configs: Sequence[Config], dynamic_order: bool, *, scores: bool, shows: bool) -> None:
+    """Checks that the rows can share a program.
+
+    Args:
+      scores, shows: whether the program has a `score_fn`, and whether it reports the candidates.
+    """
+    sections = [config.generation for config in configs]
+    for name in ("strategy",) if dynamic_order else BATCH_SETTINGS:
+        if len({getattr(section, name) for section in sections}) > 1:
+            raise _error(f"generation.{name}", "must be the same for all rows of a batch")
+    has_router = sections[0].strategy == "entropy"
+    if dynamic_order and has_router:
+        raise UserError("generation.strategy entropy has a fixed order: build it without dynamic_order")
+    if has_router and len({config.router.use_attention for config in configs}) > 1:
+        raise _error("router.use_attention", "must be the same for all rows of a batch")
+    for name, given in (("score_fn chooses among", scores), ("show_candidates shows", shows)):
+        if given and not has_router:
+            raise UserError(f"{name} the candidates of the entropy router: set generation.strategy to entropy")
+
+
+def _check_clarify_ids(configs: Sequence[Config], clarify_ids: Sequence[Sequence[int]] | None, vocab_size: int | None) -> None:
+    key = "router.clarify_text"
+    if clarify_ids is None:
+        has_router = configs[0].generation.strategy == "entropy"
+        if has_router and any(config.router.clarify_text is not None for config in configs):
+            raise _error(key, "needs a tokenizer: pass its token ids as clarify_ids")
+        return
+    if len(clarify_ids) != len(configs):
+        raise _error(key, f"needs one list of token ids per row, got {len(clarify_ids)} for {len(configs)}")
+    for ids in clarify_ids:
+        if any(not 0 <= token < (vocab_size or 1 << 31) for token in ids):
+            raise _error(key, f"must have token ids in [0, {vocab_size}), got {list(ids)}")
+
+
+def _needs_temperature(sections: Sequence[GenerationSection], enabled_by_row: Sequence[set[str]], stochastic: bool) -> bool:
+    """Returns whether a program contains the temperature step even if no row enables it.
+
+    Every program that draws contains it. A new temperature, the most frequent change of a setting, then needs no compilation.
+    The factor of the temperature in a loop needs the step too.
+    """
+    is_dynamic = any("dynamic_temperature" in on for on in enabled_by_row)
+    has_factor = any(section.loop_temperature_factor != 1 for section in sections)
+    return (stochastic and not is_dynamic) or has_factor
+
+
+def _choice_values(sections: Sequence[GenerationSection]) -> dict[str, np.ndarray]:
+    """Returns for each of the `CHOICE_SETTINGS` the rows that have its second option."""
+    second = {key: get_args(StepSettings.model_fields[key].annotation)[1] for key in CHOICE_SETTINGS}
+    return {key: np.asarray([getattr(s, key) == option for s in sections]) for key, option in second.items()}
+
+
+def _stack_routers(configs: Sequence[Config], measured: Mapping[str, float] | None) -> RouterConfig:
+    """Returns the numbers of the entropy router of all rows, [B] each."""
+    routers = [
+        RouterConfig.build(config.router, measured, **{key: getattr(config.generation, key) for key in ROUTED_STEPS})
+        for config in configs
+    ]
+    stacked: RouterConfig = jax.tree.map(lambda *numbers: np.stack(numbers), *routers)
+    return stacked
 
 
 def _check_row(row: Row | Config, vocab_size: int | None) -> Config:
@@ -327,7 +362,7 @@ def enabled_steps(section: GenerationSection, has_stop_ids: bool) -> set[str]:
 
 def _setting_values(key: str, sections: Sequence[GenerationSection]) -> np.ndarray:
     """Returns one setting of all rows; values outside float32 or int32 become the nearest valid number."""
-    off = {"top_k": 0, "top_p": 1.0}
+    off = {"top_k": 0, "top_p": 1.0}  # only these settings may be None
     values = [off[key] if getattr(section, key) is None else getattr(section, key) for section in sections]
     if key == "temperature":
         values = [0.0 if is_greedy(section) else value for section, value in zip(sections, values, strict=True)]
@@ -353,7 +388,8 @@ def token_ids(section: GenerationSection, key: str) -> list[int]:
 def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
     on = active_steps(section)
     lists = {"stop_token_ids": token_ids(section, "stop_token_ids")}
-    for key in (key for name, step in STEPS.items() if name in on for key in step.indirect):
+    keys = [key for name, step in STEPS.items() if name in on for key in step.indirect]
+    for key in keys:
         if SETTINGS[key].kind in (Tokens, Biases, Breakers):
             lists[key] = token_ids(section, key)
         elif SETTINGS[key].kind in (Sequences, SequenceBiases):
@@ -363,8 +399,9 @@ def _check_tokens(section: GenerationSection, vocab_size: int | None) -> None:
             raise _error(f"generation.{key}", f"must hold token ids in [0, {vocab_size}), got {max(ids)}")
     banned = {*lists.get("banned_tokens", ())}
     banned |= {int(token) for token, bias in section.logit_bias.items() if bias == -np.inf}
-    banned |= {words[0] for key in ("bad_words", "sequence_bias") for words, bias in _sequences(section, key)
-               if len(words) == 1 and bias == -np.inf}  # fmt: skip
+    for key in ("bad_words", "sequence_bias"):
+        pairs = _sequences(section, key)
+        banned |= {words[0] for words, bias in pairs if len(words) == 1 and bias == -np.inf}
     allowed = set(lists.get("allowed_tokens", ()))
     if (allowed and allowed <= banned) or len(banned) == vocab_size:
         raise UserError(
@@ -383,27 +420,41 @@ def _sequences(section: GenerationSection, key: str) -> list[tuple[tuple[int, ..
 
 
 def _build_tables(sections: Sequence[GenerationSection], plan: Sequence[str]) -> dict[str, np.ndarray]:
-    """Builds the token lists that the steps of the plan read, one array row per section; `KEY_by` holds the biases of `KEY`."""
+    """Builds the token lists that the steps of the plan read, one array row per section."""
     tables: dict[str, np.ndarray] = {}
-    for name, key, kind in ((step, key, SETTINGS[key].kind) for step in plan for key in STEPS[step].indirect):
-        on = [name in active_steps(section) for section in sections]
-        if kind in (Tokens, Biases, Breakers):
-            tables[key] = _pad([token_ids(s, key) if is_on else [] for s, is_on in zip(sections, on, strict=True)], -1)
-        if kind == WatermarkKeys:
-            tables[key] = _pad([getattr(s, key) if is_on else () for s, is_on in zip(sections, on, strict=True)], -1)
-        if kind == Biases:
-            tables[f"{key}_by"] = _pad([_clip_biases(getattr(section, key).values()) for section in sections], 0.0)
-        if kind in (Sequences, SequenceBiases):
-            rows = [_sequences(section, key) for section in sections]
-            count, longest = max(map(len, rows)), max((len(words) for row in rows for words, _ in row), default=1)
-            arrays = [
-                sequence_arrays([words for words, _ in row], _next_power_of_two(count), _next_power_of_two(longest))
-                for row in rows
-            ]
-            tables[f"{key}_before"], tables[key] = (np.stack(part) for part in zip(*arrays, strict=True))
-            tables[f"{key}_by"] = _pad([_clip_biases(bias for _, bias in row) for row in rows], 0.0)
-        if kind == Scope:
-            tables[key] = np.asarray([[getattr(section, key) == "all"] for section in sections])
+    for name in plan:
+        on = [name in active_steps(section) for section in sections] if STEPS[name].indirect else []
+        for key in STEPS[name].indirect:
+            tables |= _setting_tables(key, sections, on)
+    return tables
+
+
+def _setting_tables(key: str, sections: Sequence[GenerationSection], on: Sequence[bool]) -> dict[str, np.ndarray]:
+    """Returns the tables of a setting.
+
+    They are `KEY`, the ids; `KEY_by`, their biases; and `KEY_before`, the ids before the last ones of sequences.
+
+    Args:
+      on: the rows in which the step that reads the setting is active.
+    """
+    kind = SETTINGS[key].kind
+    if kind == Scope:
+        return {key: np.asarray([[getattr(section, key) == "all"] for section in sections])}
+    if kind in (Sequences, SequenceBiases):
+        rows = [_sequences(section, key) for section in sections]
+        count = next_power_of_two(max(map(len, rows)))
+        longest = next_power_of_two(max((len(words) for row in rows for words, _ in row), default=1))
+        arrays = [sequence_arrays([words for words, _ in row], count, longest) for row in rows]
+        before, last = (np.stack(part) for part in zip(*arrays, strict=True))
+        biases = _pad([_clip_biases(bias for _, bias in row) for row in rows], 0.0)
+        return {f"{key}_before": before, key: last, f"{key}_by": biases}
+    tables: dict[str, np.ndarray] = {}
+    if kind == WatermarkKeys:
+        tables[key] = _pad([getattr(s, key) if is_on else () for s, is_on in zip(sections, on, strict=True)], -1)
+    if kind in (Tokens, Biases, Breakers):
+        tables[key] = _pad([token_ids(s, key) if is_on else [] for s, is_on in zip(sections, on, strict=True)], -1)
+    if kind == Biases:
+        tables[f"{key}_by"] = _pad([_clip_biases(getattr(section, key).values()) for section in sections], 0.0)
     return tables
 
 
@@ -414,9 +465,13 @@ def _clip_biases(biases: Iterable[float]) -> list[float]:
 
 def _pad(rows: Sequence[Sequence[float]], fill: float) -> np.ndarray:
     """Pads rows to one array whose width is a power of two, so that few programs serve all lists."""
-    width = _next_power_of_two(max(map(len, rows)))
-    return np.asarray([[*row, *[fill] * (width - len(row))] for row in rows], np.int32 if fill == -1 else np.float32)
+    width = next_power_of_two(max(map(len, rows)))
+    padded_BK = np.full((len(rows), width), fill, np.int32 if fill == -1 else np.float32)
+    for padded_K, row in zip(padded_BK, rows, strict=True):
+        padded_K[: len(row)] = row
+    return padded_BK
 
 
-def _next_power_of_two(length: int) -> int:
-    return 1 << max(length - 1, 0).bit_length()
+def next_power_of_two(length: int, minimum: int = 1) -> int:
+    """Returns the smallest power of two that is at least `length`, or `minimum` if that is larger."""
+    return max(minimum, 1 << max(length - 1, 0).bit_length())

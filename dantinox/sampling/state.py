@@ -141,10 +141,8 @@ def init_state(
         arrays["in_prompt"] = jnp.zeros((B, vocab_size), bool).at[rows_B1, prompt_BT].set(True, mode="drop")
     if "text" in fields:
         if capacity is None:
-            readers = [name for name in params.plan if "text" in fields_read([name])]
-            readers += ["logit_processor"] if params.logit_processor is not None else []
-            readers += ["loop detection"] if params.loops is not None else []
-            raise ValueError(f"capacity must be set for the steps that read the token history: {', '.join(readers)}")
+            readers = ", ".join(_text_readers(params))
+            raise ValueError(f"capacity must be set for the steps that read the token history: {readers}")
         text = jnp.zeros((B, capacity), jnp.int32)
         arrays["text"] = text.at[rows_B1, jnp.where(valid_BT, position_BT, capacity)].set(prompt_tokens_BT, mode="drop")
         if "repeats" in fields:
@@ -152,24 +150,40 @@ def init_state(
         if "breaker" in fields:
             arrays["breaker"] = jax.vmap(jnp.isin)(arrays["text"], params.tables["dry_breakers"])
     if params.loops is not None:
-        arrays["loop_runs"] = none_BP = jnp.zeros((B, MAX_LOOP_PERIOD), jnp.int32)
+        none_BP = jnp.zeros((B, MAX_LOOP_PERIOD), jnp.int32)
+        arrays["loop_runs"] = none_BP
         if has_output:
             detects = (params.loops.max_period > 0).any()
             inputs = arrays["text"], length_B, generated_B
             arrays["loop_runs"] = lax.cond(detects, _loop_runs_of_rows, lambda *_: none_BP, *inputs)
+    arrays |= _recurrent_arrays(params, fields, recurrent or {})
+    if params.router is not None:
+        clarifies_BT = ids_BT == jnp.asarray(params.router.clarify_token)[:, None]
+        arrays["clarified"] = jnp.max(jnp.where(clarifies_BT, position_BT, -1), axis=1)
+    return SamplerState(**arrays)
+
+
+def _recurrent_arrays(params: SamplingParams, fields: set[str], recurrent: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns the `RECURRENT_FIELDS` among `fields`: their initial values, or those of `recurrent` where these are numbers."""
+    arrays: dict[str, Array] = {}
     if "mu" in fields:
         arrays["mu"] = 2 * params.numbers["mirostat_tau"]
     if "adaptive_sum" in fields:  # as after many tokens of probability `adaptive_target`
         arrays["adaptive_weight"] = 1 / (1 - params.numbers["adaptive_decay"])
         arrays["adaptive_sum"] = params.numbers["adaptive_target"] * arrays["adaptive_weight"]
     if params.clarify_text is not None:
-        arrays["since_clarify_text"] = jnp.full(B, NEVER, jnp.int32)
-    for name, value in (recurrent or {}).items():
+        arrays["since_clarify_text"] = jnp.full(params.batch, NEVER, jnp.int32)
+    for name, value in recurrent.items():
         arrays[name] = jnp.where(jnp.isnan(value), arrays[name], value.astype(arrays[name].dtype))
-    if params.router is not None:
-        clarifies_BT = ids_BT == jnp.asarray(params.router.clarify_token)[:, None]
-        arrays["clarified"] = jnp.max(jnp.where(clarifies_BT, position_BT, -1), axis=1)
-    return SamplerState(**arrays)
+    return arrays
+
+
+def _text_readers(params: SamplingParams) -> list[str]:
+    """Returns the names of what reads the tokens of the text."""
+    readers = [name for name in params.plan if "text" in fields_read([name])]
+    readers += ["logit_processor"] if params.logit_processor is not None else []
+    readers += ["loop detection"] if params.loops is not None else []
+    return readers
 
 
 def update(
@@ -232,7 +246,8 @@ def update(
 
 def _next_loop_runs(params: SamplingParams, state: SamplerState, token_B: Array, active_B: Array) -> Array:
     """Returns the `loop_runs` after each active row appends its token. Rows without loop detection may keep old values."""
-    text_BS, length_B = state.text, state.length
+    text_BS = state.text
+    length_B = state.length
     assert params.loops is not None and state.loop_runs is not None and text_BS is not None and length_B is not None
 
     def extend(run_BP: Array) -> Array:

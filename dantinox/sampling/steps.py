@@ -100,7 +100,8 @@ def smoothing(logits_V: Array, factor: Number, curve: Number = 1.0) -> Array:
     """
     M = finite_max(logits_V)
     d_V = jnp.maximum(logits_V - M, -1e12)  # its cube stays finite
-    factor, curve = jnp.asarray(factor), jnp.asarray(curve)
+    factor = jnp.asarray(factor)
+    curve = jnp.asarray(curve)
     smooth_V = M - (3 - curve) / 2 * factor * d_V**2 + (curve - 1) / 2 * factor * d_V**3
     return jnp.where(factor == 0, logits_V, clip_finite(smooth_V, logits_V))
 
@@ -245,7 +246,8 @@ def min_k(logits_V: Array, tau: Number, rest: Rest = EMPTY_REST) -> Array:
     may lack the steepest fall of the row keeps all its tokens.
     """
     N = logits_V.shape[0]
-    tau, rank_V = jnp.asarray(tau, jnp.float32), jnp.arange(1.0, N)
+    tau = jnp.asarray(tau, jnp.float32)
+    rank_V = jnp.arange(1.0, N)
     alive_V = logits_V > -jnp.inf
     down_V = jnp.maximum(logits_V - finite_max(logits_V), MIN_SHIFTED_LOGIT)
     d_V = jnp.sort(jnp.where(alive_V, down_V, -jnp.inf), descending=True)
@@ -256,6 +258,7 @@ def min_k(logits_V: Array, tau: Number, rest: Rest = EMPTY_REST) -> Array:
     last = jnp.min(jnp.where(alive_V, down_V, 0))
     least = jnp.minimum(last, rest.least)
     is_outside = (least < last) & ((last - least) / jnp.maximum(jnp.sum(alive_V), 1) >= steepest)
+    # If all logits are equal, the quotient τ/0 is infinite, or 0 for τ = 0.
     flat = jnp.where(least < 0, jnp.floor(tau / -jnp.minimum(least, -jnp.finfo(jnp.float32).tiny)), jnp.where(tau > 0, N, 0))
     k = jnp.clip(jnp.maximum(cliff, jnp.where(is_outside, N, flat)), 1, N).astype(jnp.int32)
     return jnp.where(tau < 0, logits_V, keep_only(logits_V, _first_k(logits_V, k)))
@@ -296,7 +299,9 @@ def top_h(logits_V: Array, alpha: Number, rule: EntropyRule = "renormalized", re
     cumulative = rule == "cumulative" if isinstance(rule, str) else rule
     d_V = jnp.maximum(logits_V - finite_max(logits_V), MIN_SHIFTED_LOGIT)
     weights_V = jnp.exp(d_V)
-    mass, bound = row_sum(weights_V) + rest.mass, alpha * entropy(logits_V, rest)
+    mass = row_sum(weights_V) + rest.mass
+    bound = alpha * entropy(logits_V, rest)
+    bits = logits_V.shape[0].bit_length()
 
     def exceeds(kept_mass: Array, kept_moment: Array) -> Array:
         """Whether the entropy of kept tokens exceeds the bound, for Σ w and Σ −w·d of these tokens."""
@@ -305,7 +310,8 @@ def top_h(logits_V: Array, alpha: Number, rule: EntropyRule = "renormalized", re
         part = jnp.log(share) + kept_moment / share
         return (kept_mass > 0) & (jnp.where(cumulative, whole, part) > bound)
 
-    keys_V, sums_2V = ordered_keys(logits_V), jnp.stack([weights_V, -weights_V * d_V])
+    keys_V = ordered_keys(logits_V)
+    sums_2V = jnp.stack([weights_V, -weights_V * d_V])
     edge = threshold_key(keys_V, sums_2V, lambda sums: exceeds(sums[0], sums[1]))
     above_2 = jnp.sum(jnp.where(keys_V > edge, sums_2V, 0), axis=1)
     equal_2 = jnp.max(jnp.where(keys_V == edge, sums_2V, 0), axis=1)
@@ -314,8 +320,7 @@ def top_h(logits_V: Array, alpha: Number, rule: EntropyRule = "renormalized", re
         more = count | (1 << (bits - 1 - i))
         return jnp.where(exceeds(*(above_2 + more * equal_2)), count, more)
 
-    bits = logits_V.shape[0].bit_length()
-    count = lax.fori_loop(0, bits, try_bit, jnp.int32(0))
+    count = lax.fori_loop(0, bits, try_bit, jnp.int32(0))  # the tokens at the edge that are kept
     first = jnp.max(keys_V)
     keep_V = _above_threshold(keys_V, jnp.minimum(edge, first), jnp.maximum(count, edge >= first), "first")
     return jnp.where(alpha >= 1, logits_V, keep_only(logits_V, keep_V))
@@ -326,7 +331,8 @@ def skew(logits_V: Array, skew: Number) -> Array:
 
     Above 0, unlikely tokens become more likely. The results are ln P'. The step sorts the row.
     """
-    V, power = logits_V.shape[0], jnp.exp(jnp.asarray(skew, jnp.float32))
+    V = logits_V.shape[0]
+    power = jnp.exp(jnp.asarray(skew, jnp.float32))
     negative_V, order_V = lax.sort((-logits_V, jnp.arange(V)), num_keys=1, is_stable=True)
     logP_V = _log_softmax(-negative_V)[0]
     P_V = jnp.exp(logP_V)

@@ -22,8 +22,9 @@ from dantinox.sampling.selection import row_sum, top_k_by_id
 from dantinox.sampling.steps import Number, clip_finite, log_mass
 
 TABLE_BITS, TABLE_SEED = 16, 0
-# Only the lowest 16 bits of the hash select an entry of the table, so 32-bit numbers suffice for the 64-bit generator.
-MULTIPLIER = 6364136223846793005 % 2**32
+# The hash is a linear congruential generator with 64-bit numbers. Only its lowest 16 bits select an entry of the table, so
+# 32-bit numbers suffice in programs.
+MULTIPLIER = 6364136223846793005
 INCREMENT = 1
 MAX_CONTEXTS = 1024  # a context that occurred among this many last contexts is not marked again
 MAX_NGRAM = 16
@@ -53,7 +54,7 @@ def synthid(logits_V: Array, history_S: Array, length: Number, n_generated: Numb
     depth = jnp.sum(keys_K >= 0)
     context_M = recent_tokens(history_S, length, n_generated)
     hash_ = jnp.uint32(1)
-    for i in range(MAX_NGRAM - 1):
+    for i in range(MAX_NGRAM - 1):  # `ngram` is traced, so all contexts have the largest length
         hash_ = jnp.where(i >= MAX_NGRAM - ngram, _accumulate(hash_, context_M[i]), hash_)
 
     def whole(logits_V: Array) -> Array:
@@ -88,7 +89,7 @@ def _tournament(logits_N: Array, ids_N: Array, hash_: Array, keys_K: Array, dept
 
 def _accumulate(hash_: Array, numbers: Array) -> Array:
     """Adds numbers to a hash: the lowest 32 bits of a step of the linear congruential generator."""
-    return (hash_ + numbers.astype(jnp.uint32)) * jnp.uint32(MULTIPLIER) + jnp.uint32(INCREMENT)
+    return (hash_ + numbers.astype(jnp.uint32)) * jnp.uint32(MULTIPLIER % 2**32) + jnp.uint32(INCREMENT)
 
 
 def _output_tokens(history_S: Array, length: Number, n_generated: Number, position: Array) -> Array:
@@ -143,8 +144,8 @@ def g_values(tokens: Sequence[int], keys: Sequence[int], ngram: int) -> tuple[np
     with np.errstate(over="ignore"):
         hash_N = np.ones(len(windows_NG), np.uint64)
         for token_N in windows_NG.T:
-            hash_N = (hash_N + token_N) * np.uint64(6364136223846793005) + np.uint64(INCREMENT)
-        hash_NK = (hash_N[:, None] + np.asarray(keys, np.uint64)) * np.uint64(6364136223846793005) + np.uint64(INCREMENT)
+            hash_N = (hash_N + token_N) * np.uint64(MULTIPLIER) + np.uint64(INCREMENT)
+        hash_NK = (hash_N[:, None] + np.asarray(keys, np.uint64)) * np.uint64(MULTIPLIER) + np.uint64(INCREMENT)
     seen: dict[bytes, int] = {}
     counts_N = np.ones(len(windows_NG), bool)
     for n, context in enumerate(map(bytes, np.ascontiguousarray(windows_NG[:, :-1]))):

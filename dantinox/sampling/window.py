@@ -164,11 +164,11 @@ def run_in_windows(apply: Apply, order: Order, logits_BV: Array, context: Contex
     last_B = jnp.max(jnp.where(x_BK == least_B1, jnp.arange(K), 0), axis=1)
 
     def step(name: str, on_B: Array, carry: tuple[WindowResult, Rest]) -> tuple[WindowResult, Rest]:
-        ((x_BK, _), open_B, failed_B), rest = carry
+        (before, open_B, failed_B), rest = carry
         window_context = context._replace(window=Window(ids_BK, rest, V))
-        rows = run_rows(apply, SharedOrder({name: on_B}, (name,), False), carry[0].rows, window_context)
+        rows = run_rows(apply, SharedOrder({name: on_B}, (name,), False), before, window_context)
         touched_B = on_B & open_B
-        if not STEPS[name].keeps:
+        if not STEPS[name].keeps:  # the step needs the tokens outside
             return WindowResult(rows, open_B, failed_B | touched_B), rest
         # A step keeps the first tokens in canonical order. If it removes the last token of the window, it also removes all
         # tokens outside. `lax.top_k` distinguishes 0 from -0, so if the smallest logit of a window is 0, the window may lack
@@ -176,16 +176,18 @@ def run_in_windows(apply: Apply, order: Order, logits_BV: Array, context: Contex
         closed_B = (rows.logits[jnp.arange(B), last_B] == -jnp.inf) & (least_B1[:, 0] != 0)
         if STEPS[name].keeps == "typical":
             # Typical sampling keeps tokens in the order of their logits only where the surprise exceeds the entropy.
-            surprise_B = jax.vmap(log_mass)(x_BK, rest) - x_BK[jnp.arange(B), last_B]
-            closed_B &= surprise_B >= jax.vmap(entropy)(x_BK, rest)
+            before_BK = before.logits
+            surprise_B = jax.vmap(log_mass)(before_BK, rest) - before_BK[jnp.arange(B), last_B]
+            closed_B &= surprise_B >= jax.vmap(entropy)(before_BK, rest)
         open_B &= ~(touched_B & closed_B)
         rest = Rest(*(jnp.where(open_B, part_B, 0) for part_B in rest))
         return WindowResult(rows, open_B, failed_B | (touched_B & ~closed_B)), rest
 
     start = WindowResult(LogitRows(x_BK, jnp.zeros(B)), jnp.asarray(rest.tokens) > 0, jnp.zeros(B, bool))
-    ((x_BK, mass_B), open_B, failed_B), _ = order.run(step, (start, rest))
+    result, _ = order.run(step, (start, rest))
+    x_BK, mass_B = result.rows
     scattered_BV = jnp.full((B, V), -jnp.inf).at[jnp.arange(B)[:, None], ids_BK].set(x_BK, unique_indices=True)
-    return WindowResult(LogitRows(scattered_BV, mass_B), open_B, failed_B)
+    return result._replace(rows=LogitRows(scattered_BV, mass_B))
 
 
 def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:
@@ -200,10 +202,16 @@ def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:
         parts = weights_BN, weights_BN * d_BN, weights_BN**2, alive_BN.astype(jnp.float32), d_BN, d_BN**2
         return Rest(*(jnp.sum(part_BN, axis=1) for part_BN in parts))._replace(least=jnp.min(d_BN, axis=1))
 
-    everything, inside = sums(logits_BV), sums(values_BK)
+    everything = sums(logits_BV)
+    inside = sums(values_BK)
     outside = jax.tree.map(jnp.subtract, everything, inside)
-    rest = Rest(
-        jnp.maximum(outside.mass, 0), jnp.minimum(outside.moment, 0), jnp.maximum(outside.mass_squares, 0), outside.tokens,
-        jnp.minimum(outside.total, 0), jnp.maximum(outside.squares, 0), everything.least,
-    )  # fmt: skip
+    rest = Rest(  # without the wrong signs that rounding may give to a difference
+        mass=jnp.maximum(outside.mass, 0),
+        moment=jnp.minimum(outside.moment, 0),
+        mass_squares=jnp.maximum(outside.mass_squares, 0),
+        tokens=outside.tokens,
+        total=jnp.minimum(outside.total, 0),
+        squares=jnp.maximum(outside.squares, 0),
+        least=everything.least,
+    )
     return values_BK, ids_BK, Rest(*(jnp.where(rest.tokens > 0, part_B, 0) for part_B in rest))

@@ -79,7 +79,7 @@ def test_constrained_generation(generate, tmp_path, flag, name, source, continua
 )
 def test_an_invalid_constraint_is_reported_before_the_model_loads(generate, tmp_path, monkeypatch, flag, name, content, parts):
     (tmp_path / name).write_bytes(content)
-    monkeypatch.setattr("dantinox.generation.load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("dantinox.generation.api.loaded_model.load_opened", lambda *_: pytest.fail("the model was loaded"))
     assert_one_sentence(generate(flag, tmp_path / name), *parts)
 
 

@@ -18,8 +18,8 @@ from dantinox.generation.guides.guide import (
     Gap,
     Reasoning,
     ReasoningBudget,
-    combine_masks,
 )
+from dantinox.generation.guides.token_masks import allows, combine_masks, mask_of, mask_without
 from dantinox.generation.request import GenerationRequest
 
 from . import builder
@@ -114,6 +114,13 @@ def test_a_constraint_allows_the_text_that_the_budget_forces_before_it(compiler)
         one = guide()
         push_text(one, "</t")
         assert one.push(300, text) is RESTART_AFTER and allowed(one) == set(b"0123456789") | set(left.encode())
+
+
+def test_masks_of_tokens():
+    only = mask_of([0, 31, 33], 40)
+    assert only.tolist() == [1 + 2**31, 2]
+    assert mask_without({0, 31, 33}, 40).tolist() == [2**31 - 2, 2**32 - 3]
+    assert [token for token in range(40) if allows(only, token)] == [0, 31, 33]
 
 
 def test_masks_combine():

@@ -10,7 +10,8 @@ import pytest
 from dantinox.config import UserError
 from dantinox.generation.api import memory_groups
 from dantinox.generation.api.memory_groups import DividedRun, divide, fitting_rows
-from dantinox.generation.static_batch import Times, padded_length
+from dantinox.generation.run_timer import Times
+from dantinox.generation.static_batch import padded_length
 
 from . import builder
 

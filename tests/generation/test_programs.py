@@ -12,7 +12,8 @@ from dantinox.generation import generate
 from dantinox.generation.decode.generate_toks import Stepper, _generate_toks, _prefill_toks
 from dantinox.generation.decode.slot_programs import prefill_part
 from dantinox.generation.decode.split_model import split_model
-from dantinox.generation.static_batch import RunTimer, StaticBatch, StaticOptions, padded_length
+from dantinox.generation.run_timer import RunTimer
+from dantinox.generation.static_batch import StaticBatch, StaticOptions, padded_length
 from dantinox.model import make_cache, scoring
 from dantinox.platform import get_platform
 from dantinox.programs import tree_bytes

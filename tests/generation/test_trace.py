@@ -16,7 +16,7 @@ from dantinox.report.page import report_page
 from dantinox.report.trace_file import trace_lines
 from dantinox.sampling.best_of_n import Candidates
 from dantinox.sampling.entropy_router import STRATEGIES, AttentionMetrics, Route
-from dantinox.sampling.report import RouterReport, StepInfo
+from dantinox.sampling.step_info import RouterReport, StepInfo
 from dantinox.text import Tokenizer
 from tests.error_texts import ERRORS
 

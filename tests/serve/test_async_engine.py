@@ -184,7 +184,7 @@ def test_a_program_is_compiled_while_other_requests_are_served(engine, monkeypat
     program_key, known = batch.program_key, batch.program_key(engine.settings({}))
 
     def other_key(config):
-        return program_key(config)._replace(words=(("ties", "all"),) if config.generation.top_k == 33 else ())
+        return program_key(config)._replace(choices=(("ties", "all"),) if config.generation.top_k == 33 else ())
 
     def compile(config, echo, subset):
         compiling.set()

@@ -63,7 +63,8 @@ def attention_stats(
     features, constants = model.adapter_features([lora])
     plan = plan_cache(transformer.config, config.kv, padded_length(len(ids)))
     split = split_model(transformer)
-    first = len(ids) - generated - 1  # the position of the query of the first step
+    # The prefill reads the tokens before the query of the first step, and `_read_tokens` reads the others.
+    first = len(ids) - generated - 1
     prompt_1T = np.zeros((1, padded_length(max(first, 1))), np.int32)
     prompt_1T[0, :first] = ids[:first]
     cache = _prefill(split, (prompt_1T, np.asarray([first], np.int32)), features, constants, plan=plan)
@@ -72,12 +73,13 @@ def attention_stats(
         count = min(CHUNK, len(ids) - 1 - begin)
         tokens_1W = np.zeros((1, CHUNK), np.int32)
         positions_1W = np.full((1, CHUNK), -1, np.int32)
-        tokens_1W[0, :count], positions_1W[0, :count] = ids[begin : begin + count], np.arange(begin, begin + count)
+        tokens_1W[0, :count] = ids[begin : begin + count]
+        positions_1W[0, :count] = np.arange(begin, begin + count)
         cache, stats_WLH = _read_tokens(split, cache, tokens_1W, positions_1W, features, constants)
         parts.append(jax.tree.map(lambda x, count=count: np.asarray(x)[:count], stats_WLH))
-    if not parts:
-        shape = 0, transformer.config.num_blocks, transformer.config.n_heads
-        return AttentionStats(*(np.zeros(shape, np.float32) for _ in AttentionStats._fields))
+    if not parts:  # nothing was generated
+        empty_TLH = np.zeros((0, transformer.config.num_blocks, transformer.config.n_heads), np.float32)
+        return AttentionStats(*[empty_TLH] * len(AttentionStats._fields))
     return AttentionStats(*jax.tree.map(lambda *chunks: np.concatenate(chunks), *parts))
 
 

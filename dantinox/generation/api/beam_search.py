@@ -9,26 +9,32 @@ Face Transformers 5.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dantinox.config import Config, UserError, with_generation
-from dantinox.generation.api.result import GenerationStats, Result
+from dantinox.generation.api.result import Result, sample_stats
 from dantinox.generation.api.trace import changed_settings
 from dantinox.generation.decode.cache_plan import CachePlan, head_order, plan_cache
 from dantinox.generation.decode.features import Constants, Features, attach
-from dantinox.generation.decode.generate_toks import prefill_prompts, read_token
-from dantinox.generation.decode.low_precision_layers import MAX_MATVEC_ROWS
+from dantinox.generation.decode.generate_toks import Stepper, prefill_prompts, read_token
 from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.generation.decode.split_model import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
-from dantinox.generation.running_batch import NO_ID
+from dantinox.generation.run_timer import RunTimer
+from dantinox.generation.running_batch import pad_end_ids
 from dantinox.generation.sample_text import SampleText, TextPart
-from dantinox.generation.static_batch import RunTimer, clamp_to_context, padded_length, slots_needed
+from dantinox.generation.static_batch import (
+    clamp_to_context,
+    pad_prompts,
+    padded_length,
+    slots_needed,
+    stack_prompts,
+)
 from dantinox.generation.token_settings import end_ids
 from dantinox.model import CacheReport, KVCache
 from dantinox.sampling import SamplerState, SamplingParams, edit_logits, init_state, update
@@ -46,30 +52,31 @@ class BeamRules(NamedTuple):
         score.
     """
 
-    limit_P: jax.Array
-    eos_PE: jax.Array
-    length_penalty_P: jax.Array
-    stops_when_full_P: jax.Array
-    assumes_longest_P: jax.Array
+    limit_P: Any
+    eos_PE: Any
+    length_penalty_P: Any
+    stops_when_full_P: Any
+    assumes_longest_P: Any
 
     @classmethod
     def build(cls, configs: Sequence[Config], limits: Sequence[int], eos_ids: Sequence[Sequence[int]]) -> "BeamRules":
+        """Returns the rules of prompts with these settings, limits and ids that end a sequence."""
         sections = [config.generation for config in configs]
-        width = max(1, *map(len, eos_ids))
-        penalties = [section.length_penalty for section in sections]
-        early = [section.early_stopping for section in sections]
-        arrays = (
-            np.asarray(limits, np.int32),
-            np.asarray([[*ids, *[NO_ID] * (width - len(ids))] for ids in eos_ids], np.int32),
-            np.asarray(penalties, np.float32),
-            np.asarray([one is True for one in early]),
-            np.asarray([one == "never" and p > 0 for one, p in zip(early, penalties, strict=True)]),
+        assumes_longest = [one.early_stopping == "never" and one.length_penalty > 0 for one in sections]
+        rules = cls(
+            limit_P=np.asarray(limits, np.int32),
+            eos_PE=pad_end_ids(eos_ids),
+            length_penalty_P=np.asarray([one.length_penalty for one in sections], np.float32),
+            stops_when_full_P=np.asarray([one.early_stopping is True for one in sections]),
+            assumes_longest_P=np.asarray(assumes_longest),
         )
-        return cls(*jax.device_put(arrays))
+        on_device: BeamRules = jax.device_put(rules)
+        return on_device
 
     def score(self, logprob_PK: jax.Array, length_P: jax.Array) -> jax.Array:
         """Returns the scores of sequences with these log-probabilities and lengths."""
-        return logprob_PK / (length_P.astype(jnp.float32) ** self.length_penalty_P)[:, None]
+        scores_PK: jax.Array = logprob_PK / (length_P.astype(jnp.float32) ** self.length_penalty_P)[:, None]
+        return scores_PK
 
 
 @partial(
@@ -80,6 +87,8 @@ class BeamRules(NamedTuple):
 @dataclass(frozen=True)
 class Beams:
     """The sequences of P prompts: K beams that are extended, and the K best complete sequences. Both are sorted, best first.
+
+    N is the most new tokens of a sequence.
 
     Attributes:
       length: the number of tokens of every beam.
@@ -110,7 +119,7 @@ def extend(beams: Beams, logits_RV: jax.Array, rules: BeamRules) -> tuple[Beams,
     """Extends the beams by one token.
 
     Of all K · V extensions of a prompt, only the K best may complete a sequence, and the K best that do not end are the next
-    beams. So that K of these are among the candidates, there are K (1 + E) candidates for E ids that end a sequence.
+    beams. So that K of these are among the candidates, there are C = K (1 + E) candidates for E ids that end a sequence.
 
     Args:
       logits_RV: the logits after each beam, `[P · K, V]`.
@@ -122,10 +131,10 @@ def extend(beams: Beams, logits_RV: jax.Array, rules: BeamRules) -> tuple[Beams,
     V = logits_RV.shape[1]
     logprob_RV = jnp.where(logits_RV == -jnp.inf, -jnp.inf, jax.nn.log_softmax(logits_RV))
     extended_PX = (beams.logprob_PK[:, :, None] + logprob_RV.reshape(P, K, V)).reshape(P, K * V)
-    count = K * min(1 + rules.eos_PE.shape[1], V)
+    C = K * min(1 + rules.eos_PE.shape[1], V)
     # Without the barrier, XLA sorts all extensions, because parts of the result are used separately.
-    logprob_PC, index_PC = jax.lax.optimization_barrier(jax.lax.top_k(extended_PX, count))
-    parent_PC = index_PC // V
+    logprob_PC, index_PC = jax.lax.optimization_barrier(jax.lax.top_k(extended_PX, C))
+    parent_PC = index_PC // V  # the beam that is extended
     token_PC = index_PC % V
     tokens_PCN = jnp.take_along_axis(beams.tokens_PKN, parent_PC[:, :, None], axis=1).at[:, :, beams.length].set(token_PC)
     length_P = jnp.full(P, beams.length + 1)
@@ -169,7 +178,9 @@ def _can_improve(best_P: jax.Array, worst_P: jax.Array, length_P: jax.Array, rul
     """
     reached_P = jnp.where(rules.assumes_longest_P, rules.limit_P, length_P)
     is_better_P = rules.score(best_P[:, None], reached_P)[:, 0] > worst_P
-    return is_better_P & ~(rules.stops_when_full_P & (worst_P > -jnp.inf)) & (length_P < rules.limit_P)
+    stops_P = rules.stops_when_full_P & (worst_P > -jnp.inf)
+    continues_P: jax.Array = is_better_P & ~stops_P & (length_P < rules.limit_P)
+    return continues_P
 
 
 @partial(jax.jit, static_argnames=("plan", "beams"))
@@ -217,9 +228,9 @@ def _search(
       capacity: the most new tokens of a beam.
     """
     tokens_PT, lengths_P = prompt
-    P, K = len(lengths_P), beams
-    transformer = model.merge(model.leaves)
-    transformer = transformer if P * K <= MAX_MATVEC_ROWS else dequantize(transformer)
+    P = len(lengths_P)
+    K = beams
+    transformer = Stepper().weights(model.merge(model.leaves), P * K)
     transformer = attach(jax.tree.map(lambda x_P: jnp.repeat(x_P, K), features), transformer, constants)
     last_R = jnp.repeat(tokens_PT[jnp.arange(P), lengths_P - 1], K)
 
@@ -268,6 +279,7 @@ class BeamRun:
         for request in requests:
             check_request(request)
             model.check_ids(request.ids)
+        architecture = model.model.config
         section = requests[0].config.generation
         self._model = model
         self._requests = requests
@@ -276,16 +288,15 @@ class BeamRun:
         self.numbers = [number for number in numbers for _ in range(section.n)]
         self.results: list[Result] = []
         kv, calibration = model.kv(requests[0].config)
-        order = head_order(model.model.config, kv, calibration)
-        lengths_P = np.array([len(request.ids) for request in requests], np.int32)
+        order = head_order(architecture, kv, calibration)
+        prompt_PT, lengths_P = stack_prompts([request.ids for request in requests])
         requested_P = np.array([request.config.generation.max_new_tokens for request in requests])
-        self._limits = clamp_to_context(lengths_P, requested_P, model.model.config.max_context).tolist()
-        prompt_PT = np.zeros((len(requests), pad(int(lengths_P.max()))), np.int32)
-        for row, request in zip(prompt_PT, requests, strict=True):
-            row[: len(request.ids)] = request.ids
-        self._prompt = prompt_PT, lengths_P
-        slots = max(slots_needed(lengths_P, np.array(self._limits), pad), prompt_PT.shape[1])
-        self._plan = plan_cache(model.model.config, kv, slots, calibration, True)
+        limits_P = clamp_to_context(lengths_P, requested_P, architecture.max_context)
+        self._limits = limits_P.tolist()
+        padded_PT = pad_prompts(prompt_PT, lengths_P, pad)
+        self._prompt = padded_PT, lengths_P
+        slots = max(slots_needed(lengths_P, limits_P, pad), padded_PT.shape[1])
+        self._plan = plan_cache(architecture, kv, slots, calibration, True)
         self._weights = split_model(model.prepared(section, order))
         self._features = model.adapter_features([request.lora for request in requests], order)
         # Greedy rows run edits and penalties only.
@@ -299,9 +310,8 @@ class BeamRun:
         valid_RT = np.arange(tokens_RT.shape[1]) < lengths_R[:, None]
         size = self._model.model.config.vocab_size
         configs = [request.config for request in self._requests]
-        rules = BeamRules.build(
-            configs, self._limits, [end_ids(self._model.tokenizer, config.generation) for config in configs]
-        )
+        eos_ids = [end_ids(self._model.tokenizer, config.generation) for config in configs]
+        rules = BeamRules.build(configs, self._limits, eos_ids)
         with RunTimer() as timer:
             sampler = init_state(self._params, tokens_RT, valid_RT, size, self._plan.slots)
             cache = _prefill(self._weights, self._prompt, *self._features, plan=self._plan, beams=K)
@@ -311,38 +321,35 @@ class BeamRun:
             cache, beams = _search(self._weights, cache, sampler, *inputs, beams=K, capacity=self._plan.slots)
             ended_PKN, score_PK, length_PK = jax.device_get((beams.ended_PKN, beams.score_PK, beams.ended_length_PK))
         self.times = timer.times
-        has_room_P = np.array(self._limits) > 0  # the search finds at least one token; ln 1 is the score of none
-        length_PK = length_PK * has_room_P[:, None]
-        score_PK = np.where(has_room_P[:, None], score_PK, 0.0)
-        sequences = [[ended_PKN[p, k, : length_PK[p, k]].tolist() for k in range(self._n)] for p in range(len(self._requests))]
+        # The search finds at least one token, also for a prompt with a limit of 0. The score of no tokens is ln 1.
+        has_room_P1 = np.array(self._limits)[:, None] > 0
+        length_PK = np.where(has_room_P1, length_PK, 0)
+        score_PK = np.where(has_room_P1, score_PK, 0.0)
+        sequences = [
+            [tokens_N[:length].tolist() for tokens_N, length in zip(tokens_KN, length_K, strict=True)][: self._n]
+            for tokens_KN, length_K in zip(ended_PKN, length_PK, strict=True)
+        ]
         self.results = self._build_results(sequences, score_PK, cache.report())
         for row, result in enumerate(self.results):
             yield row, TextPart(result.text)
 
     def summary(self) -> str:
         """Returns one line about a finished run: tokens, beams, times."""
-        prompt, new = (sum(result.stats[key] for result in self.results) for key in ("prompt_tokens", "new_tokens"))
-        return (
-            f"{prompt // self._n} prompt + {new} new tokens, {self._beams} beams, in "
-            f"{self.times.describe(self.results[0].stats['decode_tok_per_s'])}"
-        )
+        prompt = sum(len(request.ids) for request in self._requests)
+        new = sum(result.stats["new_tokens"] for result in self.results)
+        times = self.times.describe(self.results[0].stats["decode_tok_per_s"])
+        return f"{prompt} prompt + {new} new tokens, {self._beams} beams, in {times}"
 
     def _build_results(
         self, sequences: Sequence[Sequence[list[int]]], score_PK: np.ndarray, cache: CacheReport
     ) -> list[Result]:
-        times = self.times
-        new = sum(len(tokens) for best in sequences for tokens in best)
-        stats: GenerationStats = {
-            "prompt_tokens": 0,
-            "new_tokens": 0,
-            "draft_tokens": 0,
-            "accepted_draft_tokens": 0,
-            "seconds": times.total,
-            "first_token_seconds": times.first,
-            "compile_seconds": times.compiling,
-            "decode_tok_per_s": new / times.decoding if times.decoding > 0 else 0.0,
-            "cache": cache,
-        }
+        """Returns the results.
+
+        Args:
+          sequences: the `n` best sequences of each request.
+          score_PK: the scores of all complete sequences; −inf marks an unused place.
+        """
+        rate = self.times.rate(sum(len(tokens) for best in sequences for tokens in best))
         results = []
         for request, best, scores in zip(self._requests, sequences, score_PK.tolist(), strict=True):
             section = request.config.generation
@@ -352,7 +359,7 @@ class BeamRun:
                     f"generation.n is {self._n}, but beam search found only {found} continuations that the settings allow",
                     key="generation.n",
                 )
-            for tokens, score in zip(best, scores, strict=False):
+            for tokens, score in zip(best, scores[: self._n], strict=True):
                 sample = SampleText(self._model.tokenizer, section, request.ids, visible_ids=request.visible_ids)
                 text = "".join(part.text for part in sample.add_tokens(tokens, done=True))
                 results.append(
@@ -362,7 +369,13 @@ class BeamRun:
                         tokens=sample.tokens,
                         finish_reason=sample.finish_reason or "length",
                         seed=section.seed or 0,
-                        stats={**stats, "prompt_tokens": len(request.ids), "new_tokens": len(sample.tokens)},
+                        stats=sample_stats(
+                            self.times,
+                            decode_tok_per_s=rate,
+                            prompt_tokens=len(request.ids),
+                            new_tokens=len(sample.tokens),
+                            cache=cache,
+                        ),
                         settings=changed_settings(request.config),
                         score=score,
                     )

@@ -17,6 +17,7 @@ from dantinox.generation.api.loaded_model import LoadedModel
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.sample_text import TextPart
 from dantinox.generation.static_batch import padded_length
+from dantinox.sampling.params import next_power_of_two
 
 Message = dict[str, str]  # with the keys role and content
 Parts = Generator[TextPart | str]  # the parts of an answer, then its finish_reason
@@ -49,7 +50,9 @@ class PlainTextTemplate:
     def encode(self, messages: Sequence[Mapping[str, object]], *, generation_prompt: bool = False) -> list[int]:
         text = ""
         for message in messages:
-            text += "\n" * (message["role"] == "user" and text != "" and not text.endswith("\n")) + str(message["content"])
+            if message["role"] == "user" and text and not text.endswith("\n"):
+                text += "\n"
+            text += str(message["content"])
         return self._run.prompt_ids(text)
 
 
@@ -88,7 +91,9 @@ class Chat:
         self.template: Template = PlainTextTemplate(run) if template is None else template
         self._base = with_generation(run.config, n=1, token_healing=False)
         self.messages: list[Message] = []
-        self.system, self.entropy, self.finish_reason = "", False, ""
+        self.system = ""
+        self.entropy = False
+        self.finish_reason = ""
         self._num_dropped = 0  # how many of the oldest messages are left out, because the context is full
         self._answers = 0
         self._file: Path | None = None
@@ -108,7 +113,8 @@ class Chat:
 
     def reset(self, name: str) -> None:
         """Sets a setting back to the value of the run."""
-        overlay(self._base, {name: settings_of(self._base).get(name)}, under=self.overrides)  # raises for unknown names
+        # Only for its errors: it raises one for an unknown name.
+        overlay(self._base, {name: settings_of(self._base).get(name)}, under=self.overrides)
         self._apply(overlay(self._base, {}, under={key: value for key, value in self.overrides.items() if key != name}))
 
     def _apply(self, config: Config) -> None:
@@ -118,9 +124,9 @@ class Chat:
             raise UserError(f"generation.num_beams must be 1 in a conversation, got {config.generation.num_beams}")
         if config.generation.token_healing:
             raise UserError("generation.token_healing must be false in a conversation, whose template ends the prompt")
-        base, new = settings_of(self._base), settings_of(config)
+        base = settings_of(self._base)
         self.config = config
-        self.overrides: dict[str, Any] = {name: value for name, value in new.items() if value != base[name]}
+        self.overrides: dict[str, Any] = {name: value for name, value in settings_of(config).items() if value != base[name]}
 
     # --- turns
 
@@ -133,8 +139,7 @@ class Chat:
           UserError: the template rejects the messages, or this message alone does not fit the context. The conversation is then
             unchanged.
         """
-        turn, request, full = self._request(text)
-        return self._stream_answer(turn, request, full)
+        return self._stream_answer(*self._request(text))
 
     def warm_up(self) -> None:
         """Compiles the programs of a short answer. The conversation does not change."""
@@ -143,7 +148,7 @@ class Chat:
             next(parts)
 
     def _request(self, text: str) -> tuple[list[Message], GenerationRequest, str]:
-        """Returns the messages with a new one, the request of its answer, and the `finish_reason` of a full answer."""
+        """Returns the messages with a new one, the request of its answer, and the `finish_reason` at its limit of tokens."""
         turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
         ids, room = self._build_prompt(turn)
         generation = self.config.generation
@@ -154,24 +159,25 @@ class Chat:
         request = self.model.request(ids, config, logprobs=0 if self.entropy else None, lora=self._lora)
         return turn, request, "length" if generation.max_new_tokens <= room else "context"
 
-    def _stream_answer(self, turn: list[Message], request: GenerationRequest, full: str) -> Generator[TextPart]:
+    def _stream_answer(self, turn: list[Message], request: GenerationRequest, limit_reason: str) -> Generator[TextPart]:
         texts: list[str] = []
+        has_failed = False
         self.finish_reason = "interrupted"
         self._answers += 1
         parts = self.iterate(lambda: self._parts(request))
         try:
             for part in parts:
                 if isinstance(part, str):
-                    self.finish_reason = full if part == "length" else part
+                    self.finish_reason = limit_reason if part == "length" else part
                     break
                 texts.append(part.text)
                 yield part
-        except UserError:  # the answer did not start
-            turn = []
+        except UserError:
+            has_failed = True
             raise
-        finally:
+        finally:  # also if the caller has closed the iterator
             parts.close()
-            if turn:
+            if not has_failed:
                 self.messages = [*turn, {"role": "assistant", "content": "".join(texts)}]
 
     def _parts(self, request: GenerationRequest) -> Parts:
@@ -245,7 +251,7 @@ class Chat:
         return ids, context - len(ids)
 
     def _pad(self, length: int) -> int:
-        return min(max(MIN_PADDED_LENGTH, 1 << (length - 1).bit_length()), padded_length(self.model.model.config.max_context))
+        return min(next_power_of_two(length, MIN_PADDED_LENGTH), padded_length(self.model.model.config.max_context))
 
     # --- the file of the conversation
 

@@ -24,6 +24,7 @@ from dantinox.generation.decode.split_model import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.model import KVCache, make_cache
 from dantinox.platform import get_platform
+from dantinox.sampling.params import next_power_of_two
 
 POOLINGS = ("mean", "last")
 EMBED_CHUNK = 64  # tokens of a chunk in a server, as in the prefill
@@ -62,16 +63,20 @@ class Embedder:
         # With the order of heads that generation uses, both share the prepared weights.
         order = head_order(architecture, *model.kv(config))
         self._model = split_model(model.prepared(config.generation, order))
-        self.context, self._rows, self._dim = context, rows, architecture.dim
+        self.context = context
+        self._rows = rows
+        self._dim = architecture.dim
         plan = plan_cache(architecture, KVSection(), context)
         segmented = get_platform(architecture.platform).segmented_cache
         self._make_cache = partial(make_cache, architecture, rows, *plan, segmented)
-        limit = 1 << (min(chunk, context) - 1).bit_length()
-        self._lengths = [length for length in (MIN_EMBED_CHUNK, 64, 256) if length < limit] + [max(limit, MIN_EMBED_CHUNK)]
+        longest = next_power_of_two(min(chunk, context), MIN_EMBED_CHUNK)
+        # The padded lengths of chunks, ascending; there is a program for each.
+        self._lengths = [length for length in (MIN_EMBED_CHUNK, 64, 256) if length < longest] + [longest]
         self._programs: dict[int, Any] = {}
         self._cache: KVCache | None = None
         self._ids: list[Sequence[int]] = []
-        self._position, self.done = 0, True
+        self._position = 0
+        self.done = True
 
     def compile(self) -> None:
         """Compiles the programs; any thread may call it before the first `start`."""
@@ -102,16 +107,19 @@ class Embedder:
         jax.block_until_ready(self._pooled_RD)  # at most one chunk at a time keeps the device from other work
         remaining = [max(0, len(row) - self._position) for row in self._ids]
         length = next((length for length in self._lengths if length >= max(remaining)), self._lengths[-1])
-        shape = self._rows, length
-        tokens_RT, weights_RT, counts_R = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape[0], np.int32)
+        tokens_RT = np.zeros((self._rows, length), np.int32)
+        weights_RT = np.zeros((self._rows, length), np.float32)
+        counts_R = np.zeros(self._rows, np.int32)
         for number, row in enumerate(self._ids):
             part = row[self._position : self._position + length]
-            tokens_RT[number, : len(part)], counts_R[number] = part, len(part)
+            tokens_RT[number, : len(part)] = part
+            counts_R[number] = len(part)
             if self._pooling == "mean":
                 weights_RT[number, : len(part)] = 1 / len(row)
-            elif part and self._position + len(part) == len(row):
+            elif part and self._position + len(part) == len(row):  # the chunk with the last token
                 weights_RT[number, len(part) - 1] = 1
-        position, first = np.asarray(self._position, np.int32), np.asarray(self._position == 0)
+        position = np.asarray(self._position, np.int32)
+        first = np.asarray(self._position == 0)
         inputs = self._model, self._cache, self._pooled_RD, tokens_RT, weights_RT, counts_R, position, first
         self._cache, self._pooled_RD = self._programs.get(length, _embed_chunk)(*inputs)
         self._position += length
@@ -120,7 +128,8 @@ class Embedder:
 
     def reset(self) -> None:
         """Drops the sequences and the cache, for use after a failed step, which may have consumed the donated cache."""
-        self._cache, self.done = None, True
+        self._cache = None
+        self.done = True
 
     def result(self) -> np.ndarray:
         """Returns the embeddings, float32 `[number of sequences, D]` with L2 norm 1, after the last step."""
@@ -176,13 +185,14 @@ def embedding_ids(model: ModelBundle, text: str) -> list[int]:
 def embed_texts(model: ModelBundle, ids: Sequence[Sequence[int]], pooling: str, config: Config) -> np.ndarray:
     """Returns the embeddings of token sequences, float32 `[N, D]`; texts of similar length are computed together."""
     check_pooling(pooling)
-    D, context = model.model.config.dim, model.model.config.max_context
+    D = model.model.config.dim
+    context = model.model.config.max_context
     for row in ids:
         check_length(row, context)
         model.check_ids(row)
     if not ids:
         return np.zeros((0, D), np.float32)
-    padded = min(context, max(MIN_EMBED_CHUNK, 1 << (max(map(len, ids)) - 1).bit_length()))
+    padded = min(context, next_power_of_two(max(map(len, ids)), MIN_EMBED_CHUNK))
     rows = 1 if jax.devices()[0].platform == "cpu" else ACCELERATOR_ROWS
     embedder = Embedder(model, config, padded, rows=rows, chunk=BATCH_CHUNK)
     order = sorted(range(len(ids)), key=lambda number: len(ids[number]))

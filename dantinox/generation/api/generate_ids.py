@@ -129,7 +129,7 @@ def generate(
             raise UserError(f"{name} has no effect on token ids and a loaded model: remove it")
     if show_candidates and not return_info:
         raise UserError("show_candidates needs a report per token: set logprobs and return_info too")
-    eos = [] if len(np.atleast_1d(eos_ids)) == 0 else _integer_array("eos_ids", eos_ids).tolist()
+    eos = _integer_array("eos_ids", eos_ids).tolist() if len(np.atleast_1d(eos_ids)) else []
     config = overlay(Config(), {"max_new_tokens": new_tokens, **settings})
     ids_model = _IdsModel(config, model, eos, router_calibration, "kv_signal" in settings)
     report: dict[str, Any] = {
@@ -140,11 +140,12 @@ def generate(
         "negative_ids": None if negative_ids is None else _integer_array("negative_ids", negative_ids).tolist(),
     }
     start = time.perf_counter()
-    configs = _without_room(prompts, config, model.config.max_context)
+    configs = _prompt_configs(prompts, config, model.config.max_context)
     results = ids_model.complete([ids_model.request(ids, one, **report) for ids, one in zip(prompts, configs, strict=True)])
     seconds = time.perf_counter() - start
     max_new = min(config.generation.max_new_tokens, max(0, model.config.max_context - min(map(len, prompts))))
-    rows = [[*ids, *result.tokens] for ids, result in zip(_repeated(prompts, config.generation.n), results, strict=True)]
+    prompt_of = [ids for ids in prompts for _ in range(config.generation.n)]
+    rows = [[*ids, *result.tokens] for ids, result in zip(prompt_of, results, strict=True)]
     out = np.full((len(rows), T + max_new), pad_id, np.int32)
     for out_T, ids in zip(out, rows, strict=True):
         out_T[: len(ids)] = ids
@@ -153,17 +154,13 @@ def generate(
     return out, {"lengths": np.array([len(ids) for ids in rows]), "seconds": seconds, **_statistics(results)}
 
 
-def _without_room(prompts: Sequence[tuple[int, ...]], config: Config, context: int) -> list[Config]:
+def _prompt_configs(prompts: Sequence[tuple[int, ...]], config: Config, context: int) -> list[Config]:
     """Returns the settings of each prompt: prompts that fill the context get no new tokens, with one warning."""
     full = [len(ids) >= context for ids in prompts]
     if config.generation.max_new_tokens and any(full):
         which = "every prompt fills" if all(full) else f"{sum(full)} of {len(full)} prompts fill"
         warnings.warn(f"{which} the model's context of {context} tokens: nothing is generated there", stacklevel=3)
     return [with_generation(config, max_new_tokens=0) if is_full else config for is_full in full]
-
-
-def _repeated(prompts: Sequence[tuple[int, ...]], n: int) -> list[tuple[int, ...]]:
-    return [ids for ids in prompts for _ in range(n)]
 
 
 def _statistics(results: Sequence[Result]) -> dict[str, object]:
@@ -213,17 +210,26 @@ class _IdsModel(LoadedModel):
         calibration: str | Path | Mapping[str, float] | None,
         has_signal: bool,
     ):
+        """Creates the model; `has_signal` is whether `kv_signal` was given explicitly."""
         if calibration is not None and config.router.router_preset != "calibrated":
             raise UserError("router_calibration has no effect unless router_preset is calibrated")
         super().__init__(config, model, _NoTokenizer(model.config.vocab_size, eos_ids))  # type: ignore[arg-type]
-        self._router_calibration, self._has_signal = calibration, has_signal
+        self._router_calibration = calibration
+        self._has_signal = has_signal
 
     def params(self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Any) -> SamplingParams:
-        source, eos = self._router_calibration, self.tokenizer.stop_ids
-        measured = source if source is None or isinstance(source, Mapping) else load_router_calibration(source)
-        size = self.model.config.vocab_size
+        measured = self._router_calibration
+        if measured is not None and not isinstance(measured, Mapping):
+            measured = load_router_calibration(measured)
+        eos = self.tokenizer.stop_ids
         return SamplingParams.build(
-            configs, stop_ids=eos, protected_ids=eos, sample_index=sample_index, vocab_size=size, measured=measured, **more
+            configs,
+            stop_ids=eos,
+            protected_ids=eos,
+            sample_index=sample_index,
+            vocab_size=self.model.config.vocab_size,
+            measured=measured,
+            **more,
         )
 
     def kv(self, config: Config) -> tuple[KVSection, KVCalibration | None]:
@@ -248,9 +254,11 @@ def _stack_steps(steps: Sequence[StepInfo | None]) -> StepInfo | None:
     if any(row is None for row in steps):
         return None
     width = max(len(row.logprob) for row in steps if row is not None)
-    stacked: StepInfo = jax.tree.map(
-        lambda *rows: np.stack([np.pad(x, [(0, width - len(x)), *[(0, 0)] * (x.ndim - 1)]) for x in rows]), *steps
-    )
+
+    def stack(*rows: np.ndarray) -> np.ndarray:
+        return np.stack([np.pad(x, [(0, width - len(x)), *[(0, 0)] * (x.ndim - 1)]) for x in rows])
+
+    stacked: StepInfo = jax.tree.map(stack, *steps)
     return stacked
 
 

@@ -15,7 +15,7 @@ from dantinox.config.request_settings import RequestSettings
 from dantinox.distributed import tensor_mesh, weight_shardings
 from dantinox.files import quote
 from dantinox.generation.api.attention_stats import attention_stats as read_attention
-from dantinox.generation.api.attention_stats import check_settings
+from dantinox.generation.api.attention_stats import check_settings as check_attention_settings
 from dantinox.generation.api.beam_search import BeamRun
 from dantinox.generation.api.embedder import embed_texts, embedding_ids
 from dantinox.generation.api.memory_groups import DividedRun, divide, fitting_rows
@@ -55,8 +55,7 @@ from dantinox.sampling.params import ScoreFn
 from dantinox.text import ChatTemplate, Tokenizer
 from dantinox.text.chat_template import continues_last
 
-# Requests in one batch must agree in these settings, and also in router.use_attention, in all settings of kv, and in the
-# reports they ask for.
+# Requests in one batch must agree in these settings, see `batch_key`.
 PER_BATCH_SETTINGS = (
     "use_cache",
     "weights",
@@ -108,13 +107,13 @@ class LoadedModel(ModelBundle):
         )
 
     def _repr_html_(self) -> str:
-        model, compute = self.model.config, self.model.dtype
+        model = self.model.config
         rows = {
             "layers": f"{model.num_blocks}, width {model.dim}, {model.n_heads} heads of {model.head_size}",
             "parameters": human_count(self.parameters),
             "vocabulary": f"{self.tokenizer.vocab_size:,} tokens",
             "context": f"{model.max_context:,} tokens",
-            "compute dtype": jax.numpy.dtype(compute).name,
+            "compute dtype": jax.numpy.dtype(self.model.dtype).name,
             "chat template": "no" if self.chat_template() is None else "yes",
         }
         return html_table("LoadedModel", rows)
@@ -187,20 +186,22 @@ class LoadedModel(ModelBundle):
         if not isinstance(prompts, Sequence) or not all(isinstance(text, str) for text in prompts):
             raise UserError(f"prompt must be a string or a list of strings, got {quote(prompt)}")
         config = self.settings(settings)
-        report: dict[str, Any] = {"logprobs": logprobs, "echo": echo, "show_candidates": show_candidates}
         given: dict[str, Any] = {
+            "logprobs": logprobs,
+            "echo": echo,
+            "show_candidates": show_candidates,
             "score_fn": score_fn,
             "constraint": constraint,
             "logit_processor": logit_processor,
             "lora": lora,
         }
         if attention_stats:
-            check_settings(config)
-        requests = [self.request(text, config, **report, **given) for text in prompts]
+            check_attention_settings(config)
+        requests = [self.request(text, config, **given) for text in prompts]
         results = self.complete(requests)
         if attention_stats:
-            samples = [request for request in requests for _ in range(config.generation.n)]
-            results = [self.with_attention(*pair) for pair in zip(results, samples, strict=True)]
+            request_of = [request for request in requests for _ in range(config.generation.n)]
+            results = [self.with_attention(*pair) for pair in zip(results, request_of, strict=True)]
         return results[0] if isinstance(prompt, str) and len(results) == 1 else results
 
     def with_attention(self, result: Result, request: GenerationRequest) -> Result:
@@ -240,7 +241,8 @@ class LoadedModel(ModelBundle):
           True
         """
         request = self.request(prompt, settings, constraint=constraint, logit_processor=logit_processor, lora=lora)
-        if (n := request.config.generation.n) != 1:
+        n = request.config.generation.n
+        if n != 1:
             raise UserError(f"n must be 1 in a stream, got {n}: use generate for several samples")
         (run,) = self.start([request], stream=True)
         return (part.text for _, part in run.parts())
@@ -395,23 +397,28 @@ class LoadedModel(ModelBundle):
             raise UserError("echo reports log-probabilities of the prompt: set logprobs too")
         if show_candidates and logprobs is None:
             raise UserError("show_candidates needs the log-probabilities of each token: set logprobs too")
-        text, ids = (prompt, self.prompt_ids(prompt)) if isinstance(prompt, str) else (self.tokenizer.decode(prompt), prompt)
+        if isinstance(prompt, str):
+            text = prompt
+            ids: Sequence[int] = self.prompt_ids(prompt)
+        else:
+            text = self.tokenizer.decode(prompt)
+            ids = prompt
         config = self.settings(settings)
         section = config.generation
         if negative_ids is not None and (section.guidance_scale == 1 or section.negative_prompt):
             raise UserError("negative_ids need a generation.guidance_scale other than 1, and no generation.negative_prompt")
         if lora is not None and lora not in self.loras:
             raise unknown_adapter(lora, self.loras)
-        if lora is not None and config.generation.tensor_parallel > 1:
-            raise UserError(f"lora needs generation.tensor_parallel: 1, got {config.generation.tensor_parallel}")
+        if lora is not None and section.tensor_parallel > 1:
+            raise UserError(f"lora needs generation.tensor_parallel: 1, got {section.tensor_parallel}")
         return GenerationRequest(
-            tuple(ids),
-            config,
-            logprobs,
-            echo,
-            constraint,
-            reasoning,
-            visible_ids,
+            ids=tuple(ids),
+            config=config,
+            logprobs=logprobs,
+            echo=echo,
+            constraint=constraint,
+            reasoning=reasoning,
+            visible_ids=visible_ids,
             prompt=text,
             score_fn=score_fn,
             show_candidates=show_candidates,
@@ -471,36 +478,52 @@ class LoadedModel(ModelBundle):
         if stream and any(request.config.generation.num_beams > 1 for request in requests):
             raise UserError("generation.num_beams must be 1 in a stream: beam search knows its text only at the end")
         random_seed = secrets.randbits(32)
+        seeded = [replace(request, config=with_default_seed(request.config, random_seed)) for request in requests]
+        healed = [self.heal(request) for request in seeded]
         groups: dict[tuple[Any, ...], list[int]] = {}
-        seeded_requests = [
-            self.heal(replace(request, config=with_default_seed(request.config, random_seed))) for request in requests
-        ]
-        for number, request in enumerate(seeded_requests):
-            config = request.config
-            report = (request.logprobs, request.echo, request.score_fn, request.show_candidates)
-            if request.logit_processor is not None:
-                check_logit_processor(request.logit_processor)
-            shared = [getattr(config.generation, name) for name in (*PER_BATCH_SETTINGS, *DRAFT_SETTINGS)]
-            key = (*shared, config.router.use_attention, config.kv, *report, request.guided, feature_names(request.config))
-            key = (*key, request.logit_processor)
-            groups.setdefault(key, []).append(number)
+        for number, request in enumerate(healed):
+            groups.setdefault(batch_key(request), []).append(number)
 
-        def start(members: list[GenerationRequest], numbers: list[int], samples: range | None = None) -> "BatchRun | BeamRun":
+        def start_part(
+            members: list[GenerationRequest], numbers: list[int], samples: range | None = None
+        ) -> "BatchRun | BeamRun":
             if members[0].config.generation.num_beams > 1:
                 return BeamRun(self, members, numbers, pad=pad)
             return BatchRun(self, members, numbers, stream=stream, pad=pad, steps=steps, slots=slots, samples=samples)
 
-        def divided(numbers: list[int]) -> "BatchRun | BeamRun | DividedRun":
-            members = [seeded_requests[number] for number in numbers]
-            if steps is not None or slots is not None or (rows := fitting_rows(self, members, pad)) is None:
-                return start(members, numbers)
-            parts = divide(members, numbers, rows)
-            if len(parts) == 1:
-                return start(members, numbers)
-            order = [number for _, part, samples in parts for number in part for _ in samples]
-            return DividedRun([partial(start, *part) for part in parts], order)
+        def start_group(numbers: list[int]) -> "BatchRun | BeamRun | DividedRun":
+            members = [healed[number] for number in numbers]
+            rows = None if steps is not None or slots is not None else fitting_rows(self, members, pad)
+            parts = [] if rows is None else divide(members, numbers, rows)
+            if len(parts) <= 1:
+                return start_part(members, numbers)
+            result_numbers = [number for _, part, samples in parts for number in part for _ in samples]
+            return DividedRun([partial(start_part, *part) for part in parts], result_numbers)
 
-        return [divided(numbers) for numbers in groups.values()]
+        return [start_group(numbers) for numbers in groups.values()]
+
+
+def batch_key(request: GenerationRequest) -> tuple[Any, ...]:
+    """Returns what the requests of a batch must have in common, because its compiled program contains it.
+
+    Raises:
+      UserError: the logit processor is not a function, or cannot be hashed.
+    """
+    if request.logit_processor is not None:
+        check_logit_processor(request.logit_processor)
+    config = request.config
+    return (
+        *(getattr(config.generation, name) for name in (*PER_BATCH_SETTINGS, *DRAFT_SETTINGS)),
+        config.router.use_attention,
+        config.kv,
+        request.logprobs,
+        request.echo,
+        request.score_fn,
+        request.show_candidates,
+        request.guided,
+        feature_names(config),
+        request.logit_processor,
+    )
 
 
 def results_in_order(runs: Sequence[BatchRun | BeamRun | DividedRun]) -> list[Result]:
@@ -531,7 +554,13 @@ def load(run_dir: str | Path, tensor: int | None = None, loras: Mapping[str, str
       True
     """
     run = open_run(run_dir)
-    config = load_run_config(run)
+    return load_opened(run, load_run_config(run), tensor, loras)
+
+
+def load_opened(
+    run: RunDirectory, config: Config, tensor: int | None = None, loras: Mapping[str, str | Path] | None = None
+) -> LoadedModel:
+    """Loads the model of an open run, whose files were checked, and whose settings `config` were read; see `load`."""
     use_compilation_cache()
     tokenizer = Tokenizer.load(run.tokenizer)
     model = load_model(config, tokenizer.vocab_size, run, tensor or config.generation.tensor_parallel)
@@ -547,8 +576,15 @@ def load(run_dir: str | Path, tensor: int | None = None, loras: Mapping[str, str
         path = find_chat_template(run)
         return None if path is None else ChatTemplate.load(path, tokenizer)
 
-    router_calibration = partial(load_router_calibration, run)
-    loaded = LoadedModel(config, model, tokenizer, router_calibration, kv_calibration, chat_template, load)
+    loaded = LoadedModel(
+        config,
+        model,
+        tokenizer,
+        calibration=partial(load_router_calibration, run),
+        kv_calibration=kv_calibration,
+        chat_template=chat_template,
+        load_run=load,
+    )
     loaded.read_lora = partial(load_lora, base=run, model=model.config)
     for name, path in (loras or {}).items():
         loaded.load_lora(name, path)
@@ -570,8 +606,8 @@ def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int =
 
     def place(path: str, array: np.ndarray) -> jax.Array:
         """Copies an array: an alias of the memory-mapped file would keep the whole file in memory."""
-        aliased = array.ctypes.data % ALIAS_ALIGNMENT == 0
-        copied: jax.Array = jax.device_put(np.array(array) if aliased else array, shardings.get(path))
+        would_alias = array.ctypes.data % ALIAS_ALIGNMENT == 0
+        copied: jax.Array = jax.device_put(np.array(array) if would_alias else array, shardings.get(path))
         return copied
 
     return build(load_run_weights(run, config, shapes, vocab_size, place))

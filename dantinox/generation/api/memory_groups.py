@@ -17,21 +17,22 @@ from dantinox.generation.decode.cache_plan import plan_cache
 from dantinox.generation.decode.generate_toks import DECODE_CHUNK, PREFILL_BATCH_TOKENS
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.request import GenerationRequest
+from dantinox.generation.run_timer import Times
 from dantinox.generation.sample_text import TextPart
-from dantinox.generation.static_batch import Times, slots_needed
+from dantinox.generation.static_batch import slots_needed
 from dantinox.model import make_cache
 from dantinox.platform import release_free_memory
 from dantinox.programs import free_bytes, tree_bytes
 
 # The compiler keeps up to 1 GB for a program with 30 layers and long prompts until the program has run, less for small ones.
 COMPILER_BYTES = 1 << 30
-COMPILER_SHARE = 0.25  # of the free memory that is left to the compiler at most
-MEMORY_SHARE = 0.9  # of the other free memory that a batch may take
-REPORT_SHARE = 0.5  # of the free memory that the reports of all tokens may take
+COMPILER_SHARE = 0.25  # the compiler is left at most this share of the free memory
+MEMORY_SHARE = 0.9  # a batch may take this share of the rest
+REPORT_SHARE = 0.5  # the reports of all tokens may take this share of the free memory
 VOCABULARY_ARRAYS = 8  # float32 arrays `[V]` of a row: logits, those of the sampling steps, counts of tokens
-CHUNK_REPORT_BYTES = 24  # of an alternative in the reports of a chunk, and of the chunk that was dispatched before
-RESULT_REPORT_BYTES = 140  # of an alternative in a result: id, text and log-probability as Python objects
-RESULT_TOKEN_BYTES = 1000  # of the other values of a token in a result with reports
+CHUNK_REPORT_BYTES = 24  # an alternative in the reports of two chunks, that of the device and that of the host
+RESULT_REPORT_BYTES = 140  # an alternative in a result: id, text and log-probability as Python objects
+RESULT_TOKEN_BYTES = 1000  # the other values of a token in a result with reports
 
 Run = BatchRun | BeamRun
 
@@ -79,7 +80,7 @@ class DividedRun:
 
 
 def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad: Callable[[int], int]) -> int | None:
-    """Returns how many rows of these requests fit into memory; None if the free memory is unknown.
+    """Returns how many rows of these requests fit into memory, each with those that follow it; None if this is unknown.
 
     The prefill needs the most memory: besides all rows, a second cache for the prompts that are computed together, or two if
     there are other prompts, and the activations of these prompts.
@@ -93,24 +94,27 @@ def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad:
     architecture = model.model.config
     first = requests[0]
     lengths = np.array([len(request.ids) for request in requests])
-    limits = np.array([request.config.generation.max_new_tokens for request in requests])
-    limits = np.clip(architecture.max_context - lengths, 0, limits)
+    requested = np.array([request.config.generation.max_new_tokens for request in requests])
+    limits = np.clip(architecture.max_context - lengths, 0, requested)
     slots = slots_needed(lengths, limits, pad)
-    prompt = pad(int(lengths.max()))
+    padded_prompt = pad(int(lengths.max()))
     _check_reports(first, int(limits.sum()), free)
-    row = _row_bytes(model, first, slots)
+    row_bytes = _row_bytes(model, first, slots)
     width = first.rows_per_sample
-    together = max(1, PREFILL_BATCH_TOKENS // prompt)
+    together = max(1, PREFILL_BATCH_TOKENS // padded_prompt)  # prompts that are prefilled in one pass
     section = first.config.generation
-    activations = prompt * _activation_bytes(architecture)
+    activations = padded_prompt * _activation_bytes(architecture)
     usable = int(MEMORY_SHARE * (free - min(COMPILER_BYTES, int(COMPILER_SHARE * free))))
 
     def needed(rows: int) -> int:
         prompts = -(-rows // section.n) * width
-        caches = int(section.use_cache) * (1 if prompts <= together else 2)
-        return rows * row + min(prompts, together) * (caches * row // width + activations)
+        prefill_bytes = activations
+        if section.use_cache:
+            caches = 1 if prompts <= together else 2
+            prefill_bytes += caches * row_bytes // width
+        return rows * row_bytes + min(prompts, together) * prefill_bytes
 
-    fitting = bisect.bisect_right(range(1, usable // row + 1), usable, key=needed)
+    fitting = bisect.bisect_right(range(1, usable // row_bytes + 1), usable, key=needed)
     if fitting < 1:
         raise UserError(
             f"one text of {slots} tokens needs {needed(1) / 1e9:.2f} GB for its cache and its prompt, and "
@@ -121,15 +125,18 @@ def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad:
 
 
 def _row_bytes(model: ModelBundle, request: GenerationRequest, slots: int) -> int:
-    """Returns the bytes of a row while it is decoded."""
-    architecture, section, kv = model.model.config, request.config.generation, request.config.kv
+    """Returns the bytes of a row, with those that follow it, while it is decoded."""
+    architecture = model.model.config
+    section = request.config.generation
+    kv = request.config.kv
     arrays = VOCABULARY_ARRAYS
     cache = _cache_bytes(architecture, kv.dtype, slots) * _kept_share(kv, slots)
     if not section.use_cache:
         cache = 2 * slots * _activation_bytes(architecture)  # each step computes the whole sequences of all rows
     elif section.speculation != "off" and not kv.compresses:
         arrays += section.draft_tokens + 1
-    if (draft := model.draft_model(section)) is not None:
+    draft = model.draft_model(section)
+    if draft is not None:
         cache += _cache_bytes(draft.config, kv.dtype, slots)
     if section.num_beams > 1:
         cache *= 2  # a step copies the rows of the beams that go on
@@ -170,7 +177,8 @@ def _cache_bytes(architecture: ModelConfig, dtype: str, slots: int) -> int:
 
 def _kept_share(kv: KVSection, slots: int) -> float:
     """Returns the share of the slots that a compressed cache keeps."""
-    return min(1.0, (kv.budget or 1.0) if kv.budget_tokens is None else kv.budget_tokens / slots)
+    share = (kv.budget or 1.0) if kv.budget_tokens is None else kv.budget_tokens / slots
+    return min(1.0, share)
 
 
 def divide(
@@ -185,11 +193,12 @@ def divide(
       UserError: a request has more than `rows` beams.
     """
     section = requests[0].config.generation
-    samples, beams = section.n, section.num_beams
+    samples = section.n
+    beams = section.num_beams
     width = samples if beams == 1 else beams
     if width > rows and beams > 1:
         raise UserError(f"generation.num_beams is {beams}, but only {rows} beams fit into the free memory")
-    if width > rows:
+    if width > rows:  # not even one request fits, so its samples are divided
         parts = _equal_ranges(samples, rows)
         return [([request], [number], part) for request, number in zip(requests, numbers, strict=True) for part in parts]
     return [

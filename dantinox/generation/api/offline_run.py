@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dantinox.config import KVSection, with_generation
-from dantinox.generation.api.result import GenerationStats, Result, TokenColumns
+from dantinox.generation.api.result import Result, TokenColumns, sample_stats
 from dantinox.generation.api.trace import changed_settings, router_values, token_columns
 from dantinox.generation.decode.cache_plan import head_order, plan_cache
 from dantinox.generation.decode.generate_toks import DECODE_CHUNK
@@ -16,8 +16,16 @@ from dantinox.generation.engine_jobs import Job
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.plan_stepper import plan_stepper
 from dantinox.generation.request import GenerationRequest
+from dantinox.generation.run_timer import RunTimer
 from dantinox.generation.sample_text import TextPart
-from dantinox.generation.static_batch import RunTimer, StaticBatch, StaticOptions, clamp_to_context, padded_length, slots_needed
+from dantinox.generation.static_batch import (
+    StaticBatch,
+    StaticOptions,
+    clamp_to_context,
+    padded_length,
+    slots_needed,
+    stack_prompts,
+)
 from dantinox.generation.token_settings import end_ids
 from dantinox.model import CacheReport
 from dantinox.sampling import StepInfo
@@ -44,8 +52,8 @@ class OfflineEngine(EngineBase[StaticBatch]):
 
     def _restart(self, job: Job, slot: int) -> None:
         ids = job.request.ids
-        text = job.texts[job.rows[slot]]
-        self.batch.restart(slot, [*ids, *text.all_tokens], len(ids), job.limit - len(text.all_tokens))
+        output = job.text_of(slot).all_tokens
+        self.batch.restart(slot, [*ids, *output], len(ids), job.limit - len(output))
 
     def _measure(self, step_seconds: float) -> None:
         self._chunks += 1
@@ -74,13 +82,10 @@ def make_batch(
     first = requests[0]
     P = len(requests)
     n = len(samples)
-    # First the prompts of all requests, then the second prompts of their samples, if they have some, and so on.
-    by_request = [model.prompts(request, architecture.max_context) for request in requests]
-    prompts = [ids for column in zip(*by_request, strict=True) for ids in column]
-    prompt_PT, lengths_P = _padded(prompts)
-
+    prompts = _prompts_in_order(model, requests)
+    prompt_PT, lengths_P = stack_prompts(prompts)
     main_rows = P * n
-    rows = [request for request in requests for _ in samples] * first.rows_per_sample
+    rows = [request for request in requests for _ in samples] * first.rows_per_sample  # the request of each row
     # Errors in the settings come before the warning about the context.
     kv, calibration = model.kv(first.config)
     params = model.params(
@@ -93,8 +98,7 @@ def make_batch(
     requested_P = np.array([row.config.generation.max_new_tokens for row in rows[::n]])
     limits_P = clamp_to_context(lengths_P, requested_P, architecture.max_context)
     # All prompts of a request have the limit of its longest prompt.
-    limits_P = np.tile(limits_P.reshape(-1, P).min(axis=0), len(prompts) // P)
-
+    limits_P = np.tile(limits_P.reshape(-1, P).min(axis=0), first.rows_per_sample)
     order = head_order(architecture, kv, calibration)
     prepared = model.prepared(first.config.generation, order)
     slots = slots or slots_needed(lengths_P, limits_P, pad)
@@ -118,13 +122,10 @@ def make_batch(
     return batch, limits_P[:P].tolist()
 
 
-def _padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the prompts, padded with zeros to the longest one, and their lengths."""
-    lengths_P = np.array([len(ids) for ids in prompts], np.int32)
-    prompt_PT = np.zeros((len(prompts), lengths_P.max()), np.int32)
-    for prompt_T, ids in zip(prompt_PT, prompts, strict=True):
-        prompt_T[: len(ids)] = ids
-    return prompt_PT, lengths_P
+def _prompts_in_order(model: ModelBundle, requests: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
+    """Returns the prompts of all requests, then the second prompts of their samples, if they have some, and so on."""
+    by_request = [model.prompts(request, model.model.config.max_context) for request in requests]
+    return [ids for prompts in zip(*by_request, strict=True) for ids in prompts]
 
 
 class BatchRun:
@@ -160,30 +161,34 @@ class BatchRun:
         """
         n = requests[0].config.generation.n
         samples = range(n) if samples is None else samples
-        self._model, self._requests = model, requests
+        self._model = model
+        self._requests = requests
         self.numbers = [number for number in numbers for _ in samples]
         self.results: list[Result] = []
         self.batch, limits = make_batch(model, requests, samples, pad, slots)
-        seconds = STREAM_CHUNK_SECONDS if stream else None
         self._engine = OfflineEngine(
-            model, self.batch, chunk_seconds=seconds, max_steps=steps or DECODE_CHUNK, dispatch_ahead=steps is None
+            model,
+            self.batch,
+            chunk_seconds=STREAM_CHUNK_SECONDS if stream else None,
+            max_steps=steps or DECODE_CHUNK,
+            dispatch_ahead=steps is None,
         )
         self._jobs = self._engine.start([_with_samples(request, len(samples)) for request in requests], limits)
         self._samples = [(job, number) for job in self._jobs for number in range(len(samples))]
 
     def parts(self) -> Iterator[tuple[int, TextPart]]:
         """Decodes the batch and yields `(row, text)` when text becomes final; sets `results` and `times` at the end."""
-        rows = {key: row for row, key in enumerate(self._samples)}
-        texts: list[list[str]] = [[] for _ in rows]
-        reports: list[list[StepInfo]] = [[] for _ in rows]
+        row_of = {sample: row for row, sample in enumerate(self._samples)}
+        texts: list[list[str]] = [[] for _ in row_of]
+        reports: list[list[StepInfo]] = [[] for _ in row_of]
         with RunTimer() as timer:
             while self._engine.busy or self.batch.has_work:
                 for output in self._engine.step():
                     if output.error is not None:
                         raise output.error
-                    if output.ended:
+                    if output.ended:  # the end of a request, after the outputs of its samples
                         continue
-                    row = rows[output.job, output.sample]
+                    row = row_of[output.job, output.sample]
                     if output.ids:
                         timer.mark_first()
                     if output.steps is not None:
@@ -202,30 +207,17 @@ class BatchRun:
         prompt = sum(len(request.ids) for request in self._requests)
         new = sum(result.stats["new_tokens"] for result in self.results)
         seeds = sorted({result.seed for result in self.results})
-        drafted, accepted = (
-            sum(result.stats[key] for result in self.results) for key in ("draft_tokens", "accepted_draft_tokens")
-        )
+        drafted = sum(result.stats["draft_tokens"] for result in self.results)
+        accepted = sum(result.stats["accepted_draft_tokens"] for result in self.results)
         drafts = f", {accepted} of {drafted} draft tokens accepted" if drafted else ""
-        return (
-            f"{prompt} prompt + {new} new tokens in {self.times.describe(stats['decode_tok_per_s'])}{drafts}, "
-            f"seed {seeds[0] if len(seeds) == 1 else seeds}{_cache_summary(stats['cache'], self._requests[0].config.kv)}"
-        )
+        seed = seeds[0] if len(seeds) == 1 else seeds
+        cache = _cache_summary(stats["cache"], self._requests[0].config.kv)
+        times = self.times.describe(stats["decode_tok_per_s"])
+        return f"{prompt} prompt + {new} new tokens in {times}{drafts}, seed {seed}{cache}"
 
     def _build_results(self, texts: Sequence[str], reports: Sequence[Sequence[StepInfo]]) -> list[Result]:
         # The number of tokens without the first token of each sample.
         new = sum(len(job.texts[number].tokens) for job, number in self._samples) - len(texts)
-        decoding = self.times.decoding
-        stats: GenerationStats = {
-            "prompt_tokens": 0,
-            "new_tokens": 0,
-            "draft_tokens": 0,
-            "accepted_draft_tokens": 0,
-            "seconds": self.times.total,
-            "first_token_seconds": self.times.first,
-            "compile_seconds": self.times.compiling,
-            "decode_tok_per_s": new / decoding if decoding > 0 and new > 0 else 0.0,
-            "cache": None,
-        }
         report_of = self._cache_report()
         requests = dict(zip(self._jobs, self._requests, strict=True))
         no_steps = self.batch.no_steps
@@ -241,15 +233,16 @@ class BatchRun:
                     tokens=sample.tokens,
                     finish_reason=sample.finish_reason or "length",
                     seed=request.config.generation.seed or 0,
-                    stats={
-                        **stats,
-                        "prompt_tokens": len(request.ids),
-                        "new_tokens": len(sample.tokens),
-                        "cache": report_of(len(request.ids) + len(sample.tokens) - 1),
-                        **self.batch.counts(row),  # type: ignore[typeddict-item]
-                    },
+                    stats=sample_stats(
+                        self.times,
+                        decode_tok_per_s=self.times.rate(new),
+                        prompt_tokens=len(request.ids),
+                        new_tokens=len(sample.tokens),
+                        cache=report_of(len(request.ids) + len(sample.tokens) - 1),
+                        counts=self.batch.counts(row),
+                    ),
                     steps=steps,
-                    settings=changed_settings(requests[job].config),
+                    settings=changed_settings(requests[job].config),  # those of the job may have another number of samples
                     router=router_values(self.batch.params, row),
                     make_info=self._info_maker(job, sample.tokens, steps),
                 )
@@ -268,9 +261,10 @@ class BatchRun:
         """Returns a function that makes `Result.info`; it holds no reference to the batch."""
         if steps is None:
             return TokenColumns
-        tokenizer, ids = self._model.tokenizer, job.request.ids
-        echo = self.batch.echo
-        logprobs = None if echo is None else echo[self._jobs.index(job), : len(ids)].tolist()
+        tokenizer = self._model.tokenizer
+        ids = job.request.ids
+        echo_PT = self.batch.echo
+        logprobs = None if echo_PT is None else echo_PT[self._jobs.index(job), : len(ids)].tolist()
 
         def make_info() -> TokenColumns:
             columns = token_columns(tokenizer, tokens, steps)
@@ -289,9 +283,11 @@ def evicted_keys(slots: Sequence[Sequence[Sequence[int]]], windows: Sequence[int
       slots: the pairs `[key heads, slots]` of each layer.
       windows: the window of each layer. A key that has left the window is not counted.
     """
-    visible_L = [tokens if window is None else min(tokens, window) for window in windows]
-    groups = [(visible, *group) for visible, layer in zip(visible_L, slots, strict=True) for group in layer]
-    return sum(heads * max(0, visible - count) for visible, heads, count in groups)
+    evicted = 0
+    for window, groups in zip(windows, slots, strict=True):
+        visible = tokens if window is None else min(tokens, window)
+        evicted += sum(heads * max(0, visible - count) for heads, count in groups)
+    return evicted
 
 
 def _with_samples(request: GenerationRequest, count: int) -> GenerationRequest:

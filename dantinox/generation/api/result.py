@@ -1,11 +1,12 @@
 """`Result`: the text of one sample of offline generation, its tokens, finish reason, log-probabilities and statistics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypedDict
 
 from dantinox.generation.api.attention_stats import AttentionStats
+from dantinox.generation.run_timer import Times
 from dantinox.html_repr import html_text
 from dantinox.model import CacheReport
 from dantinox.sampling import StepInfo
@@ -75,6 +76,29 @@ class GenerationStats(TypedDict):
     compile_seconds: float
     decode_tok_per_s: float
     cache: CacheReport | None
+
+
+def sample_stats(
+    times: Times,
+    *,
+    decode_tok_per_s: float,
+    prompt_tokens: int,
+    new_tokens: int,
+    cache: CacheReport | None,
+    counts: Mapping[str, int] = {},
+) -> GenerationStats:
+    """Returns the statistics of a sample of a batch with these times; `counts` are the numbers of draft tokens, if any."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "draft_tokens": counts.get("draft_tokens", 0),
+        "accepted_draft_tokens": counts.get("accepted_draft_tokens", 0),
+        "seconds": times.total,
+        "first_token_seconds": times.first,
+        "compile_seconds": times.compiling,
+        "decode_tok_per_s": decode_tok_per_s,
+        "cache": cache,
+    }
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, object]]:
     detokenizer = tokenizer.detokenizer()
     detokenizer.push(tokenizer.encode(result.prompt))  # the first new token continues the prompt
     texts = [detokenizer.push([token]) for token in result.tokens]
-    texts[-1] += detokenizer.flush()
+    texts[-1] += detokenizer.flush()  # text of an incomplete character
     records = token_records(result.tokens, texts, steps, tokenizer)
     if result.attention is None:
         return records
@@ -172,7 +172,8 @@ def router_values(params: SamplingParams, row: int) -> dict[str, float | None] |
     if params.router is None:
         return None
     names = [name for name in RouterSection.model_fields if hasattr(params.router, name)]
-    numbers = {name: float(str(np.asarray(getattr(params.router, name))[row])) for name in names}  # 0.1, not 0.10000000149
+    values = {name: np.asarray(getattr(params.router, name))[row] for name in names}
+    numbers = {name: float(str(value)) for name, value in values.items()}  # 0.1, not the 0.10000000149 of float32
     return {name: None if number == np.inf else number for name, number in numbers.items()}
 
 

@@ -22,7 +22,6 @@ from dantinox.run.adapters import AdapterDelta
 from dantinox.run.peft_folder import LoraAdapter
 
 DEFAULT_RANK = 16  # the smallest rank of stacks in which adapters can be loaded later
-MAX_LORAS, MAX_RANK = 1024, 4096
 MEMORY_SHARE = 4  # the stacks take at most 1 / MEMORY_SHARE of the free memory
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -96,10 +95,13 @@ class AdapterSlots:
             memory.
         """
         self.capacity = len(adapters) if capacity is None else capacity
-        smallest = 1 if capacity is None else DEFAULT_RANK
-        self.rank = max([smallest, *(adapter.rank for adapter in adapters.values())]) if rank is None else rank
+        if rank is None:
+            smallest = 1 if capacity is None else DEFAULT_RANK
+            rank = max([smallest, *(adapter.rank for adapter in adapters.values())])
+        self.rank = rank
         self.names: dict[str, AdapterSlot] = {}
-        self._model, self._order = model, order
+        self._model = model
+        self._order = order
         known = {name for layer in range(model.num_blocks) for name in layer_projections(model, layer)}
         if not known:
             raise UserError("this model supports no adapters: multi-head latent attention has no projections for them")
@@ -107,7 +109,7 @@ class AdapterSlots:
             raise UserError(f"{len(adapters)} adapters are given, but at most {self.capacity} can be loaded at the same time")
         used = {name for adapter in adapters.values() for _, name, _ in self._changes(adapter)}
         self._targets = sorted(used if capacity is None else known)
-        shapes = stack_shapes(model, self._targets, self.capacity + 1, self.rank)
+        shapes = stack_shapes(model, self._targets, self.capacity + 1, self.rank)  # the first place is that of no adapter
         needed = tree_bytes(shapes) // (self.capacity + 1) * (self.capacity + 1 + rows)
         _check_memory(needed, f"{self.capacity} adapters of rank {self.rank} in a batch of {rows}")
         self.stacks: Stacks = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)

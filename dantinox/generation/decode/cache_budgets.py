@@ -72,11 +72,14 @@ def allocate_by_loss(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float
     # All splits of a layer into two sizes: the h heads that gain most get the larger size.
     large_X, small_X, heads_X = (x.ravel() for x in np.indices((S, S, K)))
     slots_X = heads_X * size_S[large_X] + (K - heads_X) * size_S[small_X]
-    steps_X = np.ceil(slots_X * KNAPSACK_STEPS / max(share * L * K * size_S[-1], L * K * size_S[0]) - 1e-9).astype(np.int64)
+    total = max(share * L * K * size_S[-1], L * K * size_S[0])
+    # 1e-9: a quotient that rounding has raised above a whole number takes no further step.
+    steps_X = np.ceil(slots_X * KNAPSACK_STEPS / total - 1e-9).astype(np.int64)
     # For each number of steps: the smallest increase over the layers so far, and the split of this layer that achieves it.
     min_rise_W = np.zeros(KNAPSACK_STEPS + 1)
     choices = []
     for curve_KS in curves_LKS:
+        # What the heads gain with the larger size, the most first, and what the first 0…K − 1 of them gain together.
         gain_SSK = -np.sort(curve_KS.T[:, None] - curve_KS.T, axis=-1)
         gain_SSK = np.cumsum(np.concatenate([np.zeros((S, S, 1)), gain_SSK[..., :-1]], axis=-1), axis=-1)
         rise_X = curve_KS.sum(axis=0)[small_X] - gain_SSK.ravel()
@@ -91,7 +94,7 @@ def allocate_by_loss(rises_LKC: np.ndarray, slots_C: Sequence[int], share: float
         choices.append(choice_W)
     slots_LK = np.zeros((L, K))
     remaining = KNAPSACK_STEPS
-    for layer in reversed(range(L)):
+    for layer in reversed(range(L)):  # the choice of a layer is for the steps that it takes with the layers before it
         x = choices[layer][remaining]
         gain_K = curves_LKS[layer, :, small_X[x]] - curves_LKS[layer, :, large_X[x]]
         slots_LK[layer] = size_S[small_X[x]]
@@ -255,7 +258,8 @@ def _resplit(layer: Layer, shares_K: np.ndarray, floor: int, cap: int, remaining
       The change of the shortfall, and the groups; None if the heads would reach the cap. Otherwise a split always exists:
       moving one head from one size to the next adds at most a unit.
     """
-    K, slots_K = len(shares_K), _slots_per_head(layer)
+    K = len(shares_K)
+    slots_K = _slots_per_head(layer)
     total = int(slots_K.sum()) + remaining
     if total >= K * cap:
         return None

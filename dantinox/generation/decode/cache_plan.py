@@ -1,6 +1,7 @@
 """`CachePlan` describes the cache of a batch as the `kv` settings define it: slots per head, eviction policy, dtype."""
 
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -68,13 +69,14 @@ def plan_cache(
         message = f"kv.budget must be null with {uneven}: it needs layers with keys of the same shape"
         raise UserError(message, key="kv.budget")
     dtype = jnp.dtype(compute_dtype(config)).name if kv.dtype == "auto" else kv.dtype
-    latent = config.latent
-    sizes = (latent.rotated_size, latent.rank) if latent is not None else (
-        config.head_size, config.global_head_size or config.head_size
-    )  # fmt: skip
+    if config.latent is None:
+        vectors = "heads"
+        sizes = (config.head_size, config.global_head_size or config.head_size)
+    else:
+        vectors = "latents and their rotated parts"
+        sizes = (config.latent.rotated_size, config.latent.rank)
     multiple = numbers_per_element(PACKED_DTYPES.get(dtype, dtype))
     if uneven_sizes := [size for size in sizes if size % multiple]:
-        vectors = "heads" if latent is None else "latents and their rotated parts"
         message = f"kv.dtype {dtype} needs {vectors} with sizes that are multiples of {multiple}, got {uneven_sizes[0]}"
         raise UserError(message, key="kv.dtype")
     return CachePlan(slots, dtype, _compression(config, kv, slots, calibration, round_up) if kv.compresses else None)
@@ -138,11 +140,34 @@ def _min_slots_per_head(kv: KVSection) -> int:
     return -(-(kv.sinks + kv.recent) // SLOT_UNIT) * SLOT_UNIT
 
 
-def _compression(
-    config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None, round_up: bool
-) -> Compression:
-    K = config.kv_heads
-    caps_L = uncompressed_slots(config, slots)
+class _Policy(NamedTuple):
+    """How the importance of keys is measured while a cache decodes, as in `Compression`; `decay` None: that of the settings."""
+
+    window: int | None
+    pool: int = 1
+    decay: float | None = None
+    fixed: str | None = None
+
+
+def _policy(kv: KVSection) -> _Policy:
+    policies = {
+        "snapkv+ema": _Policy(kv.window, kv.pool),
+        "expected_attention": _Policy(None),
+        "kvzip": _Policy(None),
+        "tova": _Policy(1, decay=0.0),
+        "h2o": _Policy(None, decay=1.0),
+        "streaming": _Policy(None, decay=0.0, fixed="position"),
+        "random": _Policy(None, decay=0.0, fixed="hash"),
+    }
+    return policies[kv.policy]
+
+
+def _total_slots(kv: KVSection, K: int, caps_L: Sequence[int], slots: int, round_up: bool) -> int:
+    """Returns the slots of all heads together; the arguments are those of `plan_cache` and the sizes without compression.
+
+    Raises:
+      UserError: the budget is below the minimum per head.
+    """
     floor = _min_slots_per_head(kv)
     tokens = kv.budget_tokens
     full = K * sum(caps_L)
@@ -154,44 +179,53 @@ def _compression(
         warnings.warn(
             f"kv.budget {kv.budget:g} is too small for {slots} tokens: each head needs {floor} slots (kv.sinks + kv.recent, "
             f"rounded up to {SLOT_UNIT}); using {minimum / full:.3g}",
-            stacklevel=4,
+            stacklevel=5,
         )
         total = minimum
     if total < minimum:
-        key = f"kv.budget {kv.budget:g}" if tokens is None else f"kv.budget_tokens {tokens}"
+        if tokens is None:
+            key = "kv.budget"
+            given = f"{kv.budget:g}"
+            least = f"{np.ceil(1000 * minimum / full) / 1000:g}"
+        else:
+            key = "kv.budget_tokens"
+            given = str(tokens)
+            least = str(floor)
         raise UserError(
-            f"{key} leaves {total // (K * len(caps_L))} slots per head for a sequence of {slots} tokens, but each head needs "
-            f"{floor} (kv.sinks + kv.recent, rounded up to {SLOT_UNIT}): set it to at least "
-            + (f"{np.ceil(1000 * minimum / full) / 1000:g}" if tokens is None else f"{floor}"),
-            key="kv.budget" if tokens is None else "kv.budget_tokens",
+            f"{key} {given} leaves {total // (K * len(caps_L))} slots per head for a sequence of {slots} tokens, but each "
+            f"head needs {floor} (kv.sinks + kv.recent, rounded up to {SLOT_UNIT}): set it to at least {least}",
+            key=key,
         )
+    return total
+
+
+def _compression(
+    config: ModelConfig, kv: KVSection, slots: int, calibration: KVCalibration | None, round_up: bool
+) -> Compression:
+    K = config.kv_heads
+    caps_L = uncompressed_slots(config, slots)
+    floor = _min_slots_per_head(kv)
+    total = _total_slots(kv, K, caps_L, slots, round_up)
     # If the budget permits, every full-length buffer is shortened by one unit, so that no buffer is as long as the sequence.
     shorter_L = [cap - SLOT_UNIT if cap == slots and cap - SLOT_UNIT >= floor else cap for cap in caps_L]
-    caps = shorter_L if K * sum(shorter_L) >= total else caps_L
-    weights_LK = _head_shares(config, kv, calibration)
-    window, pool, decay, fixed = {
-        "snapkv+ema": (kv.window, kv.pool, kv.decay, None),
-        "expected_attention": (None, 1, kv.decay, None),
-        "kvzip": (None, 1, kv.decay, None),
-        "tova": (1, 1, 0.0, None),
-        "h2o": (None, 1, 1.0, None),
-        "streaming": (None, 1, 0.0, "position"),
-        "random": (None, 1, 0.0, "hash"),
-    }[kv.policy]
+    allowed_L = shorter_L if K * sum(shorter_L) >= total else caps_L
+    sorted_LK = -np.sort(-_head_shares(config, kv, calibration), axis=1)  # descending, as in `head_order`
+    policy = _policy(kv)
+    decay = kv.decay if policy.decay is None else policy.decay
     is_expected = kv.policy == "expected_attention"
     return Compression(
-        groups=allocate_by_weight(-np.sort(-weights_LK, axis=1), caps, total, floor).groups,
+        groups=allocate_by_weight(sorted_LK, allowed_L, total, floor).groups,
         decays=_decays(config, kv, calibration) if decay == "entropy" else ((decay,) * K,) * len(caps_L),
-        window=window,
-        pool=pool,
-        fixed=fixed,
+        window=policy.window,
+        pool=policy.pool,
+        fixed=policy.fixed,
         prompt={"expected_attention": "expected", "kvzip": "reconstruction"}.get(kv.policy, "attention"),
         rotations=tuple(config.rotation(layer) for layer in range(config.num_blocks)) if is_expected else (),
         rotated=config.rotated_size if is_expected else 0,
         recency=kv.policy in AVERAGE_POLICIES,
         sinks=kv.sinks,
         recent=kv.recent,
-        ratio=(kv.budget or total / full),
+        ratio=(kv.budget or total / (K * sum(caps_L))),
     )
 
 

@@ -40,8 +40,8 @@ from dantinox.platform import get_platform
 from dantinox.sampling import SamplingParams
 from dantinox.sampling.entropy_router import combine_layers
 
-# The expected number of accepted draft tokens of a new row, and the weight of each new observation in its moving average.
-FIRST_GAIN, GAIN_WEIGHT = 2.0, 0.4
+FIRST_GAIN = 2.0  # the expected number of accepted draft tokens of a new row
+GAIN_WEIGHT = 0.4  # of each new observation in the moving average of this number
 # Matrix multiplications on a CPU, measured with SmolLM2-135M on two cores; 1 is the time for reading the weights.
 ROW_COST = 0.058  # of each of several rows, in addition
 SINGLE_ROW_COST = 0.75  # of one row in all
@@ -91,9 +91,10 @@ def max_rows(model: Transformer, rows: int) -> int:
             limits.append(MAX_NATIVE_ROWS)
         if isinstance(node, LowPrecisionLinear | LowPrecisionExperts):
             smallest = node.min_bfloat16_rows
+            most_one_by_one = MAX_MATVEC_ROWS if smallest is None else smallest - 1
             if node.native and rows <= MAX_NATIVE_ROWS:
                 limits.append(MAX_NATIVE_ROWS)
-            elif rows < (MAX_MATVEC_ROWS + 1 if smallest is None else smallest):  # one by one: more rows save no time
+            elif rows <= most_one_by_one:  # more rows save no time
                 limits.append(rows)
     return min(limits)
 
@@ -336,7 +337,8 @@ class _DraftLoop(NamedTuple):
 
     def step(self, carry: _Carry) -> _Carry:
         """Runs a step."""
-        stepper, state = self.stepper, carry.state
+        stepper = self.stepper
+        state = carry.state
         drafts = find(state.features, DraftState)
         cache, *draft_caches = carry.caches
         found_B = jnp.ones(state.token_B.shape, bool)  # a draft model always generates a draft
@@ -419,7 +421,8 @@ class _DraftLoop(NamedTuple):
         Returns:
           The cache of the draft model, the number of tokens in it `[B]`, and the drafts `[B, draft_tokens]`.
         """
-        count, width = self.stepper.draft_tokens, self.stepper.width
+        count = self.stepper.draft_tokens
+        width = self.stepper.width
         drafts = find(state.features, DraftState)
         tokens_BS = find(state.features, RowTokens).tokens_BS
         end_B = jnp.where(chosen_B, state.position_B, 0)

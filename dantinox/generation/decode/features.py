@@ -31,8 +31,8 @@ class Feature:
         """Returns the logits that the sampling steps read."""
         return logits_BV
 
-    def shared(self, x_B: jax.Array) -> jax.Array:
-        """Returns the values that the rows use: those of other rows, where a row follows another one."""
+    def from_main_rows(self, x_B: jax.Array) -> jax.Array:
+        """Returns for each row the value of the row that it follows, or its own if it follows none."""
         return x_B
 
     def after(self, token_B: jax.Array, position_B: jax.Array, active_B: jax.Array) -> Self:

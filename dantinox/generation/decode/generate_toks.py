@@ -12,7 +12,7 @@ computes is chosen by a `Stepper`; what only some batches need are features (`ge
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -315,10 +315,10 @@ def write_row(rows: Any, row: Any, slot: jax.Array) -> Any:
 
 def abstract_logits(vocab_size: int, params: SamplingParams) -> StepLogits:
     """Returns the shapes of the result of `forward_step` without tracing the model."""
-    row_B = jax.ShapeDtypeStruct((params.batch,), jnp.float32)
-    logits_BV = jax.ShapeDtypeStruct((params.batch, vocab_size), jnp.float32)
-    metrics_B: list[Any] = [row_B] * len(AttentionMetrics._fields)
-    return StepLogits(cast(Any, logits_BV), AttentionMetrics(*metrics_B) if params.uses_attention else None)
+    row_B: Any = jax.ShapeDtypeStruct((params.batch,), jnp.float32)
+    logits_BV: Any = jax.ShapeDtypeStruct((params.batch, vocab_size), jnp.float32)
+    attention = AttentionMetrics(*[row_B] * len(AttentionMetrics._fields)) if params.uses_attention else None
+    return StepLogits(logits_BV, attention)
 
 
 def make_probe(attention: bool) -> Probe | None:
@@ -354,18 +354,20 @@ def prefill_prompts(
     index_T = jnp.arange(T)
     positions_PT = jnp.where(index_T < lengths_P[:, None], index_T, -1)
 
-    def prefill(prompts: tuple[Any, ...]) -> Any:
-        rows_RT, positions_RT, features = prompts
-        cache = None if plan is None else make_cache(model.config, rows_RT.shape[0], *plan)
-        x_RTD, cache = _prefill_rows(attach(features, model, constants), rows_RT, positions_RT, cache)
+    def read_prompts(prompts: tuple[Any, ...]) -> Any:
+        tokens_RT, positions_RT, features = prompts
+        cache = None if plan is None else make_cache(model.config, tokens_RT.shape[0], *plan)
+        x_RTD, cache = _prefill_rows(attach(features, model, constants), tokens_RT, positions_RT, cache)
         return x_RTD if keep_states else None, cache
 
-    rows = max(rows for rows in range(1, P + 1) if P % rows == 0 and (rows == 1 or rows * T <= PREFILL_BATCH_TOKENS))
+    # The most prompts of a pass, such that all passes have the same number.
+    divisors = [rows for rows in range(1, P + 1) if P % rows == 0]
+    rows = max(rows for rows in divisors if rows == 1 or rows * T <= PREFILL_BATCH_TOKENS)
     prompts = tokens_PT, positions_PT, features
     if rows == P:
-        x_PTD, cache = prefill(prompts)
+        x_PTD, cache = read_prompts(prompts)
     else:
-        results = jax.lax.map(prefill, jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), prompts))
+        results = jax.lax.map(read_prompts, jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), prompts))
         x_PTD, cache = jax.tree.map(lambda x: x.reshape(P, *x.shape[2:]), results)
     return x_PTD, cache
 
@@ -403,9 +405,9 @@ def _prefill_rows(
     P, T = tokens_PT.shape
     parts = -(-T // COMPRESSED_PREFILL_CHUNK) if cache is not None and cache.compressed else 1
     if parts == 1:
-        two_passes = cache is not None and cache.needs_two_passes
-        initial_cache = cache if cache is None or two_passes else cache.for_prefill(model.config, model.parallelism)
-        return prefill_hidden(model, tokens_PT, positions_PT, initial_cache)
+        if cache is not None and not cache.needs_two_passes:
+            cache = cache.for_prefill(model.config, model.parallelism)
+        return prefill_hidden(model, tokens_PT, positions_PT, cache)
     size = -(-T // parts)
     padding = ((0, 0), (0, parts * size - T))
     padded = jnp.pad(tokens_PT, padding), jnp.pad(positions_PT, padding, constant_values=-1)
@@ -451,7 +453,7 @@ def sample_step(
     token_B, sampler, drawn = sample(
         logits_BV, params, state.sampler, attention=step_logits.attention, active_B=active_B, report=report
     )
-    token_B = _shared(state.features, token_B)
+    token_B = _from_main_rows(state.features, token_B)
     position_B = state.position_B + active_B
     remaining_B = state.remaining_B - active_B
     ended_B = (token_B[:, None] == state.eos_BE).any(1) | (remaining_B <= 0)
@@ -462,7 +464,7 @@ def sample_step(
         token_B=jnp.where(active_B, token_B, state.token_B),
         position_B=position_B,
         remaining_B=remaining_B,
-        done_B=state.done_B | _shared(state.features, ended_B),
+        done_B=state.done_B | _from_main_rows(state.features, ended_B),
         eos_BE=state.eos_BE,
         sampler=sampler,
         features=tuple(feature.after(token_B, position_B, active_B) for feature in state.features),
@@ -470,7 +472,8 @@ def sample_step(
     return state, Emitted(token_B, active_B, drawn.token, sampler.recurrent)
 
 
-def _shared(features: Sequence[Feature], x_B: jax.Array) -> jax.Array:
+def _from_main_rows(features: Sequence[Feature], x_B: jax.Array) -> jax.Array:
+    """Returns for each row the value of the row that it follows, or its own if it follows none."""
     for feature in features:
-        x_B = feature.shared(x_B)
+        x_B = feature.from_main_rows(x_B)
     return x_B

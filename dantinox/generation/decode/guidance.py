@@ -43,7 +43,7 @@ class RowPairs(Feature):
         has_guide_B = self.guide_B != jnp.arange(logits_BV.shape[0])
         return jnp.where(has_guide_B[:, None], guided_BV, logits_BV)
 
-    def shared(self, x_B: jax.Array) -> jax.Array:
+    def from_main_rows(self, x_B: jax.Array) -> jax.Array:
         return x_B[self.main_B]
 
     @classmethod
@@ -62,6 +62,9 @@ def row_pairs(config: Config, rows: Sequence[int]) -> list[RowPairs]:
 
     A main row whose guide row is not given is its own guide.
     """
-    main, *guides = rows
-    pair = RowPairs.row((guides or [main])[0], main, config.generation.guidance_scale)
-    return [pair, *(RowPairs.row(guide, main) for guide in guides)]
+    main = rows[0]
+    scale = config.generation.guidance_scale
+    if len(rows) == 1:
+        return [RowPairs.row(main, main, scale)]
+    guide = rows[1]
+    return [RowPairs.row(guide, main, scale), RowPairs.row(guide, main)]

@@ -25,8 +25,8 @@ from dantinox.model import KVCache, Transformer
 from dantinox.model.scoring import map_positions
 from dantinox.sampling import StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
-from dantinox.sampling.report import step_info
-from dantinox.sampling.subsets import reduce_params
+from dantinox.sampling.step_info import step_info
+from dantinox.sampling.step_subsets import reduce_params
 
 
 def int32(value: int) -> np.ndarray:

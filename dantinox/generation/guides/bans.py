@@ -16,7 +16,8 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.files import quote, require_extra
-from dantinox.generation.guides.guide import Verdict, exclude_tokens
+from dantinox.generation.guides.guide import Verdict
+from dantinox.generation.guides.token_masks import mask_without
 
 if TYPE_CHECKING:
     from regex import Pattern
@@ -88,8 +89,6 @@ def compile_regexes(sources: Sequence[str]) -> list["Pattern[str]"]:
     Raises:
       UserError: an expression is invalid or matches the empty text, or the library `regex` is not installed.
     """
-    if not sources:
-        return []
     with require_extra("serve", "banned_regexes need a library that is not installed"):
         import regex
     patterns = []
@@ -130,11 +129,15 @@ class TextBan:
 
     def __init__(self, strings: BannedStrings, regexes: Sequence["Pattern[str]"], vocab_size: int, limit: int):
         """`limit` is the most tokens of the sample."""
-        self._strings, self._regexes, self._vocab_size = strings, regexes, vocab_size
+        self._strings = strings
+        self._regexes = regexes
+        self._vocab_size = vocab_size
         self._context = ""  # text before the held text
         self._tokens: list[_Held] = []
-        self._window, self._offset = "", 0  # the held text, and its position from the beginning of the text
-        self._partial, self._first = "", 0  # as in `_Held`, after the held text
+        self._window = ""  # the held text
+        self._offset = 0  # its position from the beginning of the text
+        self._partial = ""  # as in `_Held`, after the held text
+        self._first = 0
         self._position = 0  # of the next token
         self._excluded: dict[int, set[int]] = {}  # position → tokens that must not come there
         self._restarts = 0
@@ -153,17 +156,18 @@ class TextBan:
 
     def mask(self) -> np.ndarray | None:
         excluded = self._excluded.get(self._position)
-        return exclude_tokens(excluded, self._vocab_size) if excluded else None
+        return mask_without(excluded, self._vocab_size) if excluded else None
 
     def push(self, token: int, text: str) -> Verdict:
         self._tokens.append(_Held(token, text, self._partial, self._first))
         self._position += 1
         window = self._window + text
-        start = self._match_strings(text)
+        starts = [self._match_strings(text)]
         if self._regexes and text:
-            start = min((at for at in (start, self._match_regexes(window)) if at is not None), default=None)
-        if start is not None:
-            return self._discard(start)
+            starts.append(self._match_regexes(window))
+        found = [start for start in starts if start is not None]
+        if found:
+            return self._discard(min(found))
         self._first = self._offset + len(window) - len(self._partial)
         if self._regexes:
             self._first = min(self._first, self._offset + self._partial_start(window))
@@ -172,9 +176,9 @@ class TextBan:
 
     def _match_strings(self, text: str) -> int | None:
         """Advances over new text; returns where the first banned string to end begins in the held text, or None."""
-        partial, advance = self._partial, self._strings.advance
+        partial = self._partial
         for end, character in enumerate(lower(text), len(self._window) + 1):
-            partial, matched = advance(partial, character)
+            partial, matched = self._strings.advance(partial, character)
             if matched:
                 return end - matched
         self._partial = partial
@@ -182,31 +186,29 @@ class TextBan:
 
     def _match_regexes(self, window: str) -> int | None:
         """Returns where the first match begins in the held text, or None."""
-        text = self._context + window
-        offset = len(self._context)
-        starts = []
-        for pattern in self._regexes:
-            try:
-                found = pattern.search(text, pos=offset, timeout=REGEX_SECONDS)
-            except TimeoutError:
-                raise UserError(f"the banned expression {quote(pattern.pattern)} takes too long to evaluate") from None
-            if found is not None and found.end() > found.start():
-                starts.append(found.start() - offset)
-        return min(starts, default=None)
+        spans = self._search(window, partial=False)
+        return min((start for start, end in spans if end > start), default=None)
 
     def _partial_start(self, window: str) -> int:
         """Returns the first position of the held text at which a regular expression may still match."""
-        text = self._context + window
+        return min((start for start, _ in self._search(window, partial=True)), default=len(window))
+
+    def _search(self, window: str, partial: bool) -> list[tuple[int, int]]:
+        """Returns begin and end of the first match of each expression in the held text.
+
+        Args:
+          partial: whether a match may also begin at the end of the text and continue after it.
+        """
         offset = len(self._context)
-        first = len(window)
+        spans = []
         for pattern in self._regexes:
             try:
-                found = pattern.search(text, pos=offset, partial=True, timeout=REGEX_SECONDS)
+                found = pattern.search(self._context + window, pos=offset, partial=partial, timeout=REGEX_SECONDS)
             except TimeoutError:
                 raise UserError(f"the banned expression {quote(pattern.pattern)} takes too long to evaluate") from None
             if found is not None:
-                first = min(first, found.start() - offset)
-        return first
+                spans.append((found.start() - offset, found.end() - offset))
+        return spans
 
     def _discard(self, start: int) -> int:
         """Discards the tokens from the one that contains a position of the held text on, and excludes the first of them."""
@@ -245,7 +247,7 @@ class TextBan:
                 break
             start -= len(token.text)
             first = min(first, start, token.first)
-            held = held + 1
+            held += 1
         if start > self._offset:
             self._context = (self._context + window[: start - self._offset])[-CONTEXT_CHARACTERS:]
         self._window = window[start - self._offset :]

@@ -12,6 +12,7 @@ import numpy as np
 from dantinox.config import UserError
 from dantinox.files import first_line, quote, require_extra
 from dantinox.generation.guides.gbnf import gbnf_to_lark
+from dantinox.generation.guides.token_masks import allows, mask_of
 from dantinox.text import Tokenizer
 from dantinox.text.json_schemas import all_numbers, is_exact, rewrite_schema
 
@@ -119,7 +120,8 @@ class ConstraintCompiler:
             raise UserError(
                 "constraints need a tokenizer whose tokens have the same text next to any others; this tokenizer does not"
             )
-        self._stop_ids, self._size = tokenizer.stop_ids, tokenizer.vocab_size
+        self._stop_ids = tokenizer.stop_ids
+        self._size = tokenizer.vocab_size
         self._vocab_size = vocab_size or tokenizer.vocab_size
         adapter = _VocabularyAdapter(tokenizer, [*tokenizer.token_pieces.inner])
         self._encode = adapter
@@ -165,10 +167,13 @@ class Matcher:
         encode: Callable[[str], list[int]],
     ):
         """Created by `ConstraintCompiler.matcher`; `end` is the EOS token of llguidance, `ends` are the real EOS tokens."""
-        self._matcher, self._kind, self._end, self._encode = matcher, kind, end, encode
+        self._matcher = matcher
+        self._kind = kind
+        self._end = end
+        self._encode = encode
         self._ends = [token for token in ends if 0 <= token < vocab_size]
-        self._words = -(-vocab_size // 32)
-        self._next: tuple[np.ndarray, bool] | None = None
+        self._end_bits = mask_of(self._ends, vocab_size)
+        self._next: tuple[np.ndarray, bool] | None = None  # the result of `_compute`
         self.ended = False
 
     def copy(self) -> "Matcher":
@@ -186,7 +191,7 @@ class Matcher:
         return bool(self._matcher.consume_tokens(ids))
 
     def mask(self) -> np.ndarray:
-        """Returns bits [⌈V/32⌉] uint32: bit i mod 32 of word ⌊i/32⌋ is set if token i may come next.
+        """Returns the tokens that may come next, as in `token_masks`.
 
         EOS tokens are allowed where the sequence is complete. If the constraint allows only one continuation, only the first
         token of its encoding by the tokenizer is allowed.
@@ -200,7 +205,7 @@ class Matcher:
     def done(self) -> bool:
         """Whether the sequence is complete and cannot be continued."""
         bits, complete = self._compute()
-        return self.ended or (complete and not np.any(bits & ~self._bits(self._ends)))
+        return self.ended or (complete and not np.any(bits & ~self._end_bits))
 
     def consume(self, token: int) -> None:
         """Advances by one token. If llguidance fails here, the next `mask` or `done` raises the error.
@@ -209,7 +214,7 @@ class Matcher:
           ValueError: the token is not allowed here.
         """
         bits, complete = self._compute()
-        if self.ended or not bits[token // 32] >> np.uint32(token % 32) & 1:
+        if self.ended or not allows(bits, token):
             raise ValueError(f"token {token} is not allowed here")
         self._next = None
         if complete and token in self._ends:
@@ -220,33 +225,28 @@ class Matcher:
     def _compute(self) -> tuple[np.ndarray, bool]:
         """Returns the mask, and whether the sequence is complete."""
         if self._next is None:
-            bits = np.zeros(self._words, np.uint32)
+            bits = np.zeros_like(self._end_bits)
             complete = self.ended
             if not self.ended:
                 allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32).copy()
                 if self._matcher.is_error():
                     raise _to_user_error(self._kind, self._matcher.get_error())
-                complete = bool(allowed[self._end // 32] >> np.uint32(self._end % 32) & 1)
+                complete = allows(allowed, self._end)
                 allowed[self._end // 32] &= ~np.uint32(1 << self._end % 32)
-                bits[: len(allowed)] = allowed[: self._words]
-                bits &= ~self._bits(self._ends)
+                bits[: len(allowed)] = allowed[: len(bits)]
+                bits &= ~self._end_bits
             if complete:
-                bits |= self._bits(self._ends)
+                bits |= self._end_bits
             elif not bits.any():
                 raise UserError(f"no token of this vocabulary can satisfy {DISPLAY_NAMES[self._kind]} here")
             self._next = bits, complete
         return self._next
 
-    def _bits(self, tokens: Sequence[int]) -> np.ndarray:
-        bits = np.zeros(self._words, np.uint32)
-        for token in tokens:
-            bits[token // 32] |= np.uint32(1 << token % 32)
-        return bits
-
 
 class _VocabularyAdapter:
     """A vocabulary in the format of llguidance. Its last token is an extra EOS token, which only llguidance uses."""
 
+    # llguidance reads these and the attributes that `__init__` sets.
     is_tokenizer_wrapper = True
     bos_token_id = None
 
@@ -261,17 +261,17 @@ class _VocabularyAdapter:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Encodes a text that the constraint forces.
-
-        If the tokenizer cannot encode it exactly, the longest matching token is taken at each position.
-        """
+        """Encodes a text that the constraint forces."""
         data = text.encode()
         try:
             ids = self._tokenizer.encode(text)
         except UserError:  # a character is not in the vocabulary
             ids = []
-        if b"".join(self._pieces[i] for i in ids) == data:  # false if the tokenizer adds a space in front
-            return ids
+        is_exact_text = b"".join(self._pieces[i] for i in ids) == data  # false if the tokenizer adds a space in front
+        return ids if is_exact_text else self._longest_tokens(data)
+
+    def _longest_tokens(self, data: bytes) -> list[int]:
+        """Returns the longest matching token at each position, up to a position at which no token matches."""
         ids = []
         start = 0
         while start < len(data):
@@ -292,17 +292,9 @@ def _import_llguidance() -> Any:
 
 def _to_grammar(library: Any, constraint: Constraint, json_whitespace: str = "compact") -> str:
     """Converts a constraint to the grammar format of llguidance."""
-    kind, source = constraint.kind, constraint.source
-    if kind not in CONSTRAINT_KINDS:
-        raise UserError(f"a constraint must be one of {', '.join(CONSTRAINT_KINDS)}, got {quote(kind)}")
-    try:
-        size = len(source.encode())
-    except UnicodeEncodeError:
-        raise UserError(f"{DISPLAY_NAMES[kind]} contains a lone surrogate, which is not valid text") from None
-    if size > MAX_SOURCE_BYTES:
-        raise UserError(f"{DISPLAY_NAMES[kind]} must have at most {MAX_SOURCE_BYTES >> 10} KB, got {-(-size // 1024)}")
-    if "\0" in source:
-        raise UserError(f"{DISPLAY_NAMES[kind]} contains U+0000 at character {source.index(chr(0)) + 1}, which is not allowed")
+    _check_source(constraint)
+    kind = constraint.kind
+    source = constraint.source
     make = library.LLMatcher
     if kind == "regex":
         return str(make.grammar_from_regex(source))
@@ -325,15 +317,33 @@ def _to_grammar(library: Any, constraint: Constraint, json_whitespace: str = "co
         raise _to_user_error(kind, str(error)) from None
 
 
+def _check_source(constraint: Constraint) -> None:
+    kind = constraint.kind
+    if kind not in CONSTRAINT_KINDS:
+        raise UserError(f"a constraint must be one of {', '.join(CONSTRAINT_KINDS)}, got {quote(kind)}")
+    name = DISPLAY_NAMES[kind]
+    try:
+        size = len(constraint.source.encode())
+    except UnicodeEncodeError:
+        raise UserError(f"{name} contains a lone surrogate, which is not valid text") from None
+    if size > MAX_SOURCE_BYTES:
+        raise UserError(f"{name} must have at most {MAX_SOURCE_BYTES >> 10} KB, got {-(-size // 1024)}")
+    if "\0" in constraint.source:
+        place = constraint.source.index("\0") + 1
+        raise UserError(f"{name} contains U+0000 at character {place}, which is not allowed")
+
+
 def _inexact_literals(schema: Mapping[str, Any]) -> list[str]:
     """Returns the texts of a schema that only lists integers, if llguidance would round one of them."""
     keys = schema.keys() - {"title", "description", "$schema"}
-    values = schema.get("enum", [schema.get("const")])
-    lists_integers = keys <= {"enum", "type"} or keys <= {"const", "type"}
-    lists_integers &= schema.get("type", "integer") in ("integer", "number") and isinstance(values, list)
-    if not lists_integers or not all(type(value) is int for value in values) or all_numbers(values, is_exact):
+    if not (keys <= {"enum", "type"} or keys <= {"const", "type"}):
         return []
-    return [str(value) for value in values]
+    if schema.get("type", "integer") not in ("integer", "number"):
+        return []
+    values = schema.get("enum", [schema.get("const")])
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        return []
+    return [] if all_numbers(values, is_exact) else [str(value) for value in values]
 
 
 def _parse_schema(source: str) -> dict[str, Any]:

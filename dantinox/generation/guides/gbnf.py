@@ -58,13 +58,12 @@ class _Parser:
 
     def __init__(self, source: str):
         self._source = source
-        self._at = 0
+        self._at = 0  # the position of the next character
+        self._references: list[tuple[str, int]] = []  # the names of rules that expressions refer to, with their positions
 
     def rules(self) -> dict[str, Node]:
         """Returns the expression of each rule; the last one of a name counts."""
         rules: dict[str, Node] = {}
-        references: list[tuple[str, int]] = []
-        self._references = references
         self._space(newlines=True)
         while self._at < len(self._source):
             name = self._match(NAME)
@@ -77,7 +76,7 @@ class _Parser:
             if rest not in ("", "\r", "\n") and not RULE.match(self._source, self._at):
                 raise self._error(f"unexpected {rest!r}")
             self._space(newlines=True)
-        for reference, at in references:
+        for reference, at in self._references:
             if reference not in rules:
                 raise self._error(f"rule '{reference}' is not defined", at)
         if "root" not in rules:
@@ -229,10 +228,11 @@ def _finite(rules: Mapping[str, Node]) -> dict[str, Node]:
         return node
 
     size = -1
-    while size != (size := len(found)):
+    while size != (size := len(found)):  # until no rule is found; references mostly go to later rules
         for name in reversed([*rules]):
             if name not in found and (node := reduce(rules[name])) is not None:
                 found[name] = node
+    # Once more, because options that refer to rules that were found later are missing.
     return {name: node for name in found if (node := reduce(rules[name])) is not None}
 
 
@@ -256,30 +256,33 @@ class _Writer:
         self._merges = False  # whether neighboring items of a sequence become one terminal
 
     def lark(self) -> str:
+        """Returns the grammar, with the form of the sequences that has fewer conflicts."""
         attempts = []
-        for self._merges in (False, True):
+        for merges in (False, True):
+            self._merges = merges
             text, conflicts = self._write()
             if not conflicts:
                 return text
-            attempts.append((len(conflicts), self._merges, conflicts))
+            attempts.append((len(conflicts), merges, conflicts))
         _, self._merges, conflicts = min(attempts, key=lambda attempt: attempt[:2])
-        while conflicts:
+        while conflicts:  # a split terminal may cause conflicts with others
             self._split |= conflicts
             text, conflicts = self._write()
         return text
 
     def _write(self) -> tuple[str, set[Node]]:
         """Returns the grammar, and the terminals that must be split."""
-        self._lines: dict[str, str] = {}
+        self._lines: dict[str, str] = {}  # name in the Lark grammar → its expression
         self._terminals: dict[Node, str] = {}  # expression of a terminal → its name
-        self._places: dict[str, Node] = {}
-        self._todo: list[tuple[str, str, bool]] = []
+        self._places: dict[str, Node] = {}  # name of a rule in the Lark grammar → its expression over terminals
+        self._todo: list[tuple[str, str, bool]] = []  # arguments of `_reference` with the names that it returned
         start = self._reference("root", False).text
         while self._todo:
             line, name, split = self._todo.pop()
             if line not in self._places:
                 place = self._place(self._rules[name], split)
-                self._lines[line], self._places[line] = place.text, place.node
+                self._lines[line] = place.text
+                self._places[line] = place.node
         terminals = {name: node for node, name in self._terminals.items()}
         left = MAX_WORK - self._work
         conflicts, work = greedy_conflicts(self._places, self._inline, terminals, left)
@@ -299,19 +302,20 @@ class _Writer:
         if isinstance(node, Token):
             return _Place(node.text, node)
         split = split or node in self._split
-        if self._is_regular(node) and (not split or isinstance(node, Chars)):
+        if isinstance(node, Chars) or (self._is_regular(node) and not split):
             return self._terminal_place(node)
         if isinstance(node, Ref):
             return self._reference(node.name, split)
         if isinstance(node, Rep):
             inner = self._place(node.node, split)
             return _Place(f"({inner.text}){_counts(node)}", Rep(inner.node, node.least, node.most))
-        assert isinstance(node, Seq | Alt)
         items = node.items if split else self._merge(node)
         places = [self._place(item, split) for item in items]
+        texts = [place.text for place in places]
+        nodes = tuple(place.node for place in places)
         if isinstance(node, Alt):
-            return _Place("(" + " | ".join(place.text for place in places) + ")", Alt(tuple(place.node for place in places)))
-        return _Place(" ".join(place.text for place in places) or '""', Seq(tuple(place.node for place in places)))
+            return _Place("(" + " | ".join(texts) + ")", Alt(nodes))
+        return _Place(" ".join(texts) or '""', Seq(nodes))
 
     def _reference(self, name: str, split: bool) -> _Place:
         """Returns a reference to a rule, and remembers to write the rule, of single characters if it is `split`."""
@@ -363,11 +367,13 @@ class _Writer:
 
 
 def _counts(node: Rep) -> str:
+    """Returns the counts of a repetition in Lark, such as `*` or `{2,3}`."""
     symbol = next((symbol for symbol, counts in REPEATS.items() if counts == (node.least, node.most)), None)
     return symbol or f"{{{node.least},{'' if node.most is None else node.most}}}"
 
 
 def _class(node: Chars) -> str:
+    """Returns the regular expression of a character class."""
     if len(node.ranges) == 1 and node.ranges[0][0] == node.ranges[0][1]:
         return f"\\x{{{node.ranges[0][0]:x}}}"
     return "[" + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in node.ranges) + "]"

@@ -6,13 +6,12 @@ the sample from the last kept token (`RunningBatch.restart`), with the same rand
 """
 
 import copy
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from dantinox.config import UserError
 from dantinox.generation.guides.constraints import Constraint, Matcher
+from dantinox.generation.guides.token_masks import mask_of, mask_without
 from dantinox.text.tool_calls import overlap
 
 
@@ -64,7 +63,9 @@ NO_GAP = Gap("", ())
 
 # What happens after a token: `None`, decoding goes on; a number n, the last n tokens are discarded and decoding restarts.
 Verdict = int | None
-KEEP, RESTART_AFTER, RESTART_BEFORE = None, 0, 1
+KEEP = None
+RESTART_AFTER = 0
+RESTART_BEFORE = 1
 
 
 class Guide(Protocol):
@@ -85,7 +86,7 @@ class Guide(Protocol):
         """Returns an independent guide in the same state."""
 
     def mask(self) -> np.ndarray | None:
-        """Returns bits [⌈V/32⌉] uint32 of the tokens that may come next; None: all.
+        """Returns the tokens that may come next, as in `token_masks`; None: all.
 
         Raises:
           UserError: no token may come next, or the computation takes too long.
@@ -155,11 +156,9 @@ class AfterTrigger:
 
     def mask(self) -> np.ndarray | None:
         if self._matcher is not None:
-            bits = self._matcher.mask()
-            for token in self._gap.next_ids:
-                bits = bits | only_token(token, self._vocab_size)
+            bits: np.ndarray = self._matcher.mask() | mask_of(self._gap.next_ids, self._vocab_size)
             return bits
-        return exclude_tokens(self._excluded, self._vocab_size) if self._excluded else None
+        return mask_without(self._excluded, self._vocab_size) if self._excluded else None
 
     def push(self, token: int, text: str) -> Verdict:
         if self._matcher is not None:
@@ -174,27 +173,30 @@ class AfterTrigger:
             return RESTART_AFTER
         before = self._tail, self._at_start, self._in_reasoning
         rest = self._find_trigger(self._tail + text)
+        if rest is None:
+            verdict = RESTART_AFTER if self._excluded else KEEP  # the mask changes
+            self._excluded = set()
+            return verdict
+        matcher = self._start.copy()
         gap = self._gap
-        matcher = None if rest is None else self._start.copy()
         if rest:
             rest, gap = gap.split(rest)
-        if matcher is not None and rest and not matcher.skip(rest):
+        if rest and not matcher.skip(rest):  # the constraint forbids the part of the token after the trigger
             self._tail, self._at_start, self._in_reasoning = before
             self._excluded.add(token)
             return RESTART_BEFORE
-        restart = bool(self._excluded) or matcher is not None
         self._excluded = set()
-        if matcher is not None:
-            self._matcher = matcher
-            self._tail = ""
-            self._gap = gap
-            if matcher.done:
-                self._leave_constraint(matcher)
-        return RESTART_AFTER if restart else KEEP
+        self._matcher = matcher
+        self._tail = ""
+        self._gap = gap
+        if matcher.done:
+            self._leave_constraint(matcher)
+        return RESTART_AFTER
 
     def _find_trigger(self, text: str) -> str | None:
         """Returns the text after the first trigger, or None; follows the reasoning on the way."""
-        after, reasoning = self._constraint.after, self._reasoning
+        after = self._constraint.after
+        reasoning = self._reasoning
         while True:
             if self._in_reasoning and reasoning is not None:
                 markers: tuple[str, ...] = (reasoning.end,)
@@ -204,7 +206,8 @@ class AfterTrigger:
                 if opening and self._at_start and stripped.startswith(opening):
                     return stripped
                 markers = after if reasoning is None else (*after, reasoning.begin)
-            at, marker = min(((at, marker) for marker in markers if (at := text.find(marker)) >= 0), default=(-1, ""))
+            found = [(text.find(marker), marker) for marker in markers if marker in text]
+            at, marker = min(found, default=(-1, ""))
             free = text if at < 0 else text[:at]
             self._at_start = self._at_start and (self._in_reasoning or not free.strip())
             if at < 0:
@@ -217,6 +220,7 @@ class AfterTrigger:
             self._in_reasoning = not self._in_reasoning
 
     def _leave_constraint(self, matcher: Matcher) -> None:
+        """Makes the text free again, or ends it, after the text of the constraint is complete."""
         self.done = not self._constraint.repeats or matcher.ended
         self._matcher = None
         self._gap = NO_GAP
@@ -256,15 +260,16 @@ class ReasoningTracker:
 class ReasoningBudget:
     """Ends the reasoning of a sample after `Reasoning.budget` tokens, by forcing the tokens of the text that ends it."""
 
-    done, held = False, 0
+    done = False
+    held = 0
 
     def __init__(self, reasoning: Reasoning, budget: int, vocab_size: int):
         self._tracker = ReasoningTracker(reasoning)
         self._closing = reasoning.closing
-        self._budget, self._vocab_size = budget, vocab_size
-        self._forced: int | None = (
-            0 if reasoning.is_open and budget == 0 else None
-        )  # number of forced tokens; None: not forcing
+        self._budget = budget
+        self._vocab_size = vocab_size
+        # How many tokens of `closing` were forced; None: they are not forced yet.
+        self._forced = 0 if reasoning.is_open and budget == 0 else None
 
     def copy(self) -> "ReasoningBudget":
         copied = copy.copy(self)
@@ -272,7 +277,7 @@ class ReasoningBudget:
         return copied
 
     def mask(self) -> np.ndarray | None:
-        return None if self._forced is None else only_token(self._closing[self._forced], self._vocab_size)
+        return None if self._forced is None else mask_of([self._closing[self._forced]], self._vocab_size)
 
     def push(self, token: int, text: str) -> Verdict:
         self._tracker.push(text)
@@ -280,42 +285,11 @@ class ReasoningBudget:
             self._forced += 1
             if self._forced < len(self._closing):
                 return KEEP
-            self._forced, self._tracker.is_open = None, False
+            self._forced = None
+            self._tracker.is_open = False
             return RESTART_AFTER
         # A model that has begun to write the end marker may complete it.
         if self._tracker.is_open and self._tracker.count >= self._budget and not self._tracker.pending:
             self._forced = 0
             return RESTART_AFTER
         return KEEP
-
-
-def only_token(token: int, vocab_size: int) -> np.ndarray:
-    """Returns the mask that allows one token."""
-    bits = np.zeros(-(-vocab_size // 32), np.uint32)
-    bits[token // 32] = np.uint32(1 << token % 32)
-    return bits
-
-
-def exclude_tokens(tokens: set[int], vocab_size: int) -> np.ndarray:
-    """Returns the mask that allows all tokens but these."""
-    bits = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
-    for token in tokens:
-        bits[token // 32] &= ~np.uint32(1 << token % 32)
-    return bits
-
-
-def combine_masks(masks: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Returns the tokens that all masks allow; None: all tokens.
-
-    Raises:
-      UserError: several masks together allow no token.
-    """
-    given = [mask for mask in masks if mask is not None]
-    if not given:
-        return None
-    combined = given[0]
-    for mask in given[1:]:
-        combined = combined & mask
-    if len(given) > 1 and not combined.any():
-        raise UserError("the constraint, banned texts and reasoning budget of this request together allow no token here")
-    return combined

@@ -83,7 +83,7 @@ def smallest_set(rules: Mapping[str, Node], belongs: Callable[[Node, set[str]], 
     """Returns the smallest set of rules that contains each rule whose expression `belongs` to the set."""
     found: set[str] = set()
     size = -1
-    while size != (size := len(found)):
+    while size != (size := len(found)):  # until no rule is added; references mostly go to later rules
         for name in reversed([*rules]):
             if name not in found and belongs(rules[name], found):
                 found.add(name)
@@ -110,22 +110,23 @@ def greedy_conflicts(
     automata = {name: _automaton(node, inline) for name, node in terminals.items()}
     literals = {name: _literal(node) for name, node in terminals.items()}
     firsts = {name: tuple(automaton.first()) for name, automaton in automata.items()}
-    candidates = [name for name, node in terminals.items() if not isinstance(node, Chars)]
+    candidates = [name for name, node in terminals.items() if not isinstance(node, Chars)]  # of several characters
     patterns = [name for name in candidates if literals[name] is None]
     texts = sorted((text, name) for name in candidates if (text := literals[name]) is not None)
     conflicts: set[str] = set()
     work = 0
     for first, following in _followers(rules).items():
-        if first not in terminals:
+        if first not in terminals:  # a special token
             continue
         after = tuple({pair for name in following for pair in firsts.get(name, ())})
         text = literals[first]
         if text is not None:
+            # Two literals conflict if the longer one continues the other with a character that may follow it.
             for longer, other in texts[bisect_left(texts, (text, "")) :]:
                 if not longer.startswith(text):
                     break
-                codes = [(ord(letter), ord(letter)) for letter in longer[len(text) :][:1]]
-                if _overlap(tuple(codes), after):
+                next_character = longer[len(text) :][:1]
+                if next_character and _overlap(((ord(next_character), ord(next_character)),), after):
                     conflicts.add(other)
         for other in patterns if text is not None else candidates:
             if other not in conflicts and _overlap(firsts[first], firsts[other]):
@@ -148,10 +149,12 @@ def _literal(node: Node) -> str | None:
 
 
 def _followers(rules: Mapping[str, Node]) -> dict[str, set[str]]:
+    """Returns for each terminal and special token those that may follow it (the sets FIRST and FOLLOW of a parser)."""
     nullable = smallest_set(rules, is_nullable)
     firsts: dict[str, set[str]] = {name: set() for name in rules}
 
     def first(node: Node) -> set[str]:
+        """Returns the terminals with which an expression may begin."""
         if isinstance(node, Token):
             return {node.text}
         if isinstance(node, Ref):
@@ -177,6 +180,7 @@ def _followers(rules: Mapping[str, Node]) -> dict[str, set[str]]:
     follows: dict[str, set[str]] = {name: set() for name in rules}
 
     def visit(node: Node, after: set[str]) -> None:
+        """Adds what may follow the parts of an expression that is followed by `after`."""
         if isinstance(node, Token):
             followers[node.text] |= after
         elif isinstance(node, Ref):
@@ -216,6 +220,7 @@ class _Automaton:
         return len(self.moves) - 1
 
     def closure(self, state: int) -> set[int]:
+        """Returns the states that empty moves reach from a state, with the state itself."""
         found = {state}
         todo = [state]
         while todo:
@@ -231,9 +236,11 @@ class _Automaton:
         return self._moves_from[state]
 
     def ends(self, state: int) -> bool:
+        """Whether a text may end in a state."""
         return self.end in self.closure(state)
 
     def first(self) -> list[tuple[int, int]]:
+        """Returns the ranges of the characters with which a text may begin."""
         return [pair for ranges, _ in self.moves_from(0) for pair in ranges]
 
 
@@ -288,12 +295,13 @@ def _matches_beyond(before: _Automaton, other: _Automaton, after: Ranges, limit:
 
     Also returns the number of pairs of moves, at most `limit`, or raises OverflowError.
     """
-    seen = {(0, 0)}
+    seen = {(0, 0)}  # pairs of states in which both automata are after the same text
     work = 0
     todo = deque(seen)
     while todo:
         one, two = todo.popleft()
-        moves_one, moves_two = before.moves_from(one), other.moves_from(two)
+        moves_one = before.moves_from(one)
+        moves_two = other.moves_from(two)
         if (one, two) != (0, 0) and before.ends(one) and any(_overlap(ranges, after) for ranges, _ in moves_two):
             return True, work
         work += len(moves_one) * len(moves_two) + 1

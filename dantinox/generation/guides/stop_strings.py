@@ -24,21 +24,24 @@ class StopFinder:
         Args:
           active: whether a stop string ends the text; if false, stop strings are passed through like other text.
         """
+        if not self._stops:
+            return text
         if self.matched_stop is not None:
             return ""
         self._buffer += text
         passed = ""
         while (hit := self._find_first()) is not None:
             start, stop = hit
+            end = start + len(stop)
             if active:
                 self.matched_stop = stop
-                passed += self._buffer[: start + len(stop) if self._keep else start]
+                passed += self._buffer[: end if self._keep else start]
                 self._buffer = ""
                 return passed
-            passed += self._buffer[: start + len(stop)]
-            self._buffer = self._buffer[start + len(stop) :]
-        split = len(self._buffer) - overlap(self._buffer, self._stops)
-        passed = passed + self._buffer[:split]
+            passed += self._buffer[:end]
+            self._buffer = self._buffer[end:]
+        split = len(self._buffer) - overlap(self._buffer, self._stops)  # what follows may be the beginning of a stop string
+        passed += self._buffer[:split]
         self._buffer = self._buffer[split:]
         return passed
 

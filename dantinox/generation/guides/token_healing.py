@@ -13,6 +13,7 @@ import numpy as np
 
 from dantinox.config import UserError
 from dantinox.generation.guides.guide import KEEP, RESTART_BEFORE, Guide, Verdict, WholeText
+from dantinox.generation.guides.token_masks import mask_of
 from dantinox.text import Tokenizer
 from dantinox.text.detokenizer import Detokenizer
 
@@ -44,13 +45,14 @@ class PieceIndex:
         A token is removed while some token of the vocabulary extends the bytes of the removed ones. At least one token remains,
         and a special token is never removed.
         """
-        data, count = b"", 0
+        data = b""
+        count = 0
         for token in ids[:0:-1][:MAX_HEALED_TOKENS]:
             piece = self.pieces[token] if token < len(self.pieces) else b""
             if not piece or not self.is_extended(piece + data):
                 break
             data = piece + data
-            count = count + 1
+            count += 1
         return count
 
     def matches(self, data: bytes) -> np.ndarray:
@@ -60,7 +62,9 @@ class PieceIndex:
             first = bisect_left(self._sorted, data[:size])
             ranges.append((first, bisect_right(self._sorted, data[:size], first)))
         first = bisect_left(self._sorted, data)
-        ranges.append((first, bisect_left(self._sorted, True, first, key=lambda piece: not piece.startswith(data))))
+        # The first piece after those that begin with `data`, which follow each other in the order of the bytes.
+        end = bisect_left(self._sorted, True, first, key=lambda piece: not piece.startswith(data))
+        ranges.append((first, end))
         return np.concatenate([self._ids[start:end] for start, end in ranges])
 
 
@@ -76,11 +80,15 @@ class HealedPrefix:
     held = 0
 
     def __init__(self, index: PieceIndex, healed: Sequence[int], vocab_size: int, constraint: Guide | None = None):
-        """Args:
-        healed: the removed tokens, at least one.
-        constraint: the guide of the constraint of the request, at its start.
+        """Creates a guide at the end of the shortened prompt.
+
+        Args:
+          healed: the removed tokens, at least one.
+          constraint: the guide of the constraint of the request, at its start.
         """
-        self._index, self._constraint, self._vocab_size = index, constraint, vocab_size
+        self._index = index
+        self._constraint = constraint
+        self._vocab_size = vocab_size
         self._rest = b"".join(index.pieces[token] for token in healed)
         self._excluded: set[int] = set()  # tokens that must not come next
         self.in_prompt = True
@@ -104,9 +112,7 @@ class HealedPrefix:
             allowed = np.asarray([token for token in allowed.tolist() if self._excess(token) in starts], np.int32)
         if self._excluded:
             allowed = np.setdiff1d(allowed, [*self._excluded])
-        bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
-        np.bitwise_or.at(bits, allowed // 32, np.uint32(1) << (allowed % 32).astype(np.uint32))
-        return bits
+        return mask_of(allowed, self._vocab_size)
 
     def push(self, token: int, text: str) -> Verdict:
         """`text` is the text that the token adds to the response."""
@@ -126,7 +132,8 @@ class HealedPrefix:
         if verdict == RESTART_BEFORE:
             self._excluded.add(token)
         else:
-            self._rest, self.in_prompt = b"", False
+            self._rest = b""
+            self.in_prompt = False
         return verdict
 
     def _excess(self, token: int) -> bytes:
@@ -147,7 +154,8 @@ class _ResponseDetokenizer:
     """A detokenizer that drops the text of the prompt."""
 
     def __init__(self, detokenizer: Detokenizer, prompt_characters: int):
-        self._detokenizer, self._left = detokenizer, prompt_characters
+        self._detokenizer = detokenizer
+        self._left = prompt_characters  # characters of the prompt that are still to be dropped
 
     def push(self, ids: Sequence[int]) -> str:
         return self._drop(self._detokenizer.push(ids))

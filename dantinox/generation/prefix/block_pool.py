@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dantinox.generation.decode.cache_plan import Caches
+from dantinox.model import KVCache
 from dantinox.model.cache import FullLayer, RingLayer
 from dantinox.model.cache_store import SegmentedStore, Store
 
@@ -18,13 +19,13 @@ Pool = tuple[Store, ...]  # one store per layer that has keys and values; a row 
 def make_pool(caches: Caches, blocks: int, size: int) -> Pool:
     """Returns a pool of `blocks` empty blocks of `size` tokens for the sequences of caches without compressed layers."""
 
-    def empty(store: Store) -> Store:
-        def leaf(axis: int, leaf: jax.Array) -> jax.Array:
-            return jnp.zeros((blocks, *(size if n == axis else length for n, length in enumerate(leaf.shape) if n)), leaf.dtype)
+    def empty_leaf(slots_axis: int, leaf: jax.Array) -> jax.Array:
+        shape = [*leaf.shape]
+        shape[0] = blocks
+        shape[slots_axis] = size
+        return jnp.zeros(shape, leaf.dtype)
 
-        return store.map_slots(leaf)
-
-    return tuple(empty(_segments(layer)[0][1]) for layer in _layers(caches))
+    return tuple(_segments(layer)[0][1].map_slots(empty_leaf) for layer in _layers(caches))
 
 
 @partial(jax.jit, static_argnames=("size",), donate_argnames=("pool",))
@@ -73,9 +74,12 @@ def load_blocks(
         return replace(layer, store=replace(layer.store, segments=tuple(segments)))
 
     layers: Iterator[Any] = map(loaded, pool, _layers(caches))
-    return tuple(
-        replace(cache, layers=tuple(None if layer is None else next(layers) for layer in cache.layers)) for cache in caches
-    )
+
+    def with_loaded_layers(cache: KVCache) -> KVCache:
+        """Takes the next of `layers` for each layer that has keys and values of its own."""
+        return replace(cache, layers=tuple(None if layer is None else next(layers) for layer in cache.layers))
+
+    return tuple(with_loaded_layers(cache) for cache in caches)
 
 
 def _layers(caches: Caches) -> list[Any]:
@@ -93,4 +97,6 @@ def _inside(layer: Any, first: int, segment: Store, start: jax.Array, count: jax
     """Returns the range of the blocks, of `count` blocks from position `start` on, whose positions are in a segment."""
     if isinstance(layer, RingLayer):
         return 0, count
-    return tuple(jnp.clip((end - start) // size, 0, count) for end in (first, first + segment.slots))  # type: ignore[return-value]
+    begin = jnp.clip((first - start) // size, 0, count)
+    end = jnp.clip((first + segment.slots - start) // size, 0, count)
+    return begin, end

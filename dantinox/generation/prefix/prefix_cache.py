@@ -55,7 +55,7 @@ class PrefixCache:
         self.size = size
         self.probe = ""
         self.same_bits: tuple[int, ...] = ()
-        self._context, self._shapes = context, caches
+        self._context = context
         capacity = limit // block_bytes(caches, size)
         self._tree = PrefixTree(capacity, size)
         self._make_pool = jax.jit(lambda: make_pool(caches, capacity, size))
@@ -83,7 +83,7 @@ class PrefixCache:
         known = self.match(ids, salt)
         first = prefilled // self.size
         if len(known) > first:
-            caches = self._load(caches, self.pool, *self._arguments(slot, first, known[first:]))
+            caches = self._load(caches, self.pool, *self._copy_arguments(slot, first, known[first:]))
         return caches, len(known) * self.size
 
     def store(self, caches: Caches, slot: int, ids: Sequence[int], salt: str, computed: int) -> None:
@@ -96,9 +96,10 @@ class PrefixCache:
             return
         known, new = self._tree.extend(ids, _root_name(salt))
         if new:
-            self.pool = self._store(self.pool, caches, *self._arguments(slot, known, new))
+            self.pool = self._store(self.pool, caches, *self._copy_arguments(slot, known, new))
 
-    def _arguments(self, slot: int, first: int, blocks: Sequence[int]) -> tuple[np.ndarray, ...]:
+    def _copy_arguments(self, slot: int, first: int, blocks: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """Returns the arguments of the programs for the blocks of a slot from the block number `first` on."""
         index_N = np.zeros(-(-self._context // self.size), np.int32)
         index_N[: len(blocks)] = blocks
         return np.asarray(slot, np.int32), np.asarray(first * self.size, np.int32), index_N, np.asarray(len(blocks), np.int32)
@@ -106,10 +107,10 @@ class PrefixCache:
     def snapshot(self) -> BlockRows:
         """Returns a copy of all blocks on the host."""
         blocks = self._tree.blocks()
-        rows_by_place = {block.place: row for row, block in enumerate(blocks)} | {-1: -1}
+        row_of_place = {block.place: row for row, block in enumerate(blocks)} | {-1: -1}  # −1: no parent
         index_N = np.array([block.place for block in blocks], np.int32)
         rows = [np.asarray(leaf[index_N]) for leaf in jax.tree.leaves(self.pool)]
-        renumbered = [block._replace(place=row, parent=rows_by_place[block.parent]) for row, block in enumerate(blocks)]
+        renumbered = [block._replace(place=row, parent=row_of_place[block.parent]) for row, block in enumerate(blocks)]
         return BlockRows(renumbered, rows)
 
     def restore(self, found: BlockRows) -> None:
@@ -136,12 +137,12 @@ class PrefixCache:
         """Returns the caches, which are donated, with a slot full of the first blocks of the pool."""
         count = self._context // self.size
         blocks = np.arange(count) % min(PROBE_TOKENS // self.size, self._tree.capacity)
-        return self._load(caches, self.pool, *self._arguments(slot, 0, blocks.tolist()))  # type: ignore[no-any-return]
+        return self._load(caches, self.pool, *self._copy_arguments(slot, 0, blocks.tolist()))  # type: ignore[no-any-return]
 
     def checksum(self, caches: Caches, slot: int, start: int, count: int) -> str:
         """Returns a checksum of the keys and values of `count` tokens of a slot, in whole blocks. The pool must be empty."""
         blocks = min(count // self.size, self._tree.capacity)
-        self.pool = self._store(self.pool, caches, *self._arguments(slot, start // self.size, range(blocks)))
+        self.pool = self._store(self.pool, caches, *self._copy_arguments(slot, start // self.size, range(blocks)))
         digest = hashlib.blake2b(digest_size=16)
         for leaf in jax.device_get([leaf[:blocks] for leaf in jax.tree.leaves(self.pool)]):
             digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
@@ -219,17 +220,16 @@ def make_prefix_cache(
       lengths: the lengths of the programs for prefill chunks, ascending; the last one is a whole chunk.
       whole_chunks: whether blocks are whole chunks in any case.
     """
-    caches = batch.caches
     chunk = lengths[-1]
     depends_on_place = (
-        whole_chunks or _has_rings(caches) or architecture.experts is not None or architecture.softcap is not None
+        whole_chunks or _has_rings(batch.caches) or architecture.experts is not None or architecture.softcap is not None
     )
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), caches)
-    del caches
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch.caches)
     prefixes = PrefixCache(shapes, limit, chunk if depends_on_place else min(PREFIX_BLOCK, chunk), context)
     expected = _probe_places(batch, prefixes, architecture, context, chunk)
 
     def equal(first: int, length: int) -> bool:
+        """Whether chunks of another length, of which the first one has `first` tokens, give the expected keys."""
         probes = (_probe(batch, prefixes, architecture, context, start, first, length) for start in expected)
         return all(probe == checksum for probe, checksum in zip(probes, expected.values(), strict=True))
 
@@ -237,7 +237,7 @@ def make_prefix_cache(
         if equal(48, chunk) and equal(16, chunk):
             prefixes.same_bits = tuple(length for length in lengths[:-1] if equal(length, length))
         else:
-            del prefixes
+            del prefixes  # frees its memory before the next one is allocated
             prefixes = PrefixCache(shapes, limit, chunk, context)
             expected = _probe_places(batch, prefixes, architecture, context, chunk)
     prefixes.probe = "-".join(expected.values())

@@ -48,7 +48,9 @@ class PrefixTree:
     """
 
     def __init__(self, capacity: int, size: int):
-        self.capacity, self.size, self.evictions = capacity, size, 0
+        self.capacity = capacity
+        self.size = size
+        self.evictions = 0
         self._roots: dict[str, Block] = {}
         # Blocks in order of their last use. The blocks of a path are marked as used from its end to its beginning, so a block
         # always comes after its children, and the first one is a leaf.
@@ -71,35 +73,35 @@ class PrefixTree:
           The number of blocks that were known before, and the pool indices of the new ones. The caller must write the keys and
           values of these before the next call of `match`.
         """
-        path, new = self._walk(ids, salt), list[int]()
+        path = self._walk(ids, salt)
         known = len(path)
+        new: list[int] = []
         parent = path[-1] if path else self._root(salt)
         for start in range(known * self.size, len(ids) - self.size + 1, self.size):
             index = self._allocate(parent)
             if index is None:
                 break
-            tokens = tuple(ids[start : start + self.size])
-            block = parent.children[tokens] = self._by_use[index] = Block(index, salt, tokens, parent)
+            block = self._add_block(index, tuple(ids[start : start + self.size]), parent)
             path.append(block)
             new.append(index)
             self._mark_used(path)
             parent = block
-        if not parent.children and parent.parent is None:
+        if not parent.children and parent.parent is None:  # a root without blocks
             del self._roots[salt]
         return known, new
 
     def blocks(self) -> list[StoredBlock]:
         """Returns all blocks, each after its parent, the most recently used ones first."""
-        blocks = [*reversed(self._by_use.values())]
-        return [
-            StoredBlock(block.index, block.parent.index if block.parent else -1, block.salt, block.tokens) for block in blocks
-        ]
+        stored = []
+        for block in reversed(self._by_use.values()):
+            parent = -1 if block.parent is None else block.parent.index
+            stored.append(StoredBlock(block.index, parent, block.salt, block.tokens))
+        return stored
 
     def restore(self, blocks: Sequence[StoredBlock]) -> None:
         """Adds the result of `blocks` of another tree to this empty tree, whose capacity must suffice."""
         for place, parent, salt, tokens in blocks:
-            above = self._root(salt) if parent < 0 else self._by_use[parent]
-            above.children[tokens] = self._by_use[place] = Block(place, salt, tokens, above)
+            self._add_block(place, tokens, self._root(salt) if parent < 0 else self._by_use[parent])
         for block in reversed(blocks):
             self._by_use.move_to_end(block.place)
         self._free = [index for index in self._free if index not in self._by_use]
@@ -107,9 +109,16 @@ class PrefixTree:
     def _root(self, salt: str) -> Block:
         return self._roots.setdefault(salt, Block(-1, salt, (), None))
 
+    def _add_block(self, index: int, tokens: tuple[int, ...], parent: Block) -> Block:
+        block = Block(index, parent.salt, tokens, parent)
+        parent.children[tokens] = block
+        self._by_use[index] = block
+        return block
+
     def _walk(self, ids: Sequence[int], salt: str) -> list[Block]:
         """Returns the known blocks at the beginning of `ids`, and marks them as used."""
-        path, block = list[Block](), self._roots.get(salt)
+        path: list[Block] = []
+        block = self._roots.get(salt)
         while block is not None:
             start = len(path) * self.size
             block = block.children.get(tuple(ids[start : start + self.size]))

@@ -7,7 +7,7 @@ import pytest
 
 from dantinox.config import GenerationSection
 from dantinox.sampling import SamplingParams, init_state, sample
-from dantinox.sampling.subsets import ALL_STEPS, reduce_params, reduce_state, restore, smallest_subset
+from dantinox.sampling.step_subsets import ALL_STEPS, reduce_params, reduce_state, restore, smallest_subset
 
 GREEDY, TEMPERATURE, PLAIN = range(3)
 

@@ -1,4 +1,4 @@
-"""`StepInfo`: the report on each token, such as log-probability, alternatives and entropy."""
+"""`StepInfo`: the report on the token of a step, such as its log-probability, alternatives and entropy."""
 
 from typing import NamedTuple
 
