@@ -1,6 +1,8 @@
-"""Helpers of the benchmarks: a parser with the flag `--smoke`, a run with random weights, and a limit for the threads.
+"""Helpers of the benchmarks: a parser with the flag `--smoke`, a run with random weights, and a
+limit for the threads.
 
-Some benchmarks also run in environments without DantinoX, so this module imports only the standard library at module level.
+Some benchmarks also run in environments without DantinoX, so this module imports only the standard
+library at module level.
 """
 
 import argparse
@@ -13,9 +15,18 @@ from pathlib import Path
 from typing import Any
 
 SMALL = {
-    "dim": 32, "n_heads": 4, "kv_heads": 2, "num_blocks": 2, "hidden_dim": 64, "max_context": 512, "dtype": "float32",
+    "dim": 32, "n_heads": 4, "kv_heads": 2, "num_blocks": 2, "hidden_dim": 64, "max_context": 512,
+    "dtype": "float32",
 }  # fmt: skip
-LLAMA = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 16, "hidden": 128, "vocab": 300}
+LLAMA = {
+    "dim": 64,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_size": 16,
+    "hidden": 128,
+    "vocab": 300,
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,7 +40,11 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, doc: str | None, smoke: dict[str, Any]):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         self._smoke = smoke
-        self.add_argument("--smoke", action="store_true", help="use sizes that finish in seconds, to check the benchmark")
+        self.add_argument(
+            "--smoke",
+            action="store_true",
+            help="use sizes that finish in seconds, to check the benchmark",
+        )
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parses `args`, or `sys.argv` if `args` is None."""
@@ -38,7 +53,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(args, namespace)
 
     def require(self, **given: Any) -> None:
-        """Exits with an error if an argument is None. Such arguments have a default only under `--smoke`."""
+        """Exits with an error if an argument is None. Such arguments have a default only under
+        `--smoke`.
+        """
         missing = [name for name, value in given.items() if value is None]
         if missing:
             self.error(f"the following arguments are required: {', '.join(missing)}")
@@ -57,7 +74,9 @@ def temporary_folder() -> Path:
     return Path(folder.name)
 
 
-def random_run(folder: Path | None = None, size: dict[str, Any] = SMALL, chat_template: str | None = None) -> Path:
+def random_run(
+    folder: Path | None = None, size: dict[str, Any] = SMALL, chat_template: str | None = None
+) -> Path:
     """Writes a run directory with a byte tokenizer and random weights.
 
     Args:
@@ -79,7 +98,9 @@ def random_run(folder: Path | None = None, size: dict[str, Any] = SMALL, chat_te
     run = create_run(folder or temporary_folder() / "run")
     save_config(run, config)
     save_tokenizer(run, tokenizer.to_json())
-    arrays = {name: np.ones(shape.shape) for name, shape in shapes.items()}  # the scales of norms stay 1
+    arrays = {
+        name: np.ones(shape.shape) for name, shape in shapes.items()
+    }  # the scales of norms stay 1
     for name, array in arrays.items():
         if array.ndim > 1:
             arrays[name] = 0.03 * rng.standard_normal(array.shape)

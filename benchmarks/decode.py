@@ -1,8 +1,9 @@
 """Measures how fast the engine decodes. The model is Llama-shaped and has random weights.
 
-Prints a JSON line per batch and mode with `"peer": "dantinox"`. Compile time is reported separately as `compile_s`.
-`bandwidth_share` is the number of weight bytes that decoding reads per second, divided by the memory bandwidth measured in the
-same process. It is 1 if a step takes only as long as reading every weight once.
+Prints a JSON line per batch and mode with `"peer": "dantinox"`. Compile time is reported separately
+as `compile_s`. `bandwidth_share` is the number of weight bytes that decoding reads per second,
+divided by the memory bandwidth measured in the same process. It is 1 if a step takes only as long
+as reading every weight once.
 
     python benchmarks/decode.py --batch 1 8 --weights int8
 """
@@ -14,8 +15,9 @@ import time
 from common import LLAMA, Parser, use_threads
 
 CHAIN = {
-    "preset": "kobold", "repetition_penalty": 1.1, "repetition_range": 1024, "repetition_slope": 0.7, "top_k": 100,
-    "top_a": 0.1, "top_p": 0.9, "typical": 0.9, "temperature": 0.8, "seed": 0,
+    "preset": "kobold", "repetition_penalty": 1.1, "repetition_range": 1024,
+    "repetition_slope": 0.7, "top_k": 100, "top_a": 0.1, "top_p": 0.9, "typical": 0.9,
+    "temperature": 0.8, "seed": 0,
 }  # fmt: skip
 MODES = {"greedy": {"greedy": True}, "top_p": {"top_p": 0.9, "seed": 0}, "chain": CHAIN}
 
@@ -34,7 +36,9 @@ def parse() -> argparse.Namespace:
     a.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     a.add_argument("--threads", type=int, default=2)
     a.add_argument("--repeats", type=int, default=3)
-    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8", "int4"), default="auto")
+    a.add_argument(
+        "--weights", choices=("auto", "float32", "bfloat16", "int8", "int4"), default="auto"
+    )
     a.add_argument("--matmul_kernel", choices=("auto", "xla", "native"), default="auto")
     a.add_argument("--modes", nargs="+", choices=[*MODES], default=["greedy", "top_p"])
     a.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
@@ -46,7 +50,9 @@ def memory_bandwidth() -> float:
     import jax
     import jax.numpy as jnp
 
-    x = jnp.ones((1 << 7, 1 << 20), jnp.float32)  # XLA sums the rows in parallel, a single row in one thread
+    x = jnp.ones(
+        (1 << 7, 1 << 20), jnp.float32
+    )  # XLA sums the rows in parallel, a single row in one thread
     total = jax.jit(lambda x: jnp.sum(x, axis=1))
     total(x).block_until_ready()
 
@@ -73,16 +79,17 @@ def main() -> None:
     from dantinox.sampling import SamplingParams
 
     config = ModelConfig(
-        vocab_size=o.vocab, dim=o.dim, n_heads=o.heads, kv_heads=o.kv_heads, head_size=o.head_size, num_blocks=o.layers,
-        hidden_dim=o.hidden, max_context=max(2048, o.prompt + o.new), windows=(None,) * o.layers, dtype=o.dtype,
+        vocab_size=o.vocab, dim=o.dim, n_heads=o.heads, kv_heads=o.kv_heads, head_size=o.head_size,
+        num_blocks=o.layers, hidden_dim=o.hidden, max_context=max(2048, o.prompt + o.new),
+        windows=(None,) * o.layers, dtype=o.dtype,
     )  # fmt: skip
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     make = jax.jit(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
     plain = nnx.merge(graph, make())
     params_m = sum(leaf.size for leaf in jax.tree.leaves(state)) / 1e6
     model = prepare(plain, o.weights, matmul_kernel=o.matmul_kernel)
-    # A step reads only a few rows of the embedding table, so the table is not counted. The prepared output layer is a separate
-    # copy of the table, and is counted.
+    # A step reads only a few rows of the embedding table, so the table is not counted. The prepared
+    # output layer is a separate copy of the table, and is counted.
     read_bytes = weight_bytes(model) - model.embed[...].nbytes
     peak = memory_bandwidth()
     for batch in o.batch:
@@ -93,7 +100,12 @@ def main() -> None:
             def run(new: int, ids=ids, params=params, batch=batch) -> float:
                 start = time.perf_counter()
                 session = StaticBatch(
-                    model, ids, np.full(batch, o.prompt), params, limits_B=np.full(batch, new), eos_ids=[[]] * batch
+                    model,
+                    ids,
+                    np.full(batch, o.prompt),
+                    params,
+                    limits_B=np.full(batch, new),
+                    eos_ids=[[]] * batch,
                 )
                 for _ in session.run(dispatch_ahead=True):
                     pass
@@ -107,10 +119,12 @@ def main() -> None:
             total = best(o.new)
             rate = batch * (o.new - 1) / (total - prefill)
             print(json.dumps({
-                "peer": "dantinox", "batch": batch, "mode": mode, "new": o.new, "params_m": round(params_m, 1),
-                "tok_per_s": round(batch * o.new / total, 1), "decode_tok_per_s": round(rate, 1),
-                "prefill_s": round(prefill, 3), "compile_s": round(cold - total - prefill, 2), "weights": o.weights,
-                "weights_mb": round(read_bytes / 1e6, 1), "bandwidth_gb_per_s": round(peak / 1e9, 1),
+                "peer": "dantinox", "batch": batch, "mode": mode, "new": o.new,
+                "params_m": round(params_m, 1), "tok_per_s": round(batch * o.new / total, 1),
+                "decode_tok_per_s": round(rate, 1), "prefill_s": round(prefill, 3),
+                "compile_s": round(cold - total - prefill, 2), "weights": o.weights,
+                "weights_mb": round(read_bytes / 1e6, 1),
+                "bandwidth_gb_per_s": round(peak / 1e9, 1),
                 "bandwidth_share": round(rate / batch * read_bytes / peak, 3),
             }), flush=True)  # fmt: skip
 

@@ -1,9 +1,11 @@
-"""Trains a teacher and students of half its depth, with and without the teacher, for equal numbers of steps.
+"""Trains a teacher and students of half its depth, with and without the teacher, for equal numbers
+of steps.
 
     python benchmarks/distill.py [--text FILE] [--layers 4] [--teacher_steps 2000] [--steps 500] [--seeds 3]
 
-All students see the same tokens. Prints the next-token loss of the validation text in nats per token after the last step, its
-mean over the seeds of the students, and the difference to the student without a teacher.
+All students see the same tokens. Prints the next-token loss of the validation text in nats per
+token after the last step, its mean over the seeds of the students, and the difference to the
+student without a teacher.
 """
 
 import numpy as np
@@ -61,9 +63,10 @@ def main() -> None:
     options = parser.parse_args()
     folder = temporary_folder()
     shared = {
-        "data.path": options.text, "model.dim": options.dim, "model.n_heads": 4, "model.max_context": options.context,
-        "training.batch_size": 16, "training.lr": 3e-3, "training.eval_every": 10**6, "training.checkpoint_every": 10**6,
-        "logging.log_every": 100, "logging.plot": False,
+        "data.path": options.text, "model.dim": options.dim, "model.n_heads": 4,
+        "model.max_context": options.context, "training.batch_size": 16, "training.lr": 3e-3,
+        "training.eval_every": 10**6, "training.checkpoint_every": 10**6, "logging.log_every": 100,
+        "logging.plot": False,
     }  # fmt: skip
     tokenizer = {
         "tokenizer.vocab_size": options.vocab,
@@ -77,14 +80,24 @@ def main() -> None:
     for name, settings in list(STUDENTS.items())[: options.students]:
         losses[name] = []
         for seed in range(options.seeds):
-            loss = settings or {"distill.data_weight": 1.0}  # the same tokenizer and tokens, but no divergence in the loss
+            loss = settings or {
+                "distill.data_weight": 1.0
+            }  # the same tokenizer and tokens, but no divergence in the loss
             config = build_config({}, half | loss | {"training.seed": seed})
-            losses[name].append(final_loss(dantinox.launch(config, run_dir=folder / f"{name} {seed}")))
+            losses[name].append(
+                final_loss(dantinox.launch(config, run_dir=folder / f"{name} {seed}"))
+            )
     alone = np.array(losses["next token"])
     print(f"{'':<42} steps  loss    difference")
-    print(f"{f'teacher, {options.layers} layers':<42} {options.teacher_steps:5}  {final_loss(teacher):.4f}")
+    print(
+        f"{f'teacher, {options.layers} layers':<42} {options.teacher_steps:5} "
+        f" {final_loss(teacher):.4f}"
+    )
     for name, found in losses.items():
-        print(f"{name:<42} {options.steps:5}  {np.mean(found):.4f}  {np.mean(np.array(found) - alone):+.4f}")
+        print(
+            f"{name:<42} {options.steps:5}  {np.mean(found):.4f} "
+            f" {np.mean(np.array(found) - alone):+.4f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Compares a run with its export to transformers: greedy tokens, logits and tokenization.
 
-Prints one JSON line. Both libraries continue `prompts` lines of the text greedily: `same_tokens` is the share of positions at
-which their tokens are equal. `logits` is the largest difference of their logits over these lines and DantinoX's continuations.
-Both also tokenize `lines` lines: `same_lines` is the share of lines that are encoded to the same tokens, `same_text` the share
-of lines that are decoded to the same text.
+Prints one JSON line. Both libraries continue `prompts` lines of the text greedily: `same_tokens` is
+the share of positions at which their tokens are equal. `logits` is the largest difference of their
+logits over these lines and DantinoX's continuations. Both also tokenize `lines` lines: `same_lines`
+is the share of lines that are encoded to the same tokens, `same_text` the share of lines that are
+decoded to the same text.
 
     python benchmarks/exported.py runs/quickstart --text file.py --peer /path/to/python-with-transformers
 """
@@ -19,7 +20,9 @@ from common import Parser, random_run
 
 
 def answer(folder: Path) -> None:
-    """Evaluates job.json with transformers and writes answer.npz. Runs in the Python interpreter of `--peer`."""
+    """Evaluates job.json with transformers and writes answer.npz. Runs in the Python interpreter of
+    `--peer`.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,16 +33,29 @@ def answer(folder: Path) -> None:
     logits = []
     with torch.no_grad():
         for prompt, sequence in zip(job["prompts"], job["sequences"], strict=True):
-            rules = {"do_sample": False, "max_new_tokens": job["new"], "min_new_tokens": job["new"], "eos_token_id": None}
+            rules = {
+                "do_sample": False,
+                "max_new_tokens": job["new"],
+                "min_new_tokens": job["new"],
+                "eos_token_id": None,
+            }
             ids = torch.tensor([prompt])
-            continued.append(model.generate(ids, attention_mask=torch.ones_like(ids), **rules)[0, len(prompt) :].numpy())
+            continued.append(
+                model.generate(ids, attention_mask=torch.ones_like(ids), **rules)[
+                    0, len(prompt) :
+                ].numpy()
+            )
             logits.append(model(torch.tensor([sequence])).logits[0].numpy())
     line_ids = [tokenizer.encode(line, add_special_tokens=False) for line in job["lines"]]
-    again = [tokenizer.decode(ids, skip_special_tokens=True) == line for ids, line in zip(line_ids, job["lines"], strict=True)]
+    again = [
+        tokenizer.decode(ids, skip_special_tokens=True) == line
+        for ids, line in zip(line_ids, job["lines"], strict=True)
+    ]
     lengths = np.array([len(ids) for ids in line_ids])
     tokens = np.array([token for ids in line_ids for token in ids])
     np.savez(
-        folder / "answer.npz", continued=np.stack(continued), logits=np.concatenate(logits), lengths=lengths, tokens=tokens,
+        folder / "answer.npz", continued=np.stack(continued), logits=np.concatenate(logits),
+        lengths=lengths, tokens=tokens,
         again=np.array(again),
     )  # fmt: skip
 
@@ -47,7 +63,9 @@ def answer(folder: Path) -> None:
 def main() -> None:
     a = Parser(__doc__, smoke={"text": __file__, "prompts": 2, "new": 8, "lines": 20})
     a.add_argument("run", nargs="?")
-    a.add_argument("--text", help="a file; some of its lines are prompts, and its lines are tokenized")
+    a.add_argument(
+        "--text", help="a file; some of its lines are prompts, and its lines are tokenized"
+    )
     a.add_argument("--peer", help="a Python interpreter with torch and transformers")
     a.add_argument("--prompts", type=int, default=20)
     a.add_argument("--new", type=int, default=64, help="new tokens per prompt")
@@ -70,10 +88,16 @@ def main() -> None:
     sequences = [[*before, *result.tokens] for before, result in zip(ids, results, strict=True)]
     T = max(map(len, sequences))
     tokens_BT = np.array([[*tokens, *[0] * (T - len(tokens))] for tokens in sequences], np.int32)
-    positions_BT = np.array([[*range(len(tokens)), *[-1] * (T - len(tokens))] for tokens in sequences], np.int32)
+    positions_BT = np.array(
+        [[*range(len(tokens)), *[-1] * (T - len(tokens))] for tokens in sequences], np.int32
+    )
     logits_BTV = np.asarray(run.model(jnp.asarray(tokens_BT), jnp.asarray(positions_BT))[0])
     ours = np.concatenate([logits_BTV[row, : len(tokens)] for row, tokens in enumerate(sequences)])
-    lines = [lines[i * len(lines) // o.lines] for i in range(o.lines)] if len(lines) > o.lines else lines
+    lines = (
+        [lines[i * len(lines) // o.lines] for i in range(o.lines)]
+        if len(lines) > o.lines
+        else lines
+    )
     line_ids = [run.tokenizer.encode(line) for line in lines]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -86,11 +110,16 @@ def main() -> None:
         subprocess.run([o.peer, __file__, "--answer", folder], check=True, timeout=500)
         theirs = dict(np.load(folder / "answer.npz"))
     same = [
-        a == b.tolist() for a, b in zip(line_ids, np.split(theirs["tokens"], np.cumsum(theirs["lengths"])[:-1]), strict=True)
+        a == b.tolist()
+        for a, b in zip(
+            line_ids, np.split(theirs["tokens"], np.cumsum(theirs["lengths"])[:-1]), strict=True
+        )
     ]
     row = {
         "family": family,
-        "same_tokens": float(np.mean(theirs["continued"] == np.array([result.tokens for result in results]))),
+        "same_tokens": float(
+            np.mean(theirs["continued"] == np.array([result.tokens for result in results]))
+        ),
         "tokens": int(theirs["continued"].size),
         "logits": float(np.abs(theirs["logits"] - ours).max()),
         "largest_logit": float(np.abs(ours).max()),

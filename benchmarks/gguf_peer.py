@@ -1,9 +1,11 @@
-"""Evaluates a GGUF file with llama.cpp. benchmarks/gguf_export.py starts this script with the peer's Python.
+"""Evaluates a GGUF file with llama.cpp. benchmarks/gguf_export.py starts this script with the
+peer's Python.
 
     python benchmarks/gguf_peer.py FOLDER      (needs llama-cpp-python; reads FOLDER/job.json, writes FOLDER/answer.npz)
 
-The job names a GGUF file. Its `sequences` are token ids for which logits are computed, its `prompts` are token ids that are
-continued greedily by `new` tokens, and its `lines` are texts to tokenize.
+The job names a GGUF file. Its `sequences` are token ids for which logits are computed, its
+`prompts` are token ids that are continued greedily by `new` tokens, and its `lines` are texts to
+tokenize.
 """
 
 import json
@@ -47,7 +49,9 @@ def main() -> None:
             model.eval(new[-1:])
         seconds += time.perf_counter() - start
         continued.append(new)
-    line_ids = [model.tokenize(line.encode(), add_bos=False, special=False) for line in job["lines"]]
+    line_ids = [
+        model.tokenize(line.encode(), add_bos=False, special=False) for line in job["lines"]
+    ]
     joined = [model.detokenize(tokens).decode(errors="replace") for tokens in line_ids]
     np.savez(
         folder / "answer.npz",

@@ -1,8 +1,10 @@
-"""Measures how costs grow with the size of the work: training data, prompts, batches, clients, logs, runs and checkpoints.
+"""Measures how costs grow with the size of the work: training data, prompts, batches, clients,
+logs, runs and checkpoints.
 
-Each row has three sizes. Each size is measured in a process of its own: it prepares its input, measures the CPU seconds of its
-processes during the work, and reads its peak resident memory. The cost per unit at the largest size, divided by that at the
-middle size, is about 1 for a cost that grows in proportion. Attention makes that of `prompts` larger.
+Each row has three sizes. Each size is measured in a process of its own: it prepares its input,
+measures the CPU seconds of its processes during the work, and reads its peak resident memory. The
+cost per unit at the largest size, divided by that at the middle size, is about 1 for a cost that
+grows in proportion. Attention makes that of `prompts` larger.
 
     python benchmarks/growth.py [ROW …]
 """
@@ -30,8 +32,9 @@ from common import SMALL, Parser, random_run, temporary_folder
 SYLLABLES = ("st", "pr", "l", "m", "qu", "v", "th"), ("a", "e", "io", "u"), ("n", "rd", "ss", "t")
 WORDS = ["".join(parts) for parts in itertools.product(*SYLLABLES)]
 TEMPLATE = (
-    "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
-    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assistant' %}{% generation"
+    " %}{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{%"
+    " endfor %}"
 )
 LETTERS = "abcdefghij "
 Work = Callable[[], str | None]  # may return a note
@@ -69,12 +72,19 @@ def sentence(chance: random.Random, words: int) -> str:
 
 
 def chat_line(chance: random.Random) -> str:
-    turns = [{"role": role, "content": sentence(chance, 20)} for role in ("user", "assistant", "user", "assistant")]
+    turns = [
+        {"role": role, "content": sentence(chance, 20)}
+        for role in ("user", "assistant", "user", "assistant")
+    ]
     return json.dumps({"messages": turns})
 
 
-def token_store(name: str, line: Callable[[random.Random], str], lines: int, **training: str) -> Work:
-    """The tokens of a file: bytes, or with `objective`, those of a BPE tokenizer of 4,096 entries."""
+def token_store(
+    name: str, line: Callable[[random.Random], str], lines: int, **training: str
+) -> Work:
+    """The tokens of a file: bytes, or with `objective`, those of a BPE tokenizer of 4,096
+    entries.
+    """
     from dantinox.config import TokenizerSection, build_config
     from dantinox.text import train_tokenizer
     from dantinox.text.build_store import prepare_data
@@ -88,7 +98,13 @@ def token_store(name: str, line: Callable[[random.Random], str], lines: int, **t
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
     small = {"steps": 1, "warmup_steps": 0, "batch_size": 1}
-    config = build_config({"model": {"max_context": 256}, "data": {"path": str(folder / name)}, "training": small | training})
+    config = build_config(
+        {
+            "model": {"max_context": 256},
+            "data": {"path": str(folder / name)},
+            "training": small | training,
+        }
+    )
 
     def work() -> str:
         store = prepare_data(config, folder / "tokens", tokenizer, chat_template=str(template))[1]
@@ -98,11 +114,15 @@ def token_store(name: str, line: Callable[[random.Random], str], lines: int, **t
 
 
 def texts(kilobytes: int) -> Work:
-    return token_store("text.txt", lambda chance: sentence(chance, 25)[:99].ljust(99, "."), 10 * kilobytes)
+    return token_store(
+        "text.txt", lambda chance: sentence(chance, 25)[:99].ljust(99, "."), 10 * kilobytes
+    )
 
 
 def records(count: int) -> Work:
-    return token_store("records.jsonl", lambda chance: json.dumps({"text": sentence(chance, 90)}), count)
+    return token_store(
+        "records.jsonl", lambda chance: json.dumps({"text": sentence(chance, 90)}), count
+    )
 
 
 def conversations(count: int) -> Work:
@@ -115,7 +135,12 @@ def conversations(count: int) -> Work:
 def generation(prompts: int, length: int, new: int) -> Work:
     import dantinox
 
-    size = SMALL | {"dim": 128, "num_blocks": 4, "hidden_dim": 384, "max_context": 1 + length + new}  # BOS is a token
+    size = SMALL | {
+        "dim": 128,
+        "num_blocks": 4,
+        "hidden_dim": 384,
+        "max_context": 1 + length + new,
+    }  # BOS is a token
     model = dantinox.load(random_run(size=size))
     texts = ["".join(random.Random(number).choices(LETTERS, k=length)) for number in range(prompts)]
 
@@ -137,8 +162,12 @@ def sampler_chain(vocabulary: int) -> Work:
     params = SamplingParams.build(sampling.CHAIN | {"seed": 0}, batch=1)
     text_BT = jnp.asarray(sampling.text(1, vocabulary))
     x_BV = jnp.asarray(sampling.logits(1, vocabulary))
-    held = [init_state(params, text_BT, jnp.ones(text_BT.shape, bool), vocabulary, sampling.TEXT + 512)]
-    step = jax.jit(lambda x_BV, params, state: sample(x_BV, params, state)[:2], donate_argnames="state")
+    held = [
+        init_state(params, text_BT, jnp.ones(text_BT.shape, bool), vocabulary, sampling.TEXT + 512)
+    ]
+    step = jax.jit(
+        lambda x_BV, params, state: sample(x_BV, params, state)[:2], donate_argnames="state"
+    )
 
     def work(tokens: int = 200) -> None:
         for _ in range(tokens):
@@ -153,7 +182,9 @@ def sampler_chain(vocabulary: int) -> Work:
 
 
 def clients(count: int) -> Work:
-    """Clients that connect at once from four addresses and stream eight tokens each. The server admits 1,000 connections."""
+    """Clients that connect at once from four addresses and stream eight tokens each. The server
+    admits 1,000 connections.
+    """
     import httpx
     import serve
 
@@ -163,12 +194,27 @@ def clients(count: int) -> Work:
     url = httpx.URL(server.__enter__().url)
 
     async def send(number: int) -> bool:
-        body = {"model": "run", "prompt": "abc", "max_tokens": 8, "seed": number, "stream": True, "ignore_eos": True}
+        body = {
+            "model": "run",
+            "prompt": "abc",
+            "max_tokens": 8,
+            "seed": number,
+            "stream": True,
+            "ignore_eos": True,
+        }
         content = json.dumps(body).encode()
-        head = f"POST {url.path}/completions HTTP/1.1\r\nhost: {url.host}:{url.port}\r\ncontent-type: application/json\r\n"
+        head = (
+            f"POST {url.path}/completions HTTP/1.1\r\nhost: {url.host}:{url.port}\r\ncontent-type:"
+            " application/json\r\n"
+        )
         try:
-            reader, writer = await asyncio.open_connection(url.host, url.port, local_addr=(f"127.0.0.{2 + number % 4}", 0))
-            writer.write(f"{head}connection: close\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
+            reader, writer = await asyncio.open_connection(
+                url.host, url.port, local_addr=(f"127.0.0.{2 + number % 4}", 0)
+            )
+            writer.write(
+                f"{head}connection: close\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+                + content
+            )
             answer = await reader.read()
             while part := await reader.read(1 << 16):
                 answer += part
@@ -199,16 +245,27 @@ def logs(run_dir: Path, rows: int) -> None:
     """Writes the two logs of a run: a row for each step, and an evaluation at every tenth step."""
     from dantinox.report.metric_files import COLUMNS, HEADER
 
-    with (run_dir / "metrics.jsonl").open("w") as events, (run_dir / "training_log.csv").open("w") as evaluations:
+    with (
+        (run_dir / "metrics.jsonl").open("w") as events,
+        (run_dir / "training_log.csv").open("w") as evaluations,
+    ):
         evaluations.write(HEADER + "\n")
         for step in range(1, rows + 1):
-            row = {"step": step, "train_loss": 2 + 8 / step, "ms_per_step": 12.345, "lr": 1e-3, "grad_norm": 0.51234}
+            row = {
+                "step": step,
+                "train_loss": 2 + 8 / step,
+                "ms_per_step": 12.345,
+                "lr": 1e-3,
+                "grad_norm": 0.51234,
+            }
             row |= {"tokens": step * 4096, "tokens_per_s": 331_800.5}
             events.write(json.dumps({"kind": "interval"} | row) + "\n")
             if step % 10 == 0:
                 row |= {"val_loss": 2.1 + 8 / step}
                 events.write(json.dumps({"kind": "evaluation"} | row) + "\n")
-                evaluations.write(",".join(repr(row[name]) if name in row else "" for name in COLUMNS) + "\n")
+                evaluations.write(
+                    ",".join(repr(row[name]) if name in row else "" for name in COLUMNS) + "\n"
+                )
 
 
 def command(*words: str) -> None:
@@ -237,7 +294,9 @@ def resumed_log(rows: int) -> Work:
 
     run_dir = random_run()
     logs(run_dir, rows)
-    return partial(MetricsLog(run_dir / "training_log.csv", run_dir / "metrics.jsonl").truncate, rows // 2)
+    return partial(
+        MetricsLog(run_dir / "training_log.csv", run_dir / "metrics.jsonl").truncate, rows // 2
+    )
 
 
 def runs(count: int) -> Work:
@@ -268,7 +327,9 @@ def checkpoints(count: int) -> Work:
     def work(steps: int = count) -> None:
         training = settings["training"] | {"steps": steps, "keep_last": steps}
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            launch(build_config(settings | {"training": training}), run_dir=folder / f"{steps} steps")
+            launch(
+                build_config(settings | {"training": training}), run_dir=folder / f"{steps} steps"
+            )
 
     work(2)  # compiles
     return work
@@ -279,7 +340,9 @@ ROWS = {
     "texts": Row("kB", texts, (3_000, 30_000, 150_000), (10, 20, 40)),
     "records": Row("record", records, (10_000, 100_000, 1_000_000), (100, 200, 400)),
     "conversations": Row("conversation", conversations, (1_000, 10_000, 100_000), (20, 40, 80)),
-    "prompts": Row("token", lambda tokens: generation(1, tokens, 8), (512, 2_048, 8_192), (64, 128, 256)),
+    "prompts": Row(
+        "token", lambda tokens: generation(1, tokens, 8), (512, 2_048, 8_192), (64, 128, 256)
+    ),
     "batches": Row("row", lambda rows: generation(rows, 32, 32), (8, 64, 512), (1, 2, 4)),
     "vocabularies": Row("entry", sampler_chain, (32_000, 128_000, 256_000), (1_000, 2_000, 4_000)),
     "clients": Row("client", clients, (500, 1_000, 2_000), (4, 8, 16)),
@@ -292,7 +355,9 @@ ROWS = {
 
 
 def cpu_seconds() -> float:
-    """Returns the CPU seconds of this process and of its children, also of those that still run (under Linux)."""
+    """Returns the CPU seconds of this process and of its children, also of those that still run
+    (under Linux).
+    """
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     total = sum(usage.ru_utime + usage.ru_stime for usage in usages)
     for file in Path("/proc/self/task").glob("*/children"):
@@ -309,13 +374,18 @@ def measure(name: str, size: int) -> dict[str, Any]:
     note = work()
     used = cpu_seconds() - cpu_before
     seconds = time.perf_counter() - begun
-    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    peak = max(
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     return {"cpu_seconds": used, "seconds": seconds, "megabytes": peak * 1024 / 1e6, "note": note}
 
 
 def main() -> None:
     parser = Parser(__doc__, smoke={})
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"one of {', '.join(ROWS)} (default: all)")
+    parser.add_argument(
+        "rows", nargs="*", metavar="ROW", help=f"one of {', '.join(ROWS)} (default: all)"
+    )
     parser.add_argument("--size", type=int, help="measure one row at this size, and print JSON")
     options = parser.parse_args()
     if unknown := [name for name in options.rows if name not in ROWS]:
@@ -330,15 +400,18 @@ def main() -> None:
         costs = []
         for size in row.smoke if options.smoke else row.sizes:
             done = subprocess.run(
-                [sys.executable, __file__, name, "--size", str(size)], stdout=subprocess.PIPE, text=True, check=True
+                [sys.executable, __file__, name, "--size", str(size)],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
             )
             found = json.loads(done.stdout.splitlines()[-1])
             costs.append(found["cpu_seconds"] / size)
             ratio = f"{costs[2] / costs[1]:.2f} × the middle size" if len(costs) == 3 else ""
             notes = ", ".join(filter(None, (found["note"], ratio)))
             print(
-                f"| {name} | {size:,} | {found['cpu_seconds']:.2f} | {1e6 * costs[-1]:,.1f} µs per {row.unit} "
-                f"| {found['seconds']:.2f} | {found['megabytes']:,.0f} MB | {notes} |",
+                f"| {name} | {size:,} | {found['cpu_seconds']:.2f} | {1e6 * costs[-1]:,.1f} µs per"
+                f" {row.unit} | {found['seconds']:.2f} | {found['megabytes']:,.0f} MB | {notes} |",
                 flush=True,
             )
 

@@ -1,10 +1,12 @@
-"""Compares the memory estimate for a run with the measured memory of its first steps, on a CPU under Linux.
+"""Compares the memory estimate for a run with the measured memory of its first steps, on a CPU
+under Linux.
 
 The benchmark measures five models, each in its own process.
 
-First the training step is compiled, and memory that the compiler has freed is returned to the system. The measurement is the
-peak resident memory from the creation of the state to the end of five steps, minus the resident memory before the state was
-created. Prints a JSON line for each model.
+First the training step is compiled, and memory that the compiler has freed is returned to the
+system. The measurement is the peak resident memory from the creation of the state to the end of
+five steps, minus the resident memory before the state was created. Prints a JSON line for each
+model.
 
     python benchmarks/memory_line.py [NAME …]
 """
@@ -23,7 +25,8 @@ SHAPES = {
         "training": {"batch_size": 16, "optimizer": "adamw"},
     }),
     "13M": (8_000, {
-        "model": {"dim": 384, "n_heads": 6, "kv_heads": 2, "num_blocks": 6, "max_context": 512, "scan_layers": True},
+        "model": {"dim": 384, "n_heads": 6, "kv_heads": 2, "num_blocks": 6, "max_context": 512,
+                  "scan_layers": True},
         "attention": {"sliding_window": True, "context_window": 128},
         "training": {"batch_size": 8, "optimizer": "muon", "ema": 0.99},
     }),
@@ -33,7 +36,8 @@ SHAPES = {
         "training": {"batch_size": 16, "grad_accum": 4, "optimizer": "lion"},
     }),
     "58M": (32_000, {
-        "model": {"dim": 512, "n_heads": 8, "num_blocks": 8, "max_context": 1024, "weight_tying": False}
+        "model": {"dim": 512, "n_heads": 8, "num_blocks": 8, "max_context": 1024,
+                  "weight_tying": False}
         | {"gradient_checkpointing": True},
         "training": {"batch_size": 4, "optimizer": "adafactor"},
     }),
@@ -86,14 +90,17 @@ def measure(name: str) -> dict[str, object]:
     release_free_memory()  # as in the training loop
     for _ in range(STEPS):
         ids = random.integers(0, vocabulary, (rows, length + 1)).astype(np.int32)
-        batch = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones((rows, length), np.float32))
+        batch = Batch(
+            ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones((rows, length), np.float32)
+        )
         state, metrics = step(state, batch, {}, {})
         jax.block_until_ready((state, metrics))
     peak = resident("VmHWM") - before
     parameters = sum(array.size for array in state.parameters.values())
     return {
-        "model": name, "parameters_m": round(parameters / 1e6, 1), "line_mb": round(planned.peak / 1e6, 1),
-        "measured_mb": round(peak / 1e6, 1), "measured_of_line": round(peak / planned.peak, 3),
+        "model": name, "parameters_m": round(parameters / 1e6, 1),
+        "line_mb": round(planned.peak / 1e6, 1), "measured_mb": round(peak / 1e6, 1),
+        "measured_of_line": round(peak / planned.peak, 3),
         "arguments_mb": round(planned.arguments / 1e6, 1), "temp_mb": round(planned.temp / 1e6, 1),
         "start_mb": round(start / 1e6, 1),
     }  # fmt: skip
@@ -101,7 +108,9 @@ def measure(name: str) -> dict[str, object]:
 
 def main() -> None:
     parser = Parser(__doc__, smoke={"names": ["5M"]})
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(SHAPES)} (default: all)")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"one of {', '.join(SHAPES)} (default: all)"
+    )
     names = parser.parse_args().names
     if unknown := [name for name in names if name not in SHAPES]:
         parser.error(f"no model {unknown[0]}: choose from {', '.join(SHAPES)}")

@@ -1,11 +1,14 @@
-"""Measures the milliseconds from logits to tokens, for each single sampling step and for the full KoboldAI chain.
+"""Measures the milliseconds from logits to tokens, for each single sampling step and for the full
+KoboldAI chain.
 
-Logits fall with the logarithm of the rank, as those of a language model do. The first filter of `chain` keeps at most 100
-tokens. `wide chain` keeps more tokens than fit into the window, so that whole rows are searched.
+Logits fall with the logarithm of the rank, as those of a language model do. The first filter of
+`chain` keeps at most 100 tokens. `wide chain` keeps more tokens than fit into the window, so that
+whole rows are searched.
 
-The times are compared with those of two peers. The first peer is the same chain with `jnp.sort`, as in most JAX code, in the
-same process. The second peer uses the logits processors of transformers with softmax and a multinomial draw; for each size, it
-runs in another interpreter right before DantinoX. Transformers has no top_a and no tail_free, so its chain is shorter.
+The times are compared with those of two peers. The first peer is the same chain with `jnp.sort`, as
+in most JAX code, in the same process. The second peer uses the logits processors of transformers
+with softmax and a multinomial draw; for each size, it runs in another interpreter right before
+DantinoX. Transformers has no top_a and no tail_free, so its chain is shorter.
 
     python benchmarks/sampling.py --peer /path/to/python-with-torch
 """
@@ -23,8 +26,9 @@ import numpy as np
 from common import Parser, use_threads
 
 CHAIN = {
-    "preset": "kobold", "repetition_penalty": 1.1, "repetition_range": 1024, "repetition_slope": 0.7, "top_k": 100,
-    "top_a": 0.1, "top_p": 0.9, "typical": 0.9, "temperature": 0.8,
+    "preset": "kobold", "repetition_penalty": 1.1, "repetition_range": 1024,
+    "repetition_slope": 0.7, "top_k": 100, "top_a": 0.1, "top_p": 0.9, "typical": 0.9,
+    "temperature": 0.8,
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"greedy": True},
@@ -68,7 +72,9 @@ TEXT = 512
 def logits(batch: int, vocab: int) -> np.ndarray:
     random = np.random.default_rng(0)
     fall = -1.6 * np.log(np.arange(vocab) + 2.0)
-    return np.float32([random.permutation(fall) + random.normal(0, 0.3, vocab) for _ in range(batch)])
+    return np.float32(
+        [random.permutation(fall) + random.normal(0, 0.3, vocab) for _ in range(batch)]
+    )
 
 
 def text(batch: int, vocab: int) -> np.ndarray:
@@ -96,7 +102,9 @@ def ours(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> float:
     text_BT = jnp.asarray(text(batch, vocab))
     state = init_state(params, text_BT, jnp.ones(text_BT.shape, bool), vocab, TEXT + 512)
     x_BV = jnp.asarray(logits(batch, vocab))
-    step = jax.jit(lambda x_BV, params, state: sample(x_BV, params, state)[:2], donate_argnames="state")
+    step = jax.jit(
+        lambda x_BV, params, state: sample(x_BV, params, state)[:2], donate_argnames="state"
+    )
     held = [state]
 
     def once() -> None:
@@ -123,7 +131,11 @@ def sorted_chain(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> f
 
     def one(x_V: Any, distance_V: Any, key: Any) -> Any:
         x_V = history.repetition_penalty(
-            x_V, distance_V, row["repetition_penalty"], row["repetition_range"], row["repetition_slope"]
+            x_V,
+            distance_V,
+            row["repetition_penalty"],
+            row["repetition_range"],
+            row["repetition_slope"],
         )
         x_V = jnp.where(x_V >= jnp.sort(x_V)[-row["top_k"]], x_V, -jnp.inf)
         x_V = steps.top_a(x_V, row["top_a"])
@@ -134,14 +146,22 @@ def sorted_chain(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> f
         return jax.random.categorical(key, x_V)
 
     distance_BV = np.full((batch, vocab), -1, np.int32)
-    np.put_along_axis(distance_BV, text(batch, vocab), np.arange(TEXT)[::-1][None].repeat(batch, 0), 1)
+    np.put_along_axis(
+        distance_BV, text(batch, vocab), np.arange(TEXT)[::-1][None].repeat(batch, 0), 1
+    )
     run = jax.jit(jax.vmap(one))
-    data = jnp.asarray(logits(batch, vocab)), jnp.asarray(distance_BV), jax.random.split(jax.random.key(0), batch)
+    data = (
+        jnp.asarray(logits(batch, vocab)),
+        jnp.asarray(distance_BV),
+        jax.random.split(jax.random.key(0), batch),
+    )
     return milliseconds(lambda: run(*data).block_until_ready(), repeats)
 
 
 def transformers(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> float | None:
-    """Times the logits processors of transformers with torch's multinomial; returns None for steps that transformers lacks."""
+    """Times the logits processors of transformers with torch's multinomial; returns None for steps
+    that transformers lacks.
+    """
     import torch
     import transformers as t
 
@@ -156,7 +176,9 @@ def transformers(row: dict[str, Any], batch: int, vocab: int, repeats: int) -> f
         ("eta_cutoff", lambda eps: t.EtaLogitsWarper(eps, device="cpu")),
         ("temperature", t.TemperatureLogitsWarper),
     ]
-    shorter = {"preset", "repetition_range", "repetition_slope", "top_a"} if "preset" in row else set()
+    shorter = (
+        {"preset", "repetition_range", "repetition_slope", "top_a"} if "preset" in row else set()
+    )
     lacking = set(row) - {name for name, _ in known} - {"greedy"} - shorter
     if lacking:
         return None
@@ -185,20 +207,46 @@ def main() -> None:
     use_threads(o.threads)  # before jax and torch start their threads
     for vocab, batch in itertools.product(o.vocab, o.batch):
         if o.as_peer:
-            print(json.dumps([transformers(CASES[case], batch, vocab, o.repeats) for case in o.cases]), flush=True)
+            print(
+                json.dumps(
+                    [transformers(CASES[case], batch, vocab, o.repeats) for case in o.cases]
+                ),
+                flush=True,
+            )
             continue
         theirs = peer(o, vocab, batch) if o.peer else [None] * len(o.cases)
         for case, other in zip(o.cases, theirs, strict=True):
-            result = {"vocab": vocab, "batch": batch, "case": case, "ms": ours(CASES[case], batch, vocab, o.repeats)}
+            result = {
+                "vocab": vocab,
+                "batch": batch,
+                "case": case,
+                "ms": ours(CASES[case], batch, vocab, o.repeats),
+            }
             if "chain" in case:
                 result["sort_ms"] = sorted_chain(CASES[case], batch, vocab, o.repeats)
             if other is not None:
                 result["transformers_ms"] = other
-            print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}), flush=True)
+            print(
+                json.dumps(
+                    {k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}
+                ),
+                flush=True,
+            )
 
 
 def peer(o: argparse.Namespace, vocab: int, batch: int) -> list[float | None]:
-    sizes = ["--vocab", vocab, "--batch", batch, "--repeats", o.repeats, "--threads", o.threads, "--cases", *o.cases]
+    sizes = [
+        "--vocab",
+        vocab,
+        "--batch",
+        batch,
+        "--repeats",
+        o.repeats,
+        "--threads",
+        o.threads,
+        "--cases",
+        *o.cases,
+    ]
     command = [o.peer, __file__, "--as_peer", *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -1,11 +1,13 @@
-"""Measures whether fine-tuning teaches a response format, on greedy answers to held-out questions of `builtin:instructions`.
+"""Measures whether fine-tuning teaches a response format, on greedy answers to held-out questions
+of `builtin:instructions`.
 
     python train.py --config configs/quickstart.yaml --run_dir runs/quickstart
     python train.py --config configs/sft.yaml --run_dir runs/sft
     python benchmarks/sft_format.py runs/quickstart runs/sft
 
-For each run, the last command prints two of the answers, and how many of all answers match the format
-`dantinox.text.builtin_instructions.ANSWER`. The prompts of all runs use the chat template of the last run.
+For each run, the last command prints two of the answers, and how many of all answers match the
+format `dantinox.text.builtin_instructions.ANSWER`. The prompts of all runs use the chat template of
+the last run.
 """
 
 from common import Parser, random_run
@@ -29,7 +31,9 @@ def held_out_questions() -> list[str]:
 def main() -> None:
     parser = Parser(__doc__, smoke={"questions": 2})
     parser.add_argument("runs", nargs="*", metavar="RUN")
-    parser.add_argument("--questions", type=int, help="use only the first N questions (default: all)")
+    parser.add_argument(
+        "--questions", type=int, help="use only the first N questions (default: all)"
+    )
     options = parser.parse_args()
     paths = options.runs or ([random_run(chat_template="plain")] if options.smoke else [])
     parser.require(RUN=paths or None)
@@ -38,11 +42,19 @@ def main() -> None:
     for path in paths:
         run = dantinox.load(path)
         template = ChatTemplate.load(source, run.tokenizer)
-        asked = {q: template.encode([{"role": "user", "content": q}], generation_prompt=True) for q in questions}
+        asked = {
+            q: template.encode([{"role": "user", "content": q}], generation_prompt=True)
+            for q in questions
+        }
         run.prompt_ids = asked.__getitem__  # type: ignore[method-assign]  # a prompt with special tokens in it
-        answers = [result.text for result in run.generate(questions, greedy=True, max_new_tokens=64)]
+        answers = [
+            result.text for result in run.generate(questions, greedy=True, max_new_tokens=64)
+        ]
         right = sum(map(matches_answer_form, answers))
-        print(f"{path}: {right} of {len(answers)} answers have the format ({right / len(answers):.0%})")
+        print(
+            f"{path}: {right} of {len(answers)} answers have the format"
+            f" ({right / len(answers):.0%})"
+        )
         for question, answer in list(zip(questions, answers, strict=True))[:2]:
             print(f"  {question}\n    {answer!r}")
 

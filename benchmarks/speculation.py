@@ -1,16 +1,19 @@
-"""Measures how much faster decoding is with drafts than without them, on the same requests with the same texts.
+"""Measures how much faster decoding is with drafts than without them, on the same requests with the
+same texts.
 
     python benchmarks/speculation.py RUN [--new 200] [--rounds 5] [--draft_tokens 5] [--ngram_size 3] [--batch 1]
 
 RUN is a run directory with a chat template, as `dantinox import smollm2` writes it. The tasks are
 
-* `copy`: print a piece of code again, print it again with a different name, and quote a paragraph before answering;
+* `copy`: print a piece of code again, print it again with a different name, and quote a paragraph
+  before answering;
 * `new`: stories, poems and explanations at temperature 1, in which little repeats;
 * `noise`: the same at temperature 3, in which nothing repeats.
 
-Each request is decoded without and with drafts in turn, `--rounds` times after one for compilation. For each request and mode,
-the shortest time of decoding counts, without prefill. The columns are tokens per second without and with drafts, their ratio,
-the number of draft tokens, the share of them that was accepted, and the number of requests whose tokens differ.
+Each request is decoded without and with drafts in turn, `--rounds` times after one for compilation.
+For each request and mode, the shortest time of decoding counts, without prefill. The columns are
+tokens per second without and with drafts, their ratio, the number of draft tokens, the share of
+them that was accepted, and the number of requests whose tokens differ.
 """
 
 import json
@@ -37,9 +40,10 @@ class Counter:
         return self.value
 ```"""
 PARAGRAPH = (
-    "The lighthouse was built in 1874 on a reef that is covered by the sea at high tide. Its lamp burned colza oil until 1903, "
-    "when it was replaced by a vapor burner. The keepers lived in the tower for two months at a time and were relieved by boat "
-    "when the weather allowed it. Since 1981 the light has been automatic."
+    "The lighthouse was built in 1874 on a reef that is covered by the sea at high tide. Its lamp"
+    " burned colza oil until 1903, when it was replaced by a vapor burner. The keepers lived in the"
+    " tower for two months at a time and were relieved by boat when the weather allowed it. Since"
+    " 1981 the light has been automatic."
 )
 TASKS = {
     "copy": [
@@ -56,11 +60,19 @@ TASKS = {
     ],
 }
 TASKS["noise"] = TASKS["new"]
-SAMPLING = {"copy": {"greedy": True}, "new": {"temperature": 1.0, "top_p": 0.95}, "noise": {"temperature": 3.0}}
+SAMPLING = {
+    "copy": {"greedy": True},
+    "new": {"temperature": 1.0, "top_p": 0.95},
+    "noise": {"temperature": 3.0},
+}
 
 
-def decode(model, prompt: str, settings: dict, batch: int) -> tuple[list[list[int]], float, int, int]:
-    """Returns the tokens, the seconds per token of decoding, and the numbers of draft tokens and of accepted ones."""
+def decode(
+    model, prompt: str, settings: dict, batch: int
+) -> tuple[list[list[int]], float, int, int]:
+    """Returns the tokens, the seconds per token of decoding, and the numbers of draft tokens and of
+    accepted ones.
+    """
     template, ids = model.chat_prompt(prompt)
     config = model.with_stop_ids(model.settings(settings), template.end_ids)
     requests = []
@@ -72,7 +84,11 @@ def decode(model, prompt: str, settings: dict, batch: int) -> tuple[list[list[in
         pass
     stats = [result.stats for result in run.results]
     drafts = (sum(one[key] for one in stats) for key in ("draft_tokens", "accepted_draft_tokens"))
-    return [result.tokens for result in run.results], 1 / max(stats[0]["decode_tok_per_s"], 1e-9), *drafts
+    return (
+        [result.tokens for result in run.results],
+        1 / max(stats[0]["decode_tok_per_s"], 1e-9),
+        *drafts,
+    )
 
 
 def main() -> None:
@@ -82,8 +98,15 @@ def main() -> None:
     a.add_argument("--rounds", type=int, default=5)
     a.add_argument("--draft_tokens", type=int, default=5)
     a.add_argument("--ngram_size", type=int, default=3)
-    a.add_argument("--weights", choices=("auto", "float32", "bfloat16", "int8", "int4"), default="auto")
-    a.add_argument("--batch", type=int, default=1, help="requests in a batch: copies of one request with different seeds")
+    a.add_argument(
+        "--weights", choices=("auto", "float32", "bfloat16", "int8", "int4"), default="auto"
+    )
+    a.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        help="requests in a batch: copies of one request with different seeds",
+    )
     a.add_argument("--threads", type=int, default=2)
     a.add_argument("--tasks", nargs="+", choices=[*TASKS], default=[*TASKS])
     o = a.parse_args()
@@ -96,7 +119,11 @@ def main() -> None:
     model = dantinox.load(o.run)
     modes = {
         "off": {"speculation": "off"},
-        "ngram": {"speculation": "ngram", "draft_tokens": o.draft_tokens, "ngram_size": o.ngram_size},
+        "ngram": {
+            "speculation": "ngram",
+            "draft_tokens": o.draft_tokens,
+            "ngram_size": o.ngram_size,
+        },
     }
 
     for task in o.tasks:
@@ -106,7 +133,12 @@ def main() -> None:
         accepted = 0
         different = 0
         for prompt in TASKS[task]:
-            base = {"max_new_tokens": o.new, "weights": o.weights, "ignore_eos": task != "copy", **SAMPLING[task]}
+            base = {
+                "max_new_tokens": o.new,
+                "weights": o.weights,
+                "ignore_eos": task != "copy",
+                **SAMPLING[task],
+            }
             found: dict[str, list] = {mode: [] for mode in modes}
             for _ in range(o.rounds + 1):
                 for mode, settings in modes.items():
@@ -122,10 +154,12 @@ def main() -> None:
         rates = {mode: sum(counts) / sum(times[mode]) for mode in modes}
         ratios = [off / ngram for off, ngram in zip(times["off"], times["ngram"], strict=True)]
         print(json.dumps({
-            "task": task, "batch": o.batch, "weights": o.weights, "draft_tokens": o.draft_tokens, "ngram_size": o.ngram_size,
-            "off_tok_per_s": round(rates["off"], 1), "ngram_tok_per_s": round(rates["ngram"], 1),
-            "ratio": round(rates["ngram"] / rates["off"], 3), "ratios": np.round(ratios, 2).tolist(), "tokens": sum(counts),
-            "drafted": drafted, "accepted": round(accepted / max(drafted, 1), 2), "different": different,
+            "task": task, "batch": o.batch, "weights": o.weights, "draft_tokens": o.draft_tokens,
+            "ngram_size": o.ngram_size, "off_tok_per_s": round(rates["off"], 1),
+            "ngram_tok_per_s": round(rates["ngram"], 1),
+            "ratio": round(rates["ngram"] / rates["off"], 3),
+            "ratios": np.round(ratios, 2).tolist(), "tokens": sum(counts), "drafted": drafted,
+            "accepted": round(accepted / max(drafted, 1), 2), "different": different,
         }), flush=True)  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""Measures the seconds from the start of `generate.py` to its first text and to its end, in several processes.
+"""Measures the seconds from the start of `generate.py` to its first text and to its end, in several
+processes.
 
-The benchmark runs `generate.py` on a run directory several times and reads its text from a pipe. The first start fills the
-compilation cache if it is empty; later starts show how long a user waits. With `--chat` the prompt is a message in the model's
-chat template.
+The benchmark runs `generate.py` on a run directory several times and reads its text from a pipe.
+The first start fills the compilation cache if it is empty; later starts show how long a user waits.
+With `--chat` the prompt is a message in the model's chat template.
 
     python benchmarks/startup.py RUN [--chat] [--prompt TEXT] [--new 64] [--repeats 4]
 """
@@ -19,10 +20,22 @@ from common import Parser, random_run
 
 def measure(run_dir: str, prompt: str, chat: bool, new: int) -> dict[str, float]:
     script = Path(__file__).resolve().parent.parent / "generate.py"
-    command = [sys.executable, str(script), "--run_dir", run_dir, "--prompt", prompt, "--stream", "--max_new_tokens", str(new)]
+    command = [
+        sys.executable,
+        str(script),
+        "--run_dir",
+        run_dir,
+        "--prompt",
+        prompt,
+        "--stream",
+        "--max_new_tokens",
+        str(new),
+    ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
-    with subprocess.Popen([*command, *["--chat"] * chat], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [*command, *["--chat"] * chat], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
         assert process.stdout is not None
         process.stdout.read((0 if chat else len(prompt.encode())) + 1)
         first = time.perf_counter() - start
@@ -46,7 +59,10 @@ def main() -> None:
     o.run_dir = o.run_dir or (str(random_run()) if o.smoke else None)
     a.require(run_dir=o.run_dir)
     for number in range(o.repeats):
-        print(json.dumps({"start": number + 1} | measure(o.run_dir, o.prompt, o.chat, o.new)), flush=True)
+        print(
+            json.dumps({"start": number + 1} | measure(o.run_dir, o.prompt, o.chat, o.new)),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""DantinoX: train transformers from one YAML file, or import them, fine-tune them and generate text.
+"""DantinoX: train transformers from one YAML file, or import them, fine-tune them and generate
+text.
 
     import dantinox
 
     model = dantinox.load("runs/quickstart")
     print(model.generate("def ", top_p=0.9).text)
 
-The names below are the public API. Each name is imported on first use, so `import dantinox` itself is fast.
+The names below are the public API. Each name is imported on first use, so `import dantinox` itself
+is fast.
 """
 
 from importlib import import_module

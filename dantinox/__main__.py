@@ -2,5 +2,7 @@
 
 from dantinox.cli import entry
 
-if __name__ == "__main__":  # worker processes of a sweep import this file, and must not run the command
+if (
+    __name__ == "__main__"
+):  # worker processes of a sweep import this file, and must not run the command
     entry()

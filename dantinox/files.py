@@ -11,10 +11,12 @@ MAX_QUOTED = 60  # characters of a quoted value in an error message
 
 
 class UserError(Exception):
-    """An error that the user can correct. Its one-sentence message says what is wrong, where, and what is allowed.
+    """An error that the user can correct. Its one-sentence message says what is wrong, where, and
+    what is allowed.
 
     Attributes:
-      key: the dotted path of the wrong setting, such as `generation.top_p`; None if the error is not about a setting.
+      key: the dotted path of the wrong setting, such as `generation.top_p`; None if the error is
+        not about a setting.
       value: the value of that setting.
 
     Example:
@@ -33,7 +35,8 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def wrap_os_errors(what: str) -> Iterator[None]:
-    """Converts an `OSError` in the block to a `UserError` such as `cannot read x.txt: No such file or directory`.
+    """Converts an `OSError` in the block to a `UserError` such as
+    `cannot read x.txt: No such file or directory`.
 
     Args:
       what: the part of the message before the colon.
@@ -46,7 +49,9 @@ def wrap_os_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def require_extra(extra: str, what: str) -> Iterator[None]:
-    """Converts an `ImportError` in the block to a `UserError` that says `what` and the command that installs the extra."""
+    """Converts an `ImportError` in the block to a `UserError` that says `what` and the command that
+    installs the extra.
+    """
     try:
         yield
     except ImportError:
@@ -54,12 +59,16 @@ def require_extra(extra: str, what: str) -> Iterator[None]:
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra. The package index has another program named dantinox."""
+    """Returns the command that installs an extra. The package index has another program named
+    dantinox.
+    """
     return f"in a checkout of DantinoX, pip install -e '.[{extra}]'"
 
 
 def quote(value: Any) -> str:
-    """Formats a value for an error message: on one line, truncated, and with `null`, `true` and `false` as in YAML and JSON."""
+    """Formats a value for an error message: on one line, truncated, and with `null`, `true` and
+    `false` as in YAML and JSON.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -68,12 +77,16 @@ def quote(value: Any) -> str:
 
 
 def escape_name(name: str) -> str:
-    """Formats a name from a file or a request for an error message: no quotes, escaped control characters, truncated."""
+    """Formats a name from a file or a request for an error message: no quotes, escaped control
+    characters, truncated.
+    """
     return _truncate(repr(name)[1:-1])
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's message, at most 200 characters, or the name of its class."""
+    """Returns the first line of an exception's message, at most 200 characters, or the name of its
+    class.
+    """
     lines = str(error).splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
@@ -135,8 +148,8 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
     A reader finds either the complete old file or the complete new one, even after a crash.
 
     Raises:
-      UserError: the file cannot be written, for example on a full or read-only disk, or `path` is a device, a pipe or a
-        directory. The old file is then unchanged.
+      UserError: the file cannot be written, for example on a full or read-only disk, or `path` is a
+        device, a pipe or a directory. The old file is then unchanged.
     """
     with staged_write(path, [data.encode() if isinstance(data, str) else data]):
         pass
@@ -144,7 +157,8 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def staged_write(path: str | Path, chunks: Iterable[bytes | memoryview]) -> Iterator[None]:
-    """Writes chunks to a temporary file next to `path`, and replaces `path` with it when the block ends.
+    """Writes chunks to a temporary file next to `path`, and replaces `path` with it when the block
+    ends.
 
     `path` is unchanged if producing a chunk fails or the block raises.
 
@@ -176,7 +190,8 @@ def check_writable(path: str | Path, flag: str = "") -> None:
       flag: the command-line flag that set the path; the error message names it.
 
     Raises:
-      UserError: the directory does not exist or is read-only, or the path exists and is not a regular file.
+      UserError: the directory does not exist or is read-only, or the path exists and is not a
+        regular file.
     """
     path = Path(path)
     cannot = f"{flag} cannot write {path}".lstrip()
@@ -190,7 +205,8 @@ def check_writable(path: str | Path, flag: str = "") -> None:
 
 
 def check_writable_folder(path: str | Path, flag: str = "") -> None:
-    """Checks that files can be written into a folder, which may not exist yet; the arguments are those of `check_writable`.
+    """Checks that files can be written into a folder, which may not exist yet; the arguments are
+    those of `check_writable`.
 
     Raises:
       UserError: the path is not a directory, or the folder cannot be created.
@@ -198,7 +214,9 @@ def check_writable_folder(path: str | Path, flag: str = "") -> None:
     path = Path(path)
     cannot = f"{flag} cannot write into {path}".lstrip()
     places = (path.absolute(), *path.absolute().parents)
-    nearest = next(place for place in places if place.exists() or place.is_symlink())  # all folders below it are missing
+    nearest = next(
+        place for place in places if place.exists() or place.is_symlink()
+    )  # all folders below it are missing
     if not nearest.is_dir():
         raise UserError(f"{cannot}: {nearest} is not a directory")
     if not os.access(nearest, os.W_OK):

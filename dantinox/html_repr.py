@@ -9,14 +9,16 @@ MAX_TEXT_LENGTH = 4000  # characters of a text that are shown
 def html_table(title: str, rows: Mapping[str, object]) -> str:
     """Returns an HTML table with a row per item. Title, names and values are escaped."""
     body = "".join(
-        f'<tr><th style="text-align:left">{escape(name)}</th><td style="text-align:left">{escape(str(value))}</td></tr>'
+        f'<tr><th style="text-align:left">{escape(name)}</th><td'
+        f' style="text-align:left">{escape(str(value))}</td></tr>'
         for name, value in rows.items()
     )
     return f"<b>{escape(title)}</b><table>{body}</table>"
 
 
 def html_text(before: str, text: str, note: str) -> str:
-    """Returns a generated text in HTML: `before` (the prompt) in grey, then the text, then a note in small type.
+    """Returns a generated text in HTML: `before` (the prompt) in grey, then the text, then a note
+    in small type.
 
     All three are escaped, and a text over `MAX_TEXT_LENGTH` characters is truncated.
     """

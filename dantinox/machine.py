@@ -28,7 +28,9 @@ class CgroupFiles(NamedTuple):
 
 
 CGROUP_V2 = CgroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-CGROUP_V1 = CgroupFiles("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+CGROUP_V1 = CgroupFiles(
+    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+)
 
 
 def cache_folder() -> Path:
@@ -38,7 +40,9 @@ def cache_folder() -> Path:
 
 @lru_cache(maxsize=1)
 def _cpu_fields() -> dict[str, str]:
-    """Returns the fields of `/proc/cpuinfo` for the last core; empty where this file does not exist."""
+    """Returns the fields of `/proc/cpuinfo` for the last core; empty where this file does not
+    exist.
+    """
     fields = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -48,7 +52,9 @@ def _cpu_fields() -> dict[str, str]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Returns the instruction sets of the CPU as Linux names them, such as `avx2`; empty on other systems."""
+    """Returns the instruction sets of the CPU as Linux names them, such as `avx2`; empty on other
+    systems.
+    """
     fields = _cpu_fields()
     return frozenset(fields.get("flags", fields.get("Features", "")).split())
 
@@ -63,10 +69,11 @@ def cpu_name() -> str:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Returns the bytes that this process may still allocate; None if the system does not report them.
+    """Returns the bytes that this process may still allocate; None if the system does not report
+    them.
 
-    They are the least of the free memory of the machine, the rest of the limits of its cgroup and of the cgroups above it, and
-    the rest of the limit of the address space (`ulimit -v`).
+    They are the least of the free memory of the machine, the rest of the limits of its cgroup and
+    of the cgroups above it, and the rest of the limit of the address space (`ulimit -v`).
 
     Args:
       root: the folder that has `proc` and `sys`.
@@ -76,12 +83,17 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 def _machine_memory(root: Path) -> Iterator[int]:
     with contextlib.suppress(OSError, KeyError, ValueError):
-        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
+        fields = dict(
+            line.split(":", 1)
+            for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        )
         yield 1024 * int(fields["MemAvailable"].split()[0])
 
 
 def _cgroup_memory(root: Path) -> Iterator[int]:
-    """Yields the free bytes of each cgroup with a limit. Cached files do not count as used, because the kernel frees them."""
+    """Yields the free bytes of each cgroup with a limit. Cached files do not count as used, because
+    the kernel frees them.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -95,7 +107,9 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
         for relative in (group, *group.parents):  # in a container, only the last may exist
             folder = root / files.mount / relative
             with contextlib.suppress(OSError, ValueError, KeyError):
-                limit = (folder / files.limit).read_text(encoding="ascii")  # without a limit it is not a number
+                limit = (folder / files.limit).read_text(
+                    encoding="ascii"
+                )  # without a limit it is not a number
                 used = (folder / files.usage).read_text(encoding="ascii")
                 statistics = (folder / "memory.stat").read_text(encoding="ascii")
                 cached = dict(line.split() for line in statistics.splitlines())[files.cached]
@@ -108,12 +122,15 @@ def _address_space(root: Path) -> Iterator[int]:
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # the soft limit, in bytes
         if limit != resource.RLIM_INFINITY:
-            pages = int((root / "proc/self/statm").read_text(encoding="ascii").split()[0])  # of the whole address space
+            pages = int(
+                (root / "proc/self/statm").read_text(encoding="ascii").split()[0]
+            )  # of the whole address space
             yield max(0, limit - pages * resource.getpagesize())
 
 
 def measured_once(file_name: str, key: str, measure: Callable[[], float]) -> float:
-    """Returns a number that was measured once on this machine, or measures it and keeps it in the user's cache.
+    """Returns a number that was measured once on this machine, or measures it and keeps it in the
+    user's cache.
 
     Args:
       file_name: a JSON file in the cache directory.

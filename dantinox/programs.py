@@ -16,10 +16,11 @@ _shares_traces = True
 
 
 def shared_trace(*static_argnames: str) -> Callable[[Callable], Callable]:
-    """Returns a decorator that traces and lowers a function once for equal arguments; XLA inlines it at every call.
+    """Returns a decorator that traces and lowers a function once for equal arguments; XLA inlines
+    it at every call.
 
-    The compiled program is the same as without the decorator. Its operations have the source line of the first call instead of
-    those of the others: see `separate_traces`.
+    The compiled program is the same as without the decorator. Its operations have the source line
+    of the first call instead of those of the others: see `separate_traces`.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -36,11 +37,12 @@ def shared_trace(*static_argnames: str) -> Callable[[Callable], Callable]:
 
 @contextmanager
 def separate_traces() -> Iterator[None]:
-    """Turns off `shared_trace` inside the block, so that every operation of a traced program keeps its own source line.
+    """Turns off `shared_trace` inside the block, so that every operation of a traced program keeps
+    its own source line.
 
-    Tracing takes longer. The traces of this process are cleared when the block starts and when it ends. A program in the
-    persistent compilation cache may have the source lines of another version of the code, so inside the block a cached program
-    is used only if its source lines are equal.
+    Tracing takes longer. The traces of this process are cleared when the block starts and when it
+    ends. A program in the persistent compilation cache may have the source lines of another version
+    of the code, so inside the block a cached program is used only if its source lines are equal.
     """
     global _shares_traces
     option = "jax_compilation_cache_include_metadata_in_key"
@@ -66,8 +68,8 @@ class Chip:
       flops: floating-point operations per second in dense bfloat16 matmuls.
       memory: bytes of memory.
       bandwidth: memory bandwidth in bytes per second.
-      link: bytes per second that all links of the chip together can send. Manufacturers publish the sum of both directions;
-        this is half of the published number.
+      link: bytes per second that all links of the chip together can send. Manufacturers publish the
+        sum of both directions; this is half of the published number.
       source: the publication that contains the numbers.
     """
 
@@ -80,7 +82,8 @@ class Chip:
     source: str
 
 
-# A TPU's memory is published in units of 2³⁰ bytes. Programs can use a little less: 15.75 of the 16 units of a v5e.
+# A TPU's memory is published in units of 2³⁰ bytes. Programs can use a little less: 15.75 of the 16
+# units of a v5e.
 CHIPS = {
     "h100": Chip(
         platform="gpu",
@@ -128,7 +131,9 @@ def find_chip(device: jax.Device) -> Chip | None:
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """The bytes of memory that a compiled program needs; `alias` is the part of the output that reuses donated arguments."""
+    """The bytes of memory that a compiled program needs; `alias` is the part of the output that
+    reuses donated arguments.
+    """
 
     arguments: int
     temp: int
@@ -157,7 +162,9 @@ def tree_bytes(tree: Any) -> int:
 
 
 def compile_program(lowered: Any, options: Mapping[str, Any]) -> Any:
-    """Compiles a lowered program with these options. If this jaxlib does not support one of them, compiles without options."""
+    """Compiles a lowered program with these options. If this jaxlib does not support one of them,
+    compiles without options.
+    """
     try:
         return lowered.compile(compiler_options=dict(options))
     except jax.errors.JaxRuntimeError as error:
@@ -167,18 +174,29 @@ def compile_program(lowered: Any, options: Mapping[str, Any]) -> Any:
 
 
 def available_bytes(device: jax.Device) -> int | None:
-    """Returns the free memory of an accelerator, or of the machine if the device is its CPU; None if it is unknown."""
+    """Returns the free memory of an accelerator, or of the machine if the device is its CPU; None
+    if it is unknown.
+    """
     if device.platform == "cpu":
         return free_memory()
     stats = device.memory_stats()
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0) if stats and "bytes_limit" in stats else None
+    return (
+        stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        if stats and "bytes_limit" in stats
+        else None
+    )
 
 
 def free_bytes(memory: int | None = None) -> int | None:
     """Returns the free memory of the first device, at most `memory`; None if neither is known."""
-    return min((limit for limit in (available_bytes(jax.devices()[0]), memory) if limit is not None), default=None)
+    return min(
+        (limit for limit in (available_bytes(jax.devices()[0]), memory) if limit is not None),
+        default=None,
+    )
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends this process without flushing, joining threads or running exit handlers; a running compilation would block them."""
+    """Ends this process without flushing, joining threads or running exit handlers; a running
+    compilation would block them.
+    """
     os._exit(code)

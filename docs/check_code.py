@@ -2,10 +2,12 @@
 
     python docs/check_code.py [PAGE…]
 
-Python blocks are executed, and so are the commands of `sh` blocks, in this process and in a temporary directory for each page.
-Every run that a page names stands there as a copy of one tiny run; trainings are reduced to a few steps of a tiny model.
-Commands that need a network, a large model, a server or minutes are only parsed: `PARSED_ONLY` lists them with the reason. YAML
-blocks are read as settings, JSON blocks are parsed. A YAML block that begins with a comment `# name.yaml` becomes that file.
+Python blocks are executed, and so are the commands of `sh` blocks, in this process and in a
+temporary directory for each page. Every run that a page names stands there as a copy of one tiny
+run; trainings are reduced to a few steps of a tiny model. Commands that need a network, a large
+model, a server or minutes are only parsed: `PARSED_ONLY` lists them with the reason. YAML blocks
+are read as settings, JSON blocks are parsed. A YAML block that begins with a comment `# name.yaml`
+becomes that file.
 """
 
 import contextlib
@@ -30,7 +32,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 # Compiling takes most of the time: programs are not optimized, and are kept for the next time.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1")
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+)
 gc.set_threshold(100_000, 50, 50)  # tracing makes many objects
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / "docs" / "_build" / "programs"))
 os.environ["MPLBACKEND"] = "Agg"
@@ -59,16 +63,21 @@ PARSED_ONLY = {
     r"dantinox sweep(?!.*--dry_run)": "takes minutes",
     r"dantinox speedrun": "takes minutes",
     r"dantinox eval tasks runs/quickstart": "answers 1,800 questions",
-    r"dantinox train --config (distill|my_distillation.yaml|my_samples.yaml|my_dpo.yaml --objective)": "repeats a training",
+    r"dantinox train --config (distill|my_distillation.yaml|my_samples.yaml|my_dpo.yaml --objective)": (
+        "repeats a training"
+    ),
     r"dantinox train --config quickstart --(lr|nan_policy)": "repeats a training",
     r"dantinox find-lr": "repeats a training",
-    r"dantinox train .*--config speedrun": "takes minutes; model.depth excludes the sizes of a tiny model",
+    r"dantinox train .*--config speedrun": (
+        "takes minutes; model.depth excludes the sizes of a tiny model"
+    ),
     r"dantinox train .*--dry_run": "measures steps; a tutorial runs it",
     r"dantinox plan .*--topology": "needs the compilers of the target",
     r"dantinox train .*llama_1b": "a large model",
     r"dantinox doctor": "measures the machine",
 }
-# Commands of other programs → why they are not run; their arguments are checked where that is possible.
+# Commands of other programs → why they are not run; their arguments are checked where that is
+# possible.
 OTHER_PROGRAMS = {
     "pip": "installs packages",
     "curl": "needs a server",
@@ -83,15 +92,17 @@ OTHER_PROGRAMS = {
 }
 
 TINY_MODEL = {
-    "model.dim": 16, "model.n_heads": 2, "model.kv_heads": 1, "model.num_blocks": 1, "model.max_context": 256,
+    "model.dim": 16, "model.n_heads": 2, "model.kv_heads": 1, "model.num_blocks": 1,
+    "model.max_context": 256,
     "tokenizer.vocab_size": 300,
 }  # fmt: skip
 TINY_TRAINING = {
-    "training.steps": 3, "training.batch_size": 2, "training.grad_accum": 1, "training.eval_every": 3,
-    "training.eval_tokens": 512, "training.warmup_steps": 1,
+    "training.steps": 3, "training.batch_size": 2, "training.grad_accum": 1,
+    "training.eval_every": 3, "training.eval_tokens": 512, "training.warmup_steps": 1,
 }  # fmt: skip
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt"
+    " %}assistant: {% endif %}"
 )
 
 
@@ -130,7 +141,12 @@ def words(count: int) -> str:
 
 
 def conversations(count: int) -> str:
-    record = {"messages": [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}]}
+    record = {
+        "messages": [
+            {"role": "user", "content": "What is 1 + 1?"},
+            {"role": "assistant", "content": "2"},
+        ]
+    }
     return (json.dumps(record) + "\n") * count
 
 
@@ -148,7 +164,9 @@ def make_material(folder: Path) -> None:
         "conversations.jsonl": conversations(60),
         "problems.jsonl": (json.dumps({"prompt": "1 + 1 = ", "completion": "2"}) + "\n") * 60,
         "preferences.jsonl": (json.dumps(preference) + "\n") * 60,
-        "book.json": json.dumps({"type": "object", "properties": {"title": {"type": "string", "maxLength": 20}}}),
+        "book.json": json.dumps(
+            {"type": "object", "properties": {"title": {"type": "string", "maxLength": 20}}}
+        ),
         "sum.gbnf": 'root ::= [0-9]+ "\\n"\n',
     }
     for name, text in files.items():
@@ -156,16 +174,31 @@ def make_material(folder: Path) -> None:
         (folder / name).write_text(text, encoding="utf-8")
     call(["init", str(folder / "my.yaml")])
     run = folder / "runs" / "tiny"
-    call(["train", "--config", "quickstart", "--run_dir", str(run), "--data_path", str(folder / "my_text.txt")])
+    call(
+        [
+            "train",
+            "--config",
+            "quickstart",
+            "--run_dir",
+            str(run),
+            "--data_path",
+            str(folder / "my_text.txt"),
+        ]
+    )
     (run / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     call(["calibrate", str(run), "--what", "router"])
     call(["export", str(run), str(folder / "path" / "to" / "Llama-3.2-1B")])
-    for name in ("model.gguf", "model-Q4_K_M.gguf"):  # the rows of the tiny run are too short for blocks of 4 bits
+    for name in (
+        "model.gguf",
+        "model-Q4_K_M.gguf",
+    ):  # the rows of the tiny run are too short for blocks of 4 bits
         call(["export", str(run), str(folder / name)])
 
 
 def furnish(folder: Path, material: Path, text: str) -> None:
-    """Copies the material into a page's directory, and the tiny run under every name of a run in the text."""
+    """Copies the material into a page's directory, and the tiny run under every name of a run in
+    the text.
+    """
     shutil.copytree(material, folder, dirs_exist_ok=True)
     for name in set(re.findall(r"runs/([\w.-]+(?:/(?:base|sft|grpo))?)", text)):
         if not (folder / "runs" / name).exists():
@@ -181,12 +214,18 @@ def call(argv: list[str], stdin: bytes = b"") -> bytes:
     Raises:
       RuntimeError: it did not exit with 0; with its standard error.
     """
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)
+    )
     given = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
     before = sys.stdin
     try:
         sys.stdin = given
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             code = main(reduced(argv))
     except SystemExit as end:  # --help
@@ -199,7 +238,8 @@ def call(argv: list[str], stdin: bytes = b"") -> bytes:
 
 
 def reduced(argv: list[str]) -> list[str]:
-    """The arguments of a command, with the flags that make a training tiny; a run that it makes is removed first.
+    """The arguments of a command, with the flags that make a training tiny; a run that it makes is
+    removed first.
 
     The first head replaces that of `explain --attention`, because the tiny run has one layer.
     """
@@ -207,7 +247,11 @@ def reduced(argv: list[str]) -> list[str]:
         argv = [*argv, "--attention", "0:0"]
     if argv[0] == "init":
         Path(argv[1]).unlink(missing_ok=True)
-    if argv[0] in ("train", "import", "merge-lora") and "--resume" not in argv and "--run_dir" in argv:
+    if (
+        argv[0] in ("train", "import", "merge-lora")
+        and "--resume" not in argv
+        and "--run_dir" in argv
+    ):
         shutil.rmtree(argv[argv.index("--run_dir") + 1], ignore_errors=True)
     if argv[0] not in ("train", "find-lr") or "--resume" in argv or "--print_config" in argv:
         return argv
@@ -275,7 +319,11 @@ class Checker:
                 self._block(block, names)
 
     def _block(self, block: Block, names: dict[str, Any]) -> None:
-        parts = list(commands_of(block.text)) if block.language == "sh" and not block.text.startswith("#!") else [block.text]
+        parts = (
+            list(commands_of(block.text))
+            if block.language == "sh" and not block.text.startswith("#!")
+            else [block.text]
+        )
         for part in parts:
             started = time.process_time()
             try:
@@ -285,21 +333,30 @@ class Checker:
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 first = part.strip().splitlines()[0]
                 at = f"{Path(last.filename).name}:{last.lineno}"
-                self.problems.append(f"{where}: {first}\n    {type(error).__name__}: {error} ({at})")
+                self.problems.append(
+                    f"{where}: {first}\n    {type(error).__name__}: {error} ({at})"
+                )
                 continue
             self.counts[kind] += 1
             if os.environ.get("VERBOSE"):
-                print(f"{time.process_time() - started:6.1f} s  {kind:30}  {part.strip().splitlines()[0][:90]}")
+                print(
+                    f"{time.process_time() - started:6.1f} s  {kind:30} "
+                    f" {part.strip().splitlines()[0][:90]}"
+                )
 
     def _part(self, language: str, text: str, names: dict[str, Any]) -> str:
         """Runs or parses a block or a command; what was done with it."""
         if language == "sh":
             return "script" if text.startswith("#!") else self._command(text)
         if language == "python":
-            reason = next((why for pattern, why in PARSED_ONLY.items() if re.search(pattern, text)), None)
+            reason = next(
+                (why for pattern, why in PARSED_ONLY.items() if re.search(pattern, text)), None
+            )
             program = compile(text, "block", "exec")
             if reason is None:
-                for made in re.findall(r'(?:import_checkpoint\([^)]*, |run_dir=)"(runs/[\w.-]+)"', text):
+                for made in re.findall(
+                    r'(?:import_checkpoint\([^)]*, |run_dir=)"(runs/[\w.-]+)"', text
+                ):
                     shutil.rmtree(made, ignore_errors=True)
                 with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
@@ -319,7 +376,11 @@ class Checker:
         words = shlex.split(right, comments=True)
         abbreviated = "…" in words
         words = [word for word in words if word != "…"]
-        stdin = subprocess.run(left, shell=True, capture_output=True, check=True).stdout if left else b"Hello\n"
+        stdin = (
+            subprocess.run(left, shell=True, capture_output=True, check=True).stdout
+            if left
+            else b"Hello\n"
+        )
         target = None
         for sign in ("<", ">"):
             if sign in words:
@@ -334,7 +395,9 @@ class Checker:
         if program != "dantinox":
             raise UserError(f"{program} is not a known program")
         plain = shlex.join(["dantinox", *argv])
-        reason = next((why for pattern, why in PARSED_ONLY.items() if re.match(pattern, plain)), None)
+        reason = next(
+            (why for pattern, why in PARSED_ONLY.items() if re.match(pattern, plain)), None
+        )
         reason = "is abbreviated" if abbreviated else reason
         if reason is not None:
             settings_of(argv)
@@ -345,7 +408,9 @@ class Checker:
         output = call(argv, stdin)
         if target is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(output.replace(b"\0", b" "))  # the tiny run may generate NUL, which is not text
+            target.write_bytes(
+                output.replace(b"\0", b" ")
+            )  # the tiny run may generate NUL, which is not text
         return "executed"
 
 
@@ -364,16 +429,22 @@ def as_dantinox(words: list[str]) -> tuple[str, list[str]]:
 
 
 def check_other(program: str, argv: list[str]) -> None:
-    """Checks what is known of the arguments of another program: extras of pip, targets of make, JSON bodies of curl."""
+    """Checks what is known of the arguments of another program: extras of pip, targets of make,
+    JSON bodies of curl.
+    """
     if program == "pip":
         import tomllib
 
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+            "optional-dependencies"
+        ]
         for name in re.findall(r"\[([\w,-]+)\]", " ".join(argv)):
             if unknown := set(name.split(",")) - set(extras):
                 raise UserError(f"there is no extra {', '.join(unknown)}")
     if program == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        targets = re.findall(
+            r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
         for name in argv:
             if "=" not in name and name not in targets:
                 raise UserError(f"there is no target {name}")
@@ -405,7 +476,10 @@ def read_yaml(text: str) -> None:
             file.write_text(text, encoding="utf-8")
             load_training(file)
         elif "grid" in tree or "random" in tree:
-            file.write_text(yaml.safe_dump({key: value for key, value in tree.items() if key != "base"}), encoding="utf-8")
+            file.write_text(
+                yaml.safe_dump({key: value for key, value in tree.items() if key != "base"}),
+                encoding="utf-8",
+            )
             load_sweep(file)
         elif "keys" in tree or "models" in tree:
             file.write_text(text, encoding="utf-8")
@@ -414,7 +488,10 @@ def read_yaml(text: str) -> None:
 
 def main_of(pages: list[str]) -> int:
     started = time.process_time()
-    chosen = [ROOT / page for page in pages] or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    chosen = [ROOT / page for page in pages] or [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         material = Path(folder) / "material"
         material.mkdir()
@@ -425,13 +502,17 @@ def main_of(pages: list[str]) -> int:
             checker.page(page)
     counts = checker.counts
     print("\n".join(checker.problems), end="\n" if checker.problems else "")
-    executed, parsed = counts["executed"], sum(n for kind, n in counts.items() if kind.startswith("parsed"))
+    executed, parsed = (
+        counts["executed"],
+        sum(n for kind, n in counts.items() if kind.startswith("parsed")),
+    )
     others = sum(n for kind, n in counts.items() if kind.startswith("not run"))
     skipped = sum(n for kind, n in counts.items() if kind.startswith("python: "))
     print(
-        f"code: {executed} commands executed, {counts['repeated']} repeated, {parsed} parsed, {others} of other programs; "
-        f"{counts['python executed']} Python blocks executed, {skipped} parsed; {counts['yaml']} YAML, {counts['json']} JSON; "
-        f"{len(checker.problems)} problems, {time.process_time() - started:.0f} CPU seconds"
+        f"code: {executed} commands executed, {counts['repeated']} repeated, {parsed} parsed,"
+        f" {others} of other programs; {counts['python executed']} Python blocks executed,"
+        f" {skipped} parsed; {counts['yaml']} YAML, {counts['json']} JSON; {len(checker.problems)}"
+        f" problems, {time.process_time() - started:.0f} CPU seconds"
     )
     return 1 if checker.problems else 0
 

@@ -14,14 +14,23 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md", "benchmarks/RESULTS.md", "docs/**/*.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "deploy/README.md",
+    "benchmarks/RESULTS.md",
+    "docs/**/*.md",
+)
 MADE = (ROOT / "docs" / "_build", ROOT / "docs" / "reference")  # not on GitHub
 SITE_ONLY = re.compile(r"(\.\./)*reference/")  # pages that are made when the site is built
 OUR_IMAGES = "_images/"
 
 
 def markdown_problems() -> Iterator[str]:
-    """What is wrong with a link or an image of a Markdown file, as GitHub shows it; yields an empty string for a right one."""
+    """What is wrong with a link or an image of a Markdown file, as GitHub shows it; yields an empty
+    string for a right one.
+    """
     for path in sorted({path for pattern in PAGES for path in ROOT.glob(pattern)}):
         if any(made in path.parents for made in MADE):
             continue
@@ -31,9 +40,13 @@ def markdown_problems() -> Iterator[str]:
             r'<img (?:(?!alt=)[^>])*(?:alt="([^"]*)")?[^>]*>', text
         ):
             yield "" if picture.strip() else f"{where}: an image has no alternative text"
-        links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'<(?:img|a) [^>]*(?:src|href)="([^"]+)"', text)
+        links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(
+            r'<(?:img|a) [^>]*(?:src|href)="([^"]+)"', text
+        )
         for link in links:
-            yield from (f"{where}: {problem}" if problem else "" for problem in target_problem(path, link))
+            yield from (
+                f"{where}: {problem}" if problem else "" for problem in target_problem(path, link)
+            )
 
 
 def without_code(text: str) -> str:
@@ -86,16 +99,26 @@ class Page(HTMLParser):
         self.ids |= {value for name in ("id", "name") if (value := given.get(name))}
         if tag != "link" or given.get("rel") in ("stylesheet", "icon"):
             self.links += [value for name in ("href", "src") if (value := given.get(name))]
-        if tag == "img" and OUR_IMAGES in (given.get("src") or "") and not (given.get("alt") or "").strip():
+        if (
+            tag == "img"
+            and OUR_IMAGES in (given.get("src") or "")
+            and not (given.get("alt") or "").strip()
+        ):
             self.undescribed.append(str(given.get("src")))
 
 
 def site_problems(folder: Path) -> Iterator[str]:
-    """What is wrong with a link or an image of a built page; yields an empty string for a right link."""
-    pages = {path: Page(path) for path in sorted(folder.rglob("*.html")) if "_static" not in path.parts}
+    """What is wrong with a link or an image of a built page; yields an empty string for a right
+    link.
+    """
+    pages = {
+        path: Page(path) for path in sorted(folder.rglob("*.html")) if "_static" not in path.parts
+    }
     for path, page in pages.items():
         where = path.relative_to(folder)
-        yield from (f"{where}: the image {name} has no alternative text" for name in page.undescribed)
+        yield from (
+            f"{where}: the image {name} has no alternative text" for name in page.undescribed
+        )
         for link in page.links:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
@@ -104,7 +127,11 @@ def site_problems(folder: Path) -> Iterator[str]:
             target = target / "index.html" if target.is_dir() else target
             if not target.exists():
                 yield f"{where}: {link} does not exist"
-            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids:
+            elif (
+                parts.fragment
+                and target in pages
+                and unquote(parts.fragment) not in pages[target].ids
+            ):
                 yield f"{where}: {link}: the page has no such anchor"
             else:
                 yield ""
@@ -116,7 +143,9 @@ def main(folder: Path) -> int:
     problems = [problem for problem in (*written, *built) if problem]
     print("\n".join(problems), end="\n" if problems else "")
     pages = sum("_static" not in path.parts for path in folder.rglob("*.html"))
-    checked = f"{len(written)} links and images of Markdown files, {len(built)} of {pages} built pages"
+    checked = (
+        f"{len(written)} links and images of Markdown files, {len(built)} of {pages} built pages"
+    )
     print(f"links: {checked}: {f'{len(problems)} problems' if problems else 'all right'}")
     return 1 if problems else 0
 

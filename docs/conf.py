@@ -1,4 +1,6 @@
-"""The configuration of Sphinx for the documentation site; `make docs` builds it into docs/_build/html."""
+"""The configuration of Sphinx for the documentation site; `make docs` builds it into
+docs/_build/html.
+"""
 
 import os
 import re
@@ -27,7 +29,8 @@ extensions = [
 ]
 exclude_patterns = ["_build", "plots", "**/.ipynb_checkpoints"]
 nitpicky = True
-# Types of other packages have no page here, and annotations name many classes that users never write.
+# Types of other packages have no page here, and annotations name many classes that users never
+# write.
 nitpick_ignore_regex = [("py:.*", ".*")]
 
 # Markdown as GitHub renders it: anchors of headings, HTML images, no further syntax to learn.
@@ -39,7 +42,9 @@ smartquotes = False  # it changes the two dashes of a flag to one
 NOTEBOOKS = os.environ.get("NOTEBOOKS", "").split()
 nb_execution_mode = "force"
 nb_execution_excludepatterns = [
-    f"tutorials/{path.name}" for path in DOCS.glob("tutorials/*.ipynb") if NOTEBOOKS and path.stem not in NOTEBOOKS
+    f"tutorials/{path.name}"
+    for path in DOCS.glob("tutorials/*.ipynb")
+    if NOTEBOOKS and path.stem not in NOTEBOOKS
 ]
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300  # seconds of one cell
@@ -74,15 +79,23 @@ def join_streams(outputs):
     """Joins the pieces of a cell's output. myst-nb's own function ends a line after each piece."""
     joined = []
     for output in outputs:
-        if joined and output["output_type"] == "stream" and joined[-1].get("name") == output["name"]:
-            joined[-1]["text"] = re.sub(r".*\r(?!\n)", "", joined[-1]["text"] + output["text"])  # a progress bar's last state
+        if (
+            joined
+            and output["output_type"] == "stream"
+            and joined[-1].get("name") == output["name"]
+        ):
+            joined[-1]["text"] = re.sub(
+                r".*\r(?!\n)", "", joined[-1]["text"] + output["text"]
+            )  # a progress bar's last state
         else:
             joined.append(output)
     return joined
 
 
 def setup(app):
-    assert callable(render.coalesce_streams)  # fails if another version of myst-nb has no such function
+    assert callable(
+        render.coalesce_streams
+    )  # fails if another version of myst-nb has no such function
     render.coalesce_streams = join_streams
 
     import llms

@@ -1,4 +1,6 @@
-"""Writes llms.txt and llms-full.txt into the built site: its pages with one line each, and their Markdown in one file."""
+"""Writes llms.txt and llms-full.txt into the built site: its pages with one line each, and their
+Markdown in one file.
+"""
 
 import re
 import textwrap
@@ -26,7 +28,10 @@ def write(app, exception):
             summary = textwrap.shorten(first_paragraph(text), SUMMARY, placeholder=" …")
             short.append(f"- [{env.titles[name].astext()}]({name}.html): {summary}")
             source = Path(env.doc2path(name))
-            full += [f"<!-- {name} -->", markdown(source) if source.suffix == ".md" else text.astext()]
+            full += [
+                f"<!-- {name} -->",
+                markdown(source) if source.suffix == ".md" else text.astext(),
+            ]
     (folder / "llms.txt").write_text("\n".join(short) + "\n", encoding="utf-8")
     (folder / "llms-full.txt").write_text("\n\n".join(full) + "\n", encoding="utf-8")
 

@@ -1,7 +1,9 @@
-"""Writes the reference pages of the site from the code: settings, commands, Python API, HTTP, metrics and files.
+"""Writes the reference pages of the site from the code: settings, commands, Python API, HTTP,
+metrics and files.
 
-`pages()` returns them as Markdown, and `write(folder)` brings a folder up to date. Only introductions and the descriptions of
-files are written here; everything else is read from the declarations that the program itself uses.
+`pages()` returns them as Markdown, and `write(folder)` brings a folder up to date. Only
+introductions and the descriptions of files are written here; everything else is read from the
+declarations that the program itself uses.
 """
 
 import argparse
@@ -59,7 +61,10 @@ def write(folder: Path) -> None:
 def table(header: tuple[str, ...], rows: Rows) -> str:
     """A Markdown table; a header of empty strings is allowed."""
     lines = [header, ("---",) * len(header), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |\n" for row in lines)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |\n"
+        for row in lines
+    )
 
 
 def code(value: object) -> str:
@@ -80,8 +85,12 @@ def sentence(text: str | None) -> str:
     if not text:
         return ""
     first = text.split(" ", 1)[0]
-    plain = first.rstrip(",").isalpha() and first.islower() and ":" not in text[:20]  # not a name such as top_k or `lr`
-    return (text[0].upper() + text[1:] if plain else text) + ("" if text.endswith((".", "!", ")")) else ".")
+    plain = (
+        first.rstrip(",").isalpha() and first.islower() and ":" not in text[:20]
+    )  # not a name such as top_k or `lr`
+    return (text[0].upper() + text[1:] if plain else text) + (
+        "" if text.endswith((".", "!", ")")) else "."
+    )
 
 
 def first_paragraph(thing: object) -> str:
@@ -111,41 +120,52 @@ without effect is an error too.
 
 # Values for the examples of settings whose default is null or empty, which would show nothing.
 EXAMPLE_VALUES: dict[str, object] = {
-    "model.depth": 12, "model.kv_heads": 2, "model.head_size": 64, "model.hidden_dim": 1024, "model.padded_vocab_size": 50304,
-    "model.final_logit_softcapping": 30.0, "moe.shared_hidden_dim": 512, "moe.dense_layers": [0], "moe.dense_hidden_dim": 2048,
-    "moe.expansion": 4.0, "attention.rope_local_theta": 10000.0, "attention.rope_original_context": 8192,
-    "attention.rope_mscale": 1.0, "attention.rope_mscale_all_dim": 1.0, "attention.rope_attention_factor": 1.0,
-    "attention.query_scaling_beta": 0.1, "attention.rope_short_factors": [1.0, 1.05], "attention.rope_long_factors": [1.0, 4.0],
-    "attention.context_window": 512, "attention.query_pre_attn_scalar": 256.0, "attention.attention_multiplier": 0.0156,
-    "attention.attn_logit_softcapping": 50.0, "attention.kv_lora_rank": 512, "attention.q_lora_rank": 1536,
-    "attention.qk_rope_head_dim": 64, "attention.v_head_dim": 128, "attention.latent_norm_epsilon": 1e-6,
-    "attention.global_head_size": 512, "attention.global_kv_heads": 4, "attention.layer_types": ["sliding", "full"],
+    "model.depth": 12, "model.kv_heads": 2, "model.head_size": 64, "model.hidden_dim": 1024,
+    "model.padded_vocab_size": 50304, "model.final_logit_softcapping": 30.0,
+    "moe.shared_hidden_dim": 512, "moe.dense_layers": [0], "moe.dense_hidden_dim": 2048,
+    "moe.expansion": 4.0, "attention.rope_local_theta": 10000.0,
+    "attention.rope_original_context": 8192, "attention.rope_mscale": 1.0,
+    "attention.rope_mscale_all_dim": 1.0, "attention.rope_attention_factor": 1.0,
+    "attention.query_scaling_beta": 0.1, "attention.rope_short_factors": [1.0, 1.05],
+    "attention.rope_long_factors": [1.0, 4.0], "attention.context_window": 512,
+    "attention.query_pre_attn_scalar": 256.0, "attention.attention_multiplier": 0.0156,
+    "attention.attn_logit_softcapping": 50.0, "attention.kv_lora_rank": 512,
+    "attention.q_lora_rank": 1536, "attention.qk_rope_head_dim": 64, "attention.v_head_dim": 128,
+    "attention.latent_norm_epsilon": 1e-6, "attention.global_head_size": 512,
+    "attention.global_kv_heads": 4, "attention.layer_types": ["sliding", "full"],
     "attention.rope_layers": [True, True, True, False],
-    "tokenizer.tokenizer_path": "tokenizer.json", "data.path": "my_text.txt", "data.mixture": [3.0, 1.0],
-    "data.chat_template": "plain", "data.val_path": "validation.txt", "data.dataset_config": "sample-10BT",
+    "tokenizer.tokenizer_path": "tokenizer.json", "data.path": "my_text.txt",
+    "data.mixture": [3.0, 1.0], "data.chat_template": "plain", "data.val_path": "validation.txt",
+    "data.dataset_config": "sample-10BT",
     "training.preference_beta": 0.2,
     "training.steps": 1000, "training.tokens_per_parameter": 10.0, "training.warmup_steps": 100,
     "training.eval_tokens": 32768, "training.checkpoint_every": 500,
-    "training.sample_every": 500, "training.sample_prompt": "def ", "training.patience": 5, "training.init_from": "runs/base",
-    "grpo.advantage": "std", "grpo.normalization": "sequence", "grpo.clip_low": 0.2, "grpo.clip_high": 0.28,
-    "grpo.ratio": "sequence", "grpo.dynamic_sampling": True,
+    "training.sample_every": 500, "training.sample_prompt": "def ", "training.patience": 5,
+    "training.init_from": "runs/base", "grpo.advantage": "std", "grpo.normalization": "sequence",
+    "grpo.clip_low": 0.2, "grpo.clip_high": 0.28, "grpo.ratio": "sequence",
+    "grpo.dynamic_sampling": True,
     "grpo.rewards": [{"name": "numeric"}, {"name": "length", "max": 400, "weight": 0.1}],
     "distill.teacher": "runs/teacher", "distill.top_k": 64,
-    "lora.rank": 16, "lora.alpha": 32.0, "lora.targets": ["q_proj", "v_proj"], "distributed.coordinator": "auto",
-    "distributed.processes": 4, "distributed.process": 0, "generation.seed": 1, "generation.stop": ["###"],
-    "generation.banned_strings": ["testament to"], "generation.banned_regexes": ["not just .*, but"],
-    "generation.negative_prompt": "A sad story.", "generation.stop_token_ids": ["<|im_end|>"],
+    "lora.rank": 16, "lora.alpha": 32.0, "lora.targets": ["q_proj", "v_proj"],
+    "distributed.coordinator": "auto",
+    "distributed.processes": 4, "distributed.process": 0, "generation.seed": 1,
+    "generation.stop": ["###"],
+    "generation.banned_strings": ["testament to"],
+    "generation.banned_regexes": ["not just .*, but"], "generation.negative_prompt": "A sad story.",
+    "generation.stop_token_ids": ["<|im_end|>"],
     "generation.sampler_order": ["top_k", "temperature", "min_p"],
     "generation.logit_bias": {"e": -1.0}, "generation.sequence_bias": [["New York", -5.0]],
     "generation.allowed_tokens": ["yes", "no"],
     "generation.watermark_keys": [654, 400, 836],
-    "generation.banned_tokens": ["!"], "generation.bad_words": ["bad word"], "generation.top_k": 40, "generation.top_p": 0.9,
-    "router.low_entropy": 0.1, "router.low_varentropy": 0.1, "router.clarify_entropy": 3.0, "router.high_entropy": 5.0,
-    "router.high_varentropy": 5.0, "router.entropy_scale": 1.0, "router.varentropy_scale": 1.0, "router.temperature_min": 0.3,
-    "router.temperature_max": 1.5, "router.clarify_token": "?", "router.resample_temperature_min": 0.7,
-    "router.clarify_text": "Which one do you mean?", "router.resample_temperature_min_factor": 0.7, "kv.budget": 0.3,
-    "kv.budget_tokens": 128, "kv.layer_ratios": [0.5, 1.0, 2.0],
-    "kv.calibration": "kv_entropy.json", "logging.wandb_project": "my_project",
+    "generation.banned_tokens": ["!"], "generation.bad_words": ["bad word"], "generation.top_k": 40,
+    "generation.top_p": 0.9, "router.low_entropy": 0.1, "router.low_varentropy": 0.1,
+    "router.clarify_entropy": 3.0, "router.high_entropy": 5.0, "router.high_varentropy": 5.0,
+    "router.entropy_scale": 1.0, "router.varentropy_scale": 1.0, "router.temperature_min": 0.3,
+    "router.temperature_max": 1.5, "router.clarify_token": "?",
+    "router.resample_temperature_min": 0.7, "router.clarify_text": "Which one do you mean?",
+    "router.resample_temperature_min_factor": 0.7, "kv.budget": 0.3, "kv.budget_tokens": 128,
+    "kv.layer_ratios": [0.5, 1.0, 2.0], "kv.calibration": "kv_entropy.json",
+    "logging.wandb_project": "my_project",
 }  # fmt: skip
 
 
@@ -153,11 +173,17 @@ def settings_index() -> str:
     text = SETTINGS_INTRO
     for section, title in section_titles().items():
         rows = [
-            (f"[`{record.name}`]({section}.md#{slug(record.key)})", code(record.default_text), sentence(record.help))
+            (
+                f"[`{record.name}`]({section}.md#{slug(record.key)})",
+                code(record.default_text),
+                sentence(record.help),
+            )
             for record in setting_records()
             if record.section == section
         ]
-        text += f"\n## [{section}]({section}.md)\n\n{title}\n\n" + table(("setting", "default", "meaning"), rows)
+        text += f"\n## [{section}]({section}.md)\n\n{title}\n\n" + table(
+            ("setting", "default", "meaning"), rows
+        )
     return text + toctree(section_titles())
 
 
@@ -168,28 +194,40 @@ def toctree(names: Iterable[str]) -> str:
 # Sections whose help texts use words that a page explains.
 SECTION_NOTES = {
     "router": (
-        "\n[The entropy router](../../entropy.md) explains the formulas. The guide is [Entropixplained]"
+        "\n[The entropy router](../../entropy.md) explains the formulas. The guide is"
+        " [Entropixplained]"
         "(https://southbridge-research.notion.site/Entropixplained-11e5fec70db18022b083d7d7b0e93505).\n"
     ),
     "kv": "\n[Compress the KV cache](../../kv_cache.md) explains budgets and policies.\n",
     "generation": (
-        "\n[Sampling steps](../../sampling_steps.md) has the formula of every step, and [sampling](../../sampling.md) advice.\n"
+        "\n[Sampling steps](../../sampling_steps.md) has the formula of every step, and"
+        " [sampling](../../sampling.md) advice.\n"
     ),
 }
 
 
 def settings_page(section: str) -> str:
-    """The page of a section: every setting with type, default, prerequisites, help and examples, by groups."""
+    """The page of a section: every setting with type, default, prerequisites, help and examples, by
+    groups.
+    """
     text = f"# {section}\n\n{section_titles()[section]}\n{SECTION_NOTES.get(section, '')}"
     records = [record for record in setting_records() if record.section == section]
     groups = dict.fromkeys(record.group for record in records)
     for group in groups:
-        text += f"\n## {GROUPS[group].title}\n" if group else "\n## Other settings\n" if len(groups) > 1 else ""
+        text += (
+            f"\n## {GROUPS[group].title}\n"
+            if group
+            else "\n## Other settings\n"
+            if len(groups) > 1
+            else ""
+        )
         for record in records:
             if record.group == group:
                 text += f"\n{'###' if len(groups) > 1 else '##'} {record.key}\n"
                 text += f"\n{sentence(record.help)}\n\n" + table(*setting_table(record))
-                text += "\n" + block("yaml", f"{section}:\n  {record.name}: {yaml_value(example(record))}")
+                text += "\n" + block(
+                    "yaml", f"{section}:\n  {record.name}: {yaml_value(example(record))}"
+                )
     return text
 
 
@@ -203,7 +241,9 @@ def setting_rows(record: SettingRecord) -> Rows:
     if record.prerequisites:
         yield (
             "has an effect if",
-            "; ".join(re.sub(r"\b\w+\.\w+\b", r"`\g<0>`", condition) for condition in record.prerequisites),
+            "; ".join(
+                re.sub(r"\b\w+\.\w+\b", r"`\g<0>`", condition) for condition in record.prerequisites
+            ),
         )
     yield "flag", flag_example(record)
     if record.aliases:
@@ -233,7 +273,9 @@ def flag_example(record: SettingRecord) -> str:
 def flag_word(value: object) -> str:
     """A value as a word of a shell."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return shlex.quote(text.replace("\\", "\\\\").replace("\n", "\\n"))  # as flags of `generation` read them
+    return shlex.quote(
+        text.replace("\\", "\\\\").replace("\n", "\\n")
+    )  # as flags of `generation` read them
 
 
 # --- commands
@@ -286,7 +328,11 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 def subcommands(name: str) -> dict[str, argparse.ArgumentParser]:
     """The parsers of the commands of a command, as those of `eval`."""
-    found = [action.choices for action in parser_of(name)._actions if isinstance(action, argparse._SubParsersAction)]
+    found = [
+        action.choices
+        for action in parser_of(name)._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
     return dict(found[0]) if found else {}
 
 
@@ -295,22 +341,33 @@ def own_arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return [
         action
         for action in parser._actions
-        if not action.dest.startswith(("config:", "ambiguous:")) and action.help is not argparse.SUPPRESS
+        if not action.dest.startswith(("config:", "ambiguous:"))
+        and action.help is not argparse.SUPPRESS
     ]
 
 
 def command_page(name: str) -> str:
-    """The page of a command: usage, an example, its own arguments, and the settings that are flags of it."""
+    """The page of a command: usage, an example, its own arguments, and the settings that are flags
+    of it.
+    """
     own = own_arguments(parser_of(name))
-    text = f"# dantinox {name}\n\n{COMMANDS[name][2]}\n\n## Usage\n\n{block('text', usage(name, own))}"
+    text = (
+        f"# dantinox {name}\n\n{COMMANDS[name][2]}\n\n## Usage\n\n{block('text', usage(name, own))}"
+    )
     text += f"\n## Example\n\n{block('sh', EXAMPLES[name])}\n## Arguments\n\n"
     text += table(("argument", "meaning"), [(spelling(action), meaning(action)) for action in own])
     for kind, parser in subcommands(name).items():
         text += f"\n## {name} {kind}\n\n{parser.description}\n\n"
-        text += table(("argument", "meaning"), [(spelling(action), meaning(action)) for action in own_arguments(parser)])
+        text += table(
+            ("argument", "meaning"),
+            [(spelling(action), meaning(action)) for action in own_arguments(parser)],
+        )
     settings = [action for action in parser_of(name)._actions if action.dest.startswith("config:")]
     if settings:
-        text += "\n## Settings\n\nThese settings are flags too. Their pages list types, ranges and defaults.\n\n"
+        text += (
+            "\n## Settings\n\nThese settings are flags too. Their pages list types, ranges and"
+            " defaults.\n\n"
+        )
         text += table(("section", "flags"), settings_flags(settings))
     return text
 
@@ -326,7 +383,9 @@ def settings_flags(actions: Iterable[argparse.Action]) -> Rows:
 
 def usage(name: str, own: Iterable[argparse.Action]) -> str:
     words = [spelling(action).split(", ")[0].strip("`") for action in own]
-    words = [word if action.required else f"[{word}]" for word, action in zip(words, own, strict=True)]
+    words = [
+        word if action.required else f"[{word}]" for word, action in zip(words, own, strict=True)
+    ]
     settings = any(action.dest.startswith("config:") for action in parser_of(name)._actions)
     lines, indent = [f"dantinox {name}"], " " * len(f"dantinox {name} ")
     for word in [*words, *(["[settings]"] if settings else [])]:
@@ -339,7 +398,9 @@ def usage(name: str, own: Iterable[argparse.Action]) -> str:
 
 def spelling(action: argparse.Action) -> str:
     """The flags of an argument with the name of their value."""
-    value = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
+    value = action.metavar or (
+        "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
+    )
     value = " ".join(value) if isinstance(value, tuple) else value
     if not action.option_strings:
         return code(value or action.dest)
@@ -347,7 +408,10 @@ def spelling(action: argparse.Action) -> str:
         value = action.dest.upper()
     many = " …" if action.nargs in ("+", "*") else ""
     value = f"[{value}]" if action.nargs == "?" and action.option_strings else value
-    return ", ".join(code(f"{flag} {value}{many}".strip() if action.nargs != 0 else flag) for flag in action.option_strings)
+    return ", ".join(
+        code(f"{flag} {value}{many}".strip() if action.nargs != 0 else flag)
+        for flag in action.option_strings
+    )
 
 
 def meaning(action: argparse.Action) -> str:
@@ -381,7 +445,13 @@ def api() -> str:
     for name, module in dantinox.PUBLIC.items():
         thing = getattr(import_module(module), name)
         rows.append((f"[`dantinox.{name}`](#{slug(name)})", first_paragraph(thing)))
-        kind = "autoexception" if name.endswith("Error") else "autoclass" if inspect.isclass(thing) else "autofunction"
+        kind = (
+            "autoexception"
+            if name.endswith("Error")
+            else "autoclass"
+            if inspect.isclass(thing)
+            else "autofunction"
+        )
         sections += api_section(name, f"dantinox.{name}", kind, documented_members(thing))
     rows.append(("`dantinox.__version__`", "The version of the package, as a string."))
     for name, (module, why) in RESULTS.items():
@@ -392,24 +462,34 @@ def api() -> str:
 
 
 def api_section(name: str, path: str, directive: str, members: list[str]) -> str:
-    options = f"   :members: {', '.join(members)}\n" if directive == "autoclass" and members else "   :no-members:\n"
+    options = (
+        f"   :members: {', '.join(members)}\n"
+        if directive == "autoclass" and members
+        else "   :no-members:\n"
+    )
     if directive == "autofunction":
         options = ""
     return f"\n## {name}\n\n" + block("{eval-rst}", f".. {directive}:: {path}\n{options}")
 
 
 def documented_members(thing: object) -> list[str]:
-    """The public methods and properties of a class that have a docstring of their own, in the order of the source."""
+    """The public methods and properties of a class that have a docstring of their own, in the order
+    of the source.
+    """
     if not inspect.isclass(thing):
         return []
     own = [base for base in reversed(thing.__mro__) if base.__module__.startswith("dantinox.")]
-    names = dict.fromkeys(name for base in own for name, value in vars(base).items() if is_documented(name, value))
+    names = dict.fromkeys(
+        name for base in own for name, value in vars(base).items() if is_documented(name, value)
+    )
     return [name for name in names if not name.startswith("model_")]
 
 
 def is_documented(name: str, value: object) -> bool:
     function = getattr(value, "__func__", value)
-    is_member = inspect.isfunction(function) or isinstance(value, property) or hasattr(value, "attrname")
+    is_member = (
+        inspect.isfunction(function) or isinstance(value, property) or hasattr(value, "attrname")
+    )
     return is_member and not name.startswith("_") and bool(function.__doc__)
 
 
@@ -427,7 +507,9 @@ is null or absent has the value of the run's settings.
 
 
 class _Anything:
-    """Stands for a model and a tokenizer while routes are listed; no route uses them before its first request."""
+    """Stands for a model and a tokenizer while routes are listed; no route uses them before its
+    first request.
+    """
 
     def __getattr__(self, name: str) -> "_Anything":
         return _Anything()
@@ -449,21 +531,38 @@ class _Engine:
     def status(self) -> Any:
         from dantinox.serve.response_stream import Status
 
-        return Status(state="ready", doing="", slots=8, busy=0, queued=0, queue=64, context=self.context, counters={})
+        return Status(
+            state="ready",
+            doing="",
+            slots=8,
+            busy=0,
+            queued=0,
+            queue=64,
+            context=self.context,
+            counters={},
+        )
 
 
 def http() -> str:
     text = HTTP_INTRO
     found = list(endpoints())
     for title in dict.fromkeys(title for title, *_ in found):
-        rows = [(", ".join(methods), code(path), purpose) for own, methods, path, purpose, _ in found if own == title]
+        rows = [
+            (", ".join(methods), code(path), purpose)
+            for own, methods, path, purpose, _ in found
+            if own == title
+        ]
         text += f"## {title}\n\n" + table(("method", "path", "purpose"), rows) + "\n"
         bodies: dict[Any, list[str]] = {}
         for own, _, path, _, body in found:
             if own == title and body is not None:
                 bodies.setdefault(body, []).append(path)
         for body, paths in bodies.items():
-            text += f"### Fields of {codes(paths)}\n\n" + table(("field", "type", "meaning"), field_rows(body)) + "\n"
+            text += (
+                f"### Fields of {codes(paths)}\n\n"
+                + table(("field", "type", "meaning"), field_rows(body))
+                + "\n"
+            )
     return text
 
 
@@ -483,7 +582,13 @@ def endpoints() -> Iterator[tuple[str, list[str], str, str, Any]]:
     for title, routes in groups:
         for route in routes:
             methods = sorted((route.methods or set()) - {"HEAD"})
-            yield title, methods, route.path, first_paragraph(route.endpoint), body_of(route.endpoint)
+            yield (
+                title,
+                methods,
+                route.path,
+                first_paragraph(route.endpoint),
+                body_of(route.endpoint),
+            )
 
 
 def body_of(endpoint: Any, depth: int = 3) -> Any:
@@ -506,13 +611,19 @@ def field_rows(body: Any) -> Rows:
         names = [str(choice) for choice in getattr(alias, "choices", [alias or name])]
         shown = schema["properties"].get(names[0], {})
         required = " (required)" if field.is_required() else ""
-        yield codes(names) + required, in_words(shown, schema.get("$defs", {})), described.get(name, "")
+        yield (
+            codes(names) + required,
+            in_words(shown, schema.get("$defs", {})),
+            described.get(name, ""),
+        )
 
 
 def in_words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     """A JSON Schema in words: `integer in [0, 20]`."""
     if "anyOf" in schema:
-        options = (in_words(one, definitions) for one in schema["anyOf"] if one.get("type") != "null")
+        options = (
+            in_words(one, definitions) for one in schema["anyOf"] if one.get("type") != "null"
+        )
         return " or ".join(dict.fromkeys(options))
     if "$ref" in schema:
         inner = definitions[schema["$ref"].rpartition("/")[2]]
@@ -521,8 +632,13 @@ def in_words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         return codes(schema["enum"])
     kind = schema.get("type", "any value")
     if kind == "array":
-        return "list of " + in_words(schema["items"], definitions) if schema.get("items") else "list"
-    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum", schema.get("exclusiveMaximum"))
+        return (
+            "list of " + in_words(schema["items"], definitions) if schema.get("items") else "list"
+        )
+    low, high = (
+        schema.get("minimum", schema.get("exclusiveMinimum")),
+        schema.get("maximum", schema.get("exclusiveMaximum")),
+    )
     if kind in ("integer", "number") and low is not None and high is not None and abs(high) < 2**31:
         return f"{kind} in [{low}, {high}]"
     if kind in ("integer", "number") and low in (0, 1):
@@ -531,10 +647,14 @@ def in_words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
 
 def attributes_of(kind: Any) -> dict[str, str]:
-    """Name → description of the section `Attributes:` in the docstrings of a class and its bases."""
+    """Name → description of the section `Attributes:` in the docstrings of a class and its
+    bases.
+    """
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        _, _, section = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")
+        _, _, section = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition(
+            "Attributes:\n"
+        )
         for names, text in re.findall(r"^  (\w[\w, ]*): (.*(?:\n    .*)*)", section, re.MULTILINE):
             found |= {name.strip(): sentence(text) for name in names.split(",")}
     return found
@@ -556,7 +676,11 @@ def metric_rows() -> Rows:
 
     engine: Any = _Engine()
     found = Metrics(engine)
-    labels = {metric._name: metric._labelnames for metric in vars(found).values() if hasattr(metric, "_labelnames")}
+    labels = {
+        metric._name: metric._labelnames
+        for metric in vars(found).values()
+        if hasattr(metric, "_labelnames")
+    }
     for family in found.registry.collect():
         name = family.name + ("_total" if family.type == "counter" else "")
         names = labels.get(family.name) or getattr(family, "_labelnames", ())
@@ -577,10 +701,17 @@ COLUMN_HELP = {
     "tokens": "tokens that were trained on so far",
     "tokens_per_s": "training tokens per second",
     "memory_gb": "memory in use, in GB: of the device on a GPU or TPU, of the process on a CPU",
-    "mfu": "model FLOPs utilization, a share of the chip's published rate; empty for an unknown chip",
+    "mfu": (
+        "model FLOPs utilization, a share of the chip's published rate; empty for an unknown chip"
+    ),
     "muon_lr": "learning rate of Muon's matrices; empty for other optimizers",
-    "reward": "mean reward of the sampled answers since the evaluation before; empty for other objectives than grpo",
-    "val_reward": "mean reward of the answers to the validation prompts; empty for other objectives than grpo",
+    "reward": (
+        "mean reward of the sampled answers since the evaluation before; empty for other objectives"
+        " than grpo"
+    ),
+    "val_reward": (
+        "mean reward of the answers to the validation prompts; empty for other objectives than grpo"
+    ),
 }
 FILES_INTRO = """# Files
 
@@ -594,23 +725,51 @@ have the formats of other programs: YAML, `tokenizer.json` of Hugging Face's tok
 RUN_FILES = {
     "config.yaml": "All settings of the run, as YAML.",
     "tokenizer.json": "The tokenizer, in the format of Hugging Face's tokenizers.",
-    "tokenizer_config.json": "JSON: whether a prompt begins with the BOS token, and the tokens that end a text.",
+    "tokenizer_config.json": (
+        "JSON: whether a prompt begins with the BOS token, and the tokens that end a text."
+    ),
     "chat_template.jinja": "The Jinja template that formats a conversation.",
     "origin.json": "JSON, of an imported model: what its checkpoint declared, for a later export.",
-    "model_weights.msgpack": "The weights with the lowest validation loss (with `training.ema`: their average), as msgpack.",
-    "adapter/": "`adapter_model.safetensors` and `adapter_config.json` of PEFT, instead of the weights, for a run of LoRA.",
-    "checkpoints/": "The latest checkpoints and the best one: a directory per step, written by Orbax, with a manifest.",
+    "model_weights.msgpack": (
+        "The weights with the lowest validation loss (with `training.ema`: their average), as"
+        " msgpack."
+    ),
+    "adapter/": (
+        "`adapter_model.safetensors` and `adapter_config.json` of PEFT, instead of the weights, for"
+        " a run of LoRA."
+    ),
+    "checkpoints/": (
+        "The latest checkpoints and the best one: a directory per step, written by Orbax, with a"
+        " manifest."
+    ),
     "data/": "The encoded tokens, memory-mapped during training.",
-    "manifest.txt": "JSON: SHA-256 and size of every file, versions, settings; the last line is the SHA-256 of the rest.",
+    "manifest.txt": (
+        "JSON: SHA-256 and size of every file, versions, settings; the last line is the SHA-256 of"
+        " the rest."
+    ),
     "training_log.csv": "One row per evaluation; `logging.log_file` names it.",
-    "metrics.jsonl": "JSON Lines: a row every `logging.log_every` steps and a row per event, named by `kind`.",
-    "model_summary.json": "JSON: architecture, parameters and sizes; `logging.summary_file` names it.",
-    "samples/": "Texts that the model generated during training, one file per step (`training.sample_every`).",
-    "rewards.html": "Of a run with rewards: the curve of the rewards, and the answers in `samples/` with their rewards.",
+    "metrics.jsonl": (
+        "JSON Lines: a row every `logging.log_every` steps and a row per event, named by `kind`."
+    ),
+    "model_summary.json": (
+        "JSON: architecture, parameters and sizes; `logging.summary_file` names it."
+    ),
+    "samples/": (
+        "Texts that the model generated during training, one file per step"
+        " (`training.sample_every`)."
+    ),
+    "rewards.html": (
+        "Of a run with rewards: the curve of the rewards, and the answers in `samples/` with their"
+        " rewards."
+    ),
     "plots/": "`loss.png` or `reward.png`, and what `dantinox plot` draws.",
     "router.json": "JSON: the thresholds that `dantinox calibrate --what router` measured.",
-    "kv_entropy.json": "JSON: the signals of each attention head that `dantinox calibrate --what kv` measured.",
-    "evaluation/": "CSV, Markdown and plots of `dantinox eval sampling`, `eval kv` and `eval ruler`.",
+    "kv_entropy.json": (
+        "JSON: the signals of each attention head that `dantinox calibrate --what kv` measured."
+    ),
+    "evaluation/": (
+        "CSV, Markdown and plots of `dantinox eval sampling`, `eval kv` and `eval ruler`."
+    ),
     "tensorboard/": "Event files of TensorBoard, with `logging.tensorboard`.",
     "wandb/": "What Weights & Biases writes, with `logging.wandb`.",
     ".lock": "Locked by the process that works on the run.",
@@ -628,12 +787,17 @@ def files() -> str:
     from dantinox.report.metric_files import COLUMNS
     from dantinox.report.trace_file import LISTS
 
-    text = FILES_INTRO + table(("file", "contents"), [(code(name), what) for name, what in RUN_FILES.items()])
+    text = FILES_INTRO + table(
+        ("file", "contents"), [(code(name), what) for name, what in RUN_FILES.items()]
+    )
     text += "\n## Columns of training_log.csv\n\n" + table(
         ("column", "meaning"), [(code(c), sentence(COLUMN_HELP[c])) for c in COLUMNS]
     )
     text += OTHER_FILES + table(
-        ("list of a token", "values of an entry"), [(code(name), codes(of)) for name, of in LISTS.items()]
+        ("list of a token", "values of an entry"),
+        [(code(name), codes(of)) for name, of in LISTS.items()],
     )
-    trace = inspect.cleandoc(import_module("dantinox.report.trace_file").__doc__ or "").split("\n\n", 1)[1]
+    trace = inspect.cleandoc(import_module("dantinox.report.trace_file").__doc__ or "").split(
+        "\n\n", 1
+    )[1]
     return text + "\n" + trace.replace("\n    {", "\n\n    {", 1) + "\n"

@@ -1,9 +1,10 @@
-"""Runs all checks of a release, and writes one table: `python -m tests.release_check [CHECK …]` (`make release-check`).
+"""Runs all checks of a release, and writes one table: `python -m tests.release_check [CHECK …]`
+(`make release-check`).
 
-Each check is a target of the Makefile. Its output goes to `build/release-check/CHECK.log`. The table is
-`build/release-check/table.md`; it is written again after each check, so an interrupted run leaves
-the rows of the finished checks. A check that has passed at the same commit is not repeated, unless
-it is named.
+Each check is a target of the Makefile. Its output goes to `build/release-check/CHECK.log`. The
+table is `build/release-check/table.md`; it is written again after each check, so an interrupted run
+leaves the rows of the finished checks. A check that has passed at the same commit is not repeated,
+unless it is named.
 """
 
 import argparse
@@ -52,7 +53,9 @@ def current_commit() -> str | None:
     """Returns the commit of the checkout; None if files are changed, or if git is absent."""
     try:
         outputs = [
-            subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+            subprocess.run(
+                ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+            ).stdout.strip()
             for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain"])
         ]
     except (OSError, subprocess.CalledProcessError):
@@ -61,7 +64,9 @@ def current_commit() -> str | None:
 
 
 def summarize(output: str) -> str:
-    """Returns the counts of all pytest runs in an output, `8 passed, 1 skipped`; without one, the last line."""
+    """Returns the counts of all pytest runs in an output, `8 passed, 1 skipped`; without one, the
+    last line.
+    """
     counts = Counter[str]()
     for count, kind in OUTCOME.findall(output):
         counts[kind.removesuffix("s")] += int(count)
@@ -76,18 +81,35 @@ def run_check(name: str, commit: str | None) -> Row:
     log, before = FOLDER / f"{name}.log", resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.monotonic()
     with log.open("w") as file:
-        # make does not accept a space in a path, but a relative path need not contain that of this folder.
+        # make does not accept a space in a path, but a relative path need not contain that of this
+        # folder.
         command = ["make", name, f"VENV={os.path.relpath(sys.prefix, ROOT)}"]
-        done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
     seconds, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Row(commit, done.returncode == 0, summarize(log.read_text(errors="replace")), seconds, cpu_seconds)
+    return Row(
+        commit,
+        done.returncode == 0,
+        summarize(log.read_text(errors="replace")),
+        seconds,
+        cpu_seconds,
+    )
 
 
 def table(rows: dict[str, Row]) -> str:
     """Formats the rows as Markdown."""
     lines = [
-        f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        (
+            f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, {os.cpu_count()} cores, Python"
+            f" {platform.python_version()}"
+        ),
         "",
         "| check | result | outcome | minutes | CPU-minutes |",
         "|---|---|---|---|---|",
@@ -98,7 +120,10 @@ def table(rows: dict[str, Row]) -> str:
             continue
         row = rows[name]
         result = "passed" if row.passed else "**failed**"
-        lines.append(f"| {name} | {result} | {row.outcome} | {row.seconds / 60:.1f} | {row.cpu_seconds / 60:.1f} |")
+        lines.append(
+            f"| {name} | {result} | {row.outcome} | {row.seconds / 60:.1f} |"
+            f" {row.cpu_seconds / 60:.1f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -112,7 +137,9 @@ def main() -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     commit, file, rows = current_commit(), FOLDER / "results.json", {}
     if file.exists():
-        rows = {name: Row(*row) for name, row in json.loads(file.read_text()).items() if name in CHECKS}
+        rows = {
+            name: Row(*row) for name, row in json.loads(file.read_text()).items() if name in CHECKS
+        }
         rows = {name: row for name, row in rows.items() if commit and row.commit == commit}
     for name in named or [name for name in CHECKS if name not in rows or not rows[name].passed]:
         print(f"{name} (output: {FOLDER / name}.log)", flush=True)

@@ -1,4 +1,6 @@
-"""Checks the package layout: imports go one way and never in a cycle, and no file is read unsafely."""
+"""Checks the package layout: imports go one way and never in a cycle, and no file is read
+unsafely.
+"""
 
 import ast
 import re
@@ -28,7 +30,10 @@ TIERS = (
 )
 TIER_OF = {package: number for number, packages in enumerate(TIERS) for package in packages}
 ALSO_ALLOWED = {("interop", "run"), ("__main__", "cli")}
-FORBIDDEN = {("generation", "interop"), ("training", "interop")}  # they must not depend on foreign formats
+FORBIDDEN = {
+    ("generation", "interop"),
+    ("training", "interop"),
+}  # they must not depend on foreign formats
 
 
 def package_of(path: Path) -> str:
@@ -49,7 +54,9 @@ def nodes(source: str) -> list[ast.AST]:
 
 @cache
 def imported_modules(path: Path, source: str) -> frozenset[str]:
-    """Returns the dotted name of every module that a file imports, at any level; `from a import b` adds a and a.b."""
+    """Returns the dotted name of every module that a file imports, at any level; `from a import b`
+    adds a and a.b.
+    """
     package = ["dantinox", *path.relative_to(PACKAGE).parts[:-1]]
     found = set()
     for node in nodes(source):
@@ -64,7 +71,9 @@ def imported_modules(path: Path, source: str) -> frozenset[str]:
 
 def imported_packages(path: Path, source: str) -> set[str]:
     parts = [module.split(".") for module in imported_modules(path, source)]
-    return {name[1] for name in parts if name[0] == "dantinox" and len(name) > 1 and name[1] in TIER_OF} - {package_of(path)}
+    return {
+        name[1] for name in parts if name[0] == "dantinox" and len(name) > 1 and name[1] in TIER_OF
+    } - {package_of(path)}
 
 
 def forbidden_imports(path: Path, source: str) -> set[tuple[str, str]]:
@@ -84,7 +93,9 @@ def relative(path: Path) -> str:
 
 
 def test_imports_go_one_way():
-    assert [relative(path) for path in FILES if package_of(path) not in TIER_OF] == [], "the package is not in TIERS"
+    assert [relative(path) for path in FILES if package_of(path) not in TIER_OF] == [], (
+        "the package is not in TIERS"
+    )
     forbidden = {relative(path): forbidden_imports(path, text_of(path)) for path in FILES}
     assert {path: pairs for path, pairs in forbidden.items() if pairs} == {}
 
@@ -102,7 +113,11 @@ def test_imports_go_one_way():
         ("report/a.py", "from dantinox.run import RunDirectory", {("report", "run")}),
         ("report/a.py", "from dantinox.files import atomic_write", set()),
         ("training/a.py", "from dantinox.generation import generate", set()),
-        ("generation/a.py", "from dantinox.interop.merge_adapters import load_adapter", {("generation", "interop")}),
+        (
+            "generation/a.py",
+            "from dantinox.interop.merge_adapters import load_adapter",
+            {("generation", "interop")},
+        ),
         ("cli.py", "from dantinox.training import train", set()),
     ],
 )
@@ -116,7 +131,9 @@ def test_guides_and_programs_do_not_import_each_other():
         files = [path for path in FILES if path.parent == PACKAGE / "generation" / one]
         name = f"dantinox.generation.{other}"
         assert files and not [
-            relative(path) for path in files if any(m.startswith(name) for m in imported_modules(path, text_of(path)))
+            relative(path)
+            for path in files
+            if any(m.startswith(name) for m in imported_modules(path, text_of(path)))
         ]
 
 
@@ -159,7 +176,10 @@ def test_no_code_is_read_from_files():
 @pytest.mark.parametrize(
     ("source", "unsafe"),
     [
-        ("import json\nyaml.load(x, Loader=yaml.SafeLoader)\nnp.load(x, allow_pickle=False)", set()),
+        (
+            "import json\nyaml.load(x, Loader=yaml.SafeLoader)\nnp.load(x, allow_pickle=False)",
+            set(),
+        ),
         ("from pickle import loads", {"pickle"}),
         ("def f():\n    eval(x)", {"eval(x)"}),
         ("np.load(x, allow_pickle=True)", {"np.load(x, allow_pickle=True)"}),
@@ -188,7 +208,10 @@ def test_mesh_axes_are_named_only_in_config_and_distributed():
 
 def test_light_modules_do_not_load_heavy_ones():
     heavy = {"dantinox": ("jax", "flax", "pydantic", "numpy", "yaml", "rich", "matplotlib")}
-    heavy |= {f"dantinox.{name}": ("jax", "flax", "rich", "matplotlib") for name in ("config", "run", "report", "text")}
+    heavy |= {
+        f"dantinox.{name}": ("jax", "flax", "rich", "matplotlib")
+        for name in ("config", "run", "report", "text")
+    }
     code = f"""
 import importlib, sys
 for module, heavy in {heavy}.items():
@@ -197,14 +220,22 @@ for module, heavy in {heavy}.items():
     if loaded:
         print(module, *loaded)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout == ""
 
 
 def test_tests_mirror_the_packages():
-    """Every package has a folder of tests, and every top-level module a test file. Other folders test whole commands."""
+    """Every package has a folder of tests, and every top-level module a test file. Other folders
+    test whole commands.
+    """
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
+    folders = {
+        path.name
+        for path in (ROOT / "tests").iterdir()
+        if path.is_dir() and any(path.glob("test_*.py"))
+    }
     assert folders - packages == {"benchmarks", "docs", "faults", "published"}
     assert packages - folders == set()
     modules = {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")}

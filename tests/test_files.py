@@ -5,7 +5,16 @@ import os
 
 import pytest
 
-from dantinox.files import UserError, atomic_write, escape_name, quote, read_json, read_text, require_extra, wrap_os_errors
+from dantinox.files import (
+    UserError,
+    atomic_write,
+    escape_name,
+    quote,
+    read_json,
+    read_text,
+    require_extra,
+    wrap_os_errors,
+)
 from tests.error_texts import ERRORS
 
 
@@ -47,7 +56,10 @@ def test_atomic_write_replaces_text_and_bytes_and_leaves_no_temporary_file(tmp_p
 def test_atomic_write_refuses_to_replace_a_pipe(tmp_path):
     """A user with write access to /dev could otherwise lose a device."""
     os.mkfifo(tmp_path / "pipe")
-    assert error_message(atomic_write, tmp_path / "pipe", b"") == f"cannot write {tmp_path / 'pipe'}: it is not a regular file"
+    assert (
+        error_message(atomic_write, tmp_path / "pipe", b"")
+        == f"cannot write {tmp_path / 'pipe'}: it is not a regular file"
+    )
     assert (tmp_path / "pipe").is_fifo()
 
 
@@ -68,7 +80,9 @@ def test_full_disk_keeps_the_old_file_and_leaves_no_temporary_file(tmp_path, mon
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    assert error_message(atomic_write, path, "new") == f"cannot write {path}: No space left on device"
+    assert (
+        error_message(atomic_write, path, "new") == f"cannot write {path}: No space left on device"
+    )
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
@@ -81,16 +95,27 @@ def test_read_text_enforces_its_size_limit(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("für", encoding="utf-8")
     assert read_text(path, 4) == "für"
-    assert error_message(read_text, path, 3, "the notes") == f"the notes {path} is larger than 3 bytes"
+    assert (
+        error_message(read_text, path, 3, "the notes") == f"the notes {path} is larger than 3 bytes"
+    )
     assert error_message(read_text, tmp_path, 3) == f"no file at {tmp_path}: it is a directory"
-    assert error_message(read_text, tmp_path / "b", 3, "the notes") == f"no notes at {tmp_path / 'b'}"
+    assert (
+        error_message(read_text, tmp_path / "b", 3, "the notes") == f"no notes at {tmp_path / 'b'}"
+    )
     path.write_bytes(b"a\nb\xff")
-    assert error_message(read_text, path, 1 << 20) == f"{path} is not UTF-8 text: the byte 0xff in line 2"
+    assert (
+        error_message(read_text, path, 1 << 20)
+        == f"{path} is not UTF-8 text: the byte 0xff in line 2"
+    )
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [("{", "is not JSON: Expecting"), ("[" * 100_000, "is not JSON: "), ("[1]", "must hold a JSON object, got [1]")],
+    [
+        ("{", "is not JSON: Expecting"),
+        ("[" * 100_000, "is not JSON: "),
+        ("[1]", "must hold a JSON object, got [1]"),
+    ],
 )
 def test_read_json_accepts_only_an_object(tmp_path, content, problem):
     path = tmp_path / "a.json"
@@ -101,7 +126,10 @@ def test_read_json_accepts_only_an_object(tmp_path, content, problem):
 
 
 def test_os_error_becomes_a_user_error(tmp_path):
-    with pytest.raises(UserError, match=ERRORS["cannot_read_it_no_such"]), wrap_os_errors("cannot read it"):
+    with (
+        pytest.raises(UserError, match=ERRORS["cannot_read_it_no_such"]),
+        wrap_os_errors("cannot read it"),
+    ):
         (tmp_path / "absent").read_bytes()
     with pytest.raises(KeyError), wrap_os_errors("cannot read it"):
         raise KeyError

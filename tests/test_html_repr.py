@@ -1,4 +1,6 @@
-"""Models, results and run directories in a notebook: short HTML in which everything from outside is escaped."""
+"""Models, results and run directories in a notebook: short HTML in which everything from outside is
+escaped.
+"""
 
 from html.parser import HTMLParser
 
@@ -25,7 +27,9 @@ class Tags(HTMLParser):
         self.text += data
 
 
-@pytest.mark.parametrize("html", [html_table(HOSTILE, {HOSTILE: HOSTILE}), html_text(HOSTILE, HOSTILE, HOSTILE)])
+@pytest.mark.parametrize(
+    "html", [html_table(HOSTILE, {HOSTILE: HOSTILE}), html_text(HOSTILE, HOSTILE, HOSTILE)]
+)
 def test_everything_is_escaped(html):
     parsed = Tags(html)
     assert set(parsed.tags) <= {"b", "table", "tr", "th", "td", "pre", "span", "small"}
@@ -46,9 +50,15 @@ def test_a_model_and_its_results(run_dir):
     shown = Tags(model._repr_html_()).text
     assert "259 tokens" in shown and "128 tokens" in shown and "float32" in shown
     result = model.generate("<b>", max_new_tokens=3, greedy=True)
-    assert repr(result).startswith("Result(prompt='<b>', text=") and "slots" not in repr(result), "no list for every layer"
+    assert repr(result).startswith("Result(prompt='<b>', text=") and "slots" not in repr(result), (
+        "no list for every layer"
+    )
     shown = Tags(result._repr_html_())
-    assert shown.text.startswith("<b>" + result.text) and "3 tokens" in shown.text and "length" in shown.text
+    assert (
+        shown.text.startswith("<b>" + result.text)
+        and "3 tokens" in shown.text
+        and "length" in shown.text
+    )
 
 
 def test_a_run_directory(run_dir, tmp_path):

@@ -1,7 +1,7 @@
 """Names and phrases that the code and the documentation do not use, and what they use instead.
 
-`IDENTIFIERS` and `FILE_NAMES` hold names, `PHRASES` regular expressions that ignore case. A name is a whole Python identifier.
-The changelog is exempt, because it lists former names.
+`IDENTIFIERS` and `FILE_NAMES` hold names, `PHRASES` regular expressions that ignore case. A name is
+a whole Python identifier. The changelog is exempt, because it lists former names.
 """
 
 import io
@@ -19,32 +19,39 @@ EXEMPT = {"CHANGELOG.md", "tests/test_language.py", "LICENSE"}
 # Folder → former identifier → today's. An empty folder stands for the whole repository.
 IDENTIFIERS: dict[str, dict[str, str]] = {
     "": {
-        "Ask": "GenerationRequest", "Gain": "ChoiceDelta", "TextChances": "CompletionLogprobs", "ChatChances": "ChatLogprobs",
-        "be_gone_within": "force_exit_after", "_heat": "_temperature_settings", "_steered": "_mirostat_version",
-        "Lane": "ProgramKey", "Way": "RowParams", "Kept": "PrefixMatch", "Gained": "SlotOutput", "Flight": "PendingChunk",
-        "Spelt": "CacheKey", "_seated": "_insert_row", "_begun": "_init_row", "told": "a verb that names the effect",
-        "_told": "a verb that names the effect", "_weighed": "matvec", "_together": "matmul", "Sharing": "Parallelism",
-        "Fresh": "NoCache", "begins": "is_prefill", "Front": "StorePrefix", "Parted": "SegmentedStore", "meet": "barrier",
-        "from_first": "broadcast_from_rank0", "agreed": "all_reduce_max", "is_first": "is_rank0", "StopTogether": "StopSync",
-        "spares": "skip_inactive_steps", "since_row": "loss_since_eval", "since_line": "loss_since_log",
-        "passed_over": "skipped_batches", "leave_alone": "abort_on_peer_loss", "_ran_to_the_end": "run_until_done",
-        "spoken": "encode_with_loss_mask", "idle_among": "inactive_settings", "MAKES_ROOM": "SUPERSEDES",
-        "_beside": "_staged_directory", "Leaving": "ExportBundle", "answer_for": "record_files", "Examinee": "LMEvalModel",
+        "Ask": "GenerationRequest", "Gain": "ChoiceDelta", "TextChances": "CompletionLogprobs",
+        "ChatChances": "ChatLogprobs", "be_gone_within": "force_exit_after",
+        "_heat": "_temperature_settings", "_steered": "_mirostat_version", "Lane": "ProgramKey",
+        "Way": "RowParams", "Kept": "PrefixMatch", "Gained": "SlotOutput", "Flight": "PendingChunk",
+        "Spelt": "CacheKey", "_seated": "_insert_row", "_begun": "_init_row",
+        "told": "a verb that names the effect", "_told": "a verb that names the effect",
+        "_weighed": "matvec", "_together": "matmul", "Sharing": "Parallelism", "Fresh": "NoCache",
+        "begins": "is_prefill", "Front": "StorePrefix", "Parted": "SegmentedStore",
+        "meet": "barrier", "from_first": "broadcast_from_rank0", "agreed": "all_reduce_max",
+        "is_first": "is_rank0", "StopTogether": "StopSync", "spares": "skip_inactive_steps",
+        "since_row": "loss_since_eval", "since_line": "loss_since_log",
+        "passed_over": "skipped_batches", "leave_alone": "abort_on_peer_loss",
+        "_ran_to_the_end": "run_until_done", "spoken": "encode_with_loss_mask",
+        "idle_among": "inactive_settings", "MAKES_ROOM": "SUPERSEDES",
+        "_beside": "_staged_directory", "Leaving": "ExportBundle", "answer_for": "record_files",
+        "Examinee": "LMEvalModel",
     },
     "dantinox/serve": {"Answer": "ResponseStream", "Piece": "Delta", "_problem": "event_stream"},
     "dantinox/generation": {
-        "kept": "match_prefix", "Seen": "StepLogits", "_look": "forward_step", "_choose": "sample_step",
-        "_read": "prefill_chunk", "products": "matmul_dtype",
+        "kept": "match_prefix", "Seen": "StepLogits", "_look": "forward_step",
+        "_choose": "sample_step", "_read": "prefill_chunk", "products": "matmul_dtype",
     },
     "dantinox/model": {"sent": "dispatch", "returned": "combine", "products": "matmul_dtype"},
     "dantinox/config": {"products": "matmul_dtype"},
 }  # fmt: skip
 FILE_NAMES = {
-    "serve/ask.py": "requests.py", "serve/own.py": "native.py", "serve/spelling.py": "token_text.py",
-    "serve/tokens.py": "tokenize_routes.py", "generation/words.py": "token_settings.py",
+    "serve/ask.py": "requests.py", "serve/own.py": "native.py",
+    "serve/spelling.py": "token_text.py", "serve/tokens.py": "tokenize_routes.py",
+    "generation/words.py": "token_settings.py",
     "generation/stopping.py": "stop_strings.py",
-    "training/rehearsal.py": "dry_run.py", "training/stopping.py": "signals.py", "text/turns.py": "conversation_store.py",
-    "text/pieces.py": "token_pieces.py", "text/packed.py": "compressed_files.py", "config/needs.py": "prerequisites.py",
+    "training/rehearsal.py": "dry_run.py", "training/stopping.py": "signals.py",
+    "text/turns.py": "conversation_store.py", "text/pieces.py": "token_pieces.py",
+    "text/packed.py": "compressed_files.py", "config/needs.py": "prerequisites.py",
 }  # fmt: skip
 PHRASES = {
     r"models of others": "pretrained models",
@@ -85,7 +92,11 @@ PHRASES = {
 def tracked_files() -> list[str]:
     """Paths of the text files of the repository, relative to its root."""
     git = shutil.which("git")
-    listed = subprocess.run([git, "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False) if git else None
+    listed = (
+        subprocess.run([git, "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+        if git
+        else None
+    )
     if listed is not None and listed.returncode == 0:
         paths = [name for name in listed.stdout.decode().split("\0") if name]
     else:  # an unpacked archive, or no git
@@ -94,7 +105,11 @@ def tracked_files() -> list[str]:
             for top in ("dantinox", "docs", "tests", "benchmarks")
             for path in (ROOT / top).rglob("*")
         ]
-    return [name for name in paths if Path(name).suffix in TEXT_FILES and name not in EXEMPT and (ROOT / name).is_file()]
+    return [
+        name
+        for name in paths
+        if Path(name).suffix in TEXT_FILES and name not in EXEMPT and (ROOT / name).is_file()
+    ]
 
 
 @cache
@@ -117,9 +132,13 @@ def test_former_identifiers_are_not_used():
         renamed = {}
         for folder, names in IDENTIFIERS.items():
             renamed |= names if name.endswith(".py") and name.startswith(folder) else {}
-        if renamed and re.search(rf"\b({'|'.join(renamed)})\b", text_of(name)):  # perhaps in a comment
+        if renamed and re.search(
+            rf"\b({'|'.join(renamed)})\b", text_of(name)
+        ):  # perhaps in a comment
             used = identifiers_of(text_of(name))
-            found += [f"{name}:{used[old]}: {old} → {new}" for old, new in renamed.items() if old in used]
+            found += [
+                f"{name}:{used[old]}: {old} → {new}" for old, new in renamed.items() if old in used
+            ]
     assert found == []
 
 
@@ -129,12 +148,16 @@ def test_former_file_names_are_not_used():
 
 
 def words_of(phrase: str) -> list[str]:
-    """Returns words that each text with the phrase has. This is much faster to check than the pattern."""
+    """Returns words that each text with the phrase has. This is much faster to check than the
+    pattern.
+    """
     return re.findall(r"[a-z]+", re.sub(r"\\b|\([^)]*\)\??|\w\?", " ", phrase))
 
 
 def find_phrase(phrase: str, text: str) -> list[int]:
-    """Returns the lines of a text in lower case at which a phrase begins, also if it goes on in the next line."""
+    """Returns the lines of a text in lower case at which a phrase begins, also if it goes on in the
+    next line.
+    """
     if not all(word in text for word in words_of(phrase)):
         return []
     pattern = phrase.replace(" ", r"\s+(?:#\s+)?")
@@ -145,7 +168,11 @@ def test_phrases_are_not_used():
     found = []
     for name in tracked_files():
         text = text_of(name).lower()
-        found += [f"{name}:{line}: use: {new}" for old, new in PHRASES.items() for line in find_phrase(old, text)]
+        found += [
+            f"{name}:{line}: use: {new}"
+            for old, new in PHRASES.items()
+            for line in find_phrase(old, text)
+        ]
     assert found == []
 
 
@@ -153,16 +180,31 @@ def test_file_names_differ_across_packages():
     """Editor tabs show file names only."""
     packages: dict[str, list[str]] = {}
     for name in tracked_files():
-        if name.startswith("dantinox/") and name.endswith(".py") and Path(name).name not in ("__init__.py", "__main__.py"):
+        if (
+            name.startswith("dantinox/")
+            and name.endswith(".py")
+            and Path(name).name not in ("__init__.py", "__main__.py")
+        ):
             packages.setdefault(Path(name).name, []).append(name)
     same = {name: paths for name, paths in packages.items() if len(paths) > 1}
     assert not same, same
 
 
 def test_the_search_finds_names_and_phrases():
-    assert identifiers_of("class Lane:\n    told = 1  # Way\n") == {"class": 1, "Lane": 1, "told": 2}
+    assert identifiers_of("class Lane:\n    told = 1  # Way\n") == {
+        "class": 1,
+        "Lane": 1,
+        "told": 2,
+    }
     assert find_phrase(r"\banew\b", "it begins\nanew, anew.") == [2, 2]
     assert find_phrase(r"\b(the|this) house\b", "the room\n# of the\n# house") == [2]
     assert find_phrase(r"\bgives? its slots? free", "it gives its slot free") == [1]
-    assert words_of(r"what is learnt,? and from where") == ["what", "is", "learnt", "and", "from", "where"]
+    assert words_of(r"what is learnt,? and from where") == [
+        "what",
+        "is",
+        "learnt",
+        "and",
+        "from",
+        "where",
+    ]
     assert words_of(r"\b(this|no) rooms?\b(?! for)") == ["room"]

@@ -51,7 +51,11 @@ MACHINE = {"proc/meminfo": "MemTotal:  100 kB\nMemAvailable:  90 kB\n"}
 def group(folder, limit, used, cached):
     """Returns the files of a cgroup of version 2."""
     stat = f"anon 1\ninactive_file {cached}\n"
-    return {f"{folder}/memory.max": f"{limit}\n", f"{folder}/memory.current": f"{used}\n", f"{folder}/memory.stat": stat}
+    return {
+        f"{folder}/memory.max": f"{limit}\n",
+        f"{folder}/memory.current": f"{used}\n",
+        f"{folder}/memory.stat": stat,
+    }
 
 
 @pytest.mark.parametrize(
@@ -59,10 +63,28 @@ def group(folder, limit, used, cached):
     [
         ({}, None),
         (MACHINE, 90 * 1024),
-        (MACHINE | {"proc/self/cgroup": "0::/user/job\n"} | group("sys/fs/cgroup/user/job", 5000, 3000, 500), 2500),
-        (MACHINE | {"proc/self/cgroup": "0::/user/job\n"} | group("sys/fs/cgroup/user", 4000, 3900, 0), 100),
-        (MACHINE | {"proc/self/cgroup": "0::/elsewhere\n"} | group("sys/fs/cgroup", 5000, 6000, 0), 0),
-        (MACHINE | {"proc/self/cgroup": "0::/\n"} | group("sys/fs/cgroup", "max", 6000, 0), 90 * 1024),
+        (
+            MACHINE
+            | {"proc/self/cgroup": "0::/user/job\n"}
+            | group("sys/fs/cgroup/user/job", 5000, 3000, 500),
+            2500,
+        ),
+        (
+            MACHINE
+            | {"proc/self/cgroup": "0::/user/job\n"}
+            | group("sys/fs/cgroup/user", 4000, 3900, 0),
+            100,
+        ),
+        (
+            MACHINE
+            | {"proc/self/cgroup": "0::/elsewhere\n"}
+            | group("sys/fs/cgroup", 5000, 6000, 0),
+            0,
+        ),
+        (
+            MACHINE | {"proc/self/cgroup": "0::/\n"} | group("sys/fs/cgroup", "max", 6000, 0),
+            90 * 1024,
+        ),
         (
             MACHINE
             | {
@@ -89,5 +111,9 @@ from dantinox.machine import free_memory
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 print(free_memory())
 """
-    free = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    free = int(
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
+    )
     assert 0 < free < 1 << 30

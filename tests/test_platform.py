@@ -18,7 +18,11 @@ from dantinox import platform
 
 def test_auto_is_the_machine_that_runs_the_process():
     assert platform.get_platform() is platform.PLATFORMS["cpu"]
-    assert platform.get_platform("tpu").compute_dtype == platform.get_platform("gpu").compute_dtype == "bfloat16"
+    assert (
+        platform.get_platform("tpu").compute_dtype
+        == platform.get_platform("gpu").compute_dtype
+        == "bfloat16"
+    )
 
 
 def test_compiler_options_depend_on_size():
@@ -29,7 +33,9 @@ def test_compiler_options_depend_on_size():
 
 
 def squared_norms(x_RI):
-    """With the default options, jaxlib 0.10.2 computes a wrong last row of 32,769 rows of three numbers."""
+    """With the default options, jaxlib 0.10.2 computes a wrong last row of 32,769 rows of three
+    numbers.
+    """
     return jax.vmap(lambda x_I: jnp.sum((jnp.eye(3) @ x_I) ** 2))(x_RI)
 
 
@@ -51,14 +57,23 @@ def test_sums_of_matmul_results_are_exact(compiled):
     ("0.11.0", "", "cpu", {"other": 1}),
 ])  # fmt: skip
 def test_the_safe_option_is_set_for_the_cpu(monkeypatch, version, flags, backend, expected):
-    monkeypatch.setattr(compiler, "get_compile_options", lambda **keywords: keywords["env_options_overrides"])
+    monkeypatch.setattr(
+        compiler, "get_compile_options", lambda **keywords: keywords["env_options_overrides"]
+    )
     monkeypatch.setattr(jaxlib, "__version__", version)
     monkeypatch.setenv("XLA_FLAGS", flags)
     platform._prevent_miscompilation()
-    options = compiler.get_compile_options(backend=SimpleNamespace(platform=backend), env_options_overrides={"other": 1})
+    options = compiler.get_compile_options(
+        backend=SimpleNamespace(platform=backend), env_options_overrides={"other": 1}
+    )
     assert options == expected
     own = {platform.INDIVIDUAL_MATMULS[0]: "own"}
-    assert compiler.get_compile_options(backend=SimpleNamespace(platform=backend), env_options_overrides=own) == own
+    assert (
+        compiler.get_compile_options(
+            backend=SimpleNamespace(platform=backend), env_options_overrides=own
+        )
+        == own
+    )
 
 
 SQUARED_NORM = """
@@ -77,10 +92,13 @@ print(hasattr(compiler.get_compile_options, "__wrapped__"))
     ("", "", True),
     ("jnp.ones(3).block_until_ready()", "", True),
     ("", "--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT", False),
-], ids=["backend starts after the import", "backend starts before the import", "value in XLA_FLAGS"])  # fmt: skip
+], ids=["backend starts after the import", "backend starts before the import",
+        "value in XLA_FLAGS"])  # fmt: skip
 def test_the_safe_option_is_set_in_a_new_process(first, flags, option_is_set):
     code, environment = SQUARED_NORM.format(first=first), os.environ | {"XLA_FLAGS": flags}
-    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     found, is_set = out.split()
     assert is_set == str(option_is_set and jaxlib.__version__ == platform.MISCOMPILING_JAXLIB)
     if option_is_set:  # otherwise, it depends on the CPU whether the result is wrong
@@ -108,9 +126,17 @@ def test_bfloat16_gain_is_measured_once_per_cpu(tmp_path, monkeypatch):
     ],
 )
 def test_the_compilation_cache_respects_the_settings_of_jax(tmp_path, monkeypatch, before, after):
-    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
+    names = (
+        "compilation_cache_dir",
+        "persistent_cache_min_compile_time_secs",
+        "persistent_cache_min_entry_size_bytes",
+    )
     values = dict(zip((f"jax_{name}" for name in names), before, strict=True))
-    monkeypatch.setattr(platform, "jax", SimpleNamespace(config=SimpleNamespace(values=values, update=values.__setitem__)))
+    monkeypatch.setattr(
+        platform,
+        "jax",
+        SimpleNamespace(config=SimpleNamespace(values=values, update=values.__setitem__)),
+    )
     monkeypatch.setattr(platform, "cache_folder", lambda: tmp_path / "own")
     resets = []
     monkeypatch.setattr(platform.compilation_cache, "reset_cache", lambda: resets.append(1))
@@ -136,7 +162,11 @@ print(values["jax_compilation_cache_dir"], values["jax_persistent_cache_min_comp
 @pytest.mark.slow
 def test_the_compilation_cache_of_the_python_api(tmp_path):
     def found(**environment):
-        names = ("JAX_COMPILATION_CACHE_DIR", "DANTINOX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+        names = (
+            "JAX_COMPILATION_CACHE_DIR",
+            "DANTINOX_COMPILATION_CACHE",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+        )
         clean = {name: value for name, value in os.environ.items() if name not in names}
         clean |= {"XDG_CACHE_HOME": str(tmp_path)} | environment
         return subprocess.run(
@@ -145,5 +175,8 @@ def test_the_compilation_cache_of_the_python_api(tmp_path):
 
     assert found() == [str(tmp_path / "dantinox" / "jax"), "0"]
     assert found(JAX_COMPILATION_CACHE_DIR="/elsewhere") == ["/elsewhere", "0"]
-    assert found(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="3") == [str(tmp_path / "dantinox" / "jax"), "3.0"]
+    assert found(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="3") == [
+        str(tmp_path / "dantinox" / "jax"),
+        "3.0",
+    ]
     assert found(DANTINOX_COMPILATION_CACHE="off") == ["None", "1.0"]

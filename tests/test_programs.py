@@ -1,4 +1,6 @@
-"""Compiled programs: shared traces, memory analysis and sizes of trees, compared with closed forms."""
+"""Compiled programs: shared traces, memory analysis and sizes of trees, compared with closed
+forms.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,9 @@ def scaled_power(x, power):
 def test_equal_arguments_share_one_trace():
     x = jnp.arange(5.0)
     TRACED.clear()
-    result = jax.jit(lambda x: scaled_power(x, power=2) + scaled_power(x, power=2) + scaled_power(x, power=3))(x)
+    result = jax.jit(
+        lambda x: scaled_power(x, power=2) + scaled_power(x, power=2) + scaled_power(x, power=3)
+    )(x)
     np.testing.assert_allclose(result, 4 * np.arange(5.0) ** 2 + 2 * np.arange(5.0) ** 3)
     assert TRACED == [2, 3]
     with separate_traces():
@@ -46,7 +50,10 @@ def test_memory_usage_counts_donated_arguments_once():
 
 
 def test_tree_bytes_sums_arrays_and_shapes():
-    tree = {"a": np.zeros((2, 3), np.int8), "b": [jax.ShapeDtypeStruct((4,), jnp.bfloat16), np.float64(1)]}
+    tree = {
+        "a": np.zeros((2, 3), np.int8),
+        "b": [jax.ShapeDtypeStruct((4,), jnp.bfloat16), np.float64(1)],
+    }
     assert tree_bytes(tree) == 6 + 8 + 8
 
 

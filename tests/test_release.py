@@ -20,7 +20,9 @@ def test_version_is_the_same_everywhere():
 
 
 def test_changelog_begins_with_unreleased_changes():
-    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(
+        r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert headings[0] == "[Unreleased]"
 
 
@@ -30,11 +32,16 @@ def test_templates_are_valid_yaml():
 
 
 def test_a_table_of_all_checks():
-    text = "2 skipped in 3s\n== 8 passed, 1 failed in 3s ==\nmake[1]: x\n100 passed, 1 error, 2 skipped in 90s\n"
+    text = (
+        "2 skipped in 3s\n== 8 passed, 1 failed in 3s ==\nmake[1]: x\n100 passed, 1 error, 2"
+        " skipped in 90s\n"
+    )
     assert release_check.summarize(text) == "4 skipped, 108 passed, 1 failed, 1 error"
     assert release_check.summarize("\nall 20 files agree\n\n") == "all 20 files agree"
     assert release_check.summarize("") == "no output"
-    found = release_check.table({"lint": release_check.Row(None, False, "found 2 errors", 90, 150)}).splitlines()
+    found = release_check.table(
+        {"lint": release_check.Row(None, False, "found 2 errors", 90, 150)}
+    ).splitlines()
     assert "| lint | **failed** | found 2 errors | 1.5 | 2.5 |" in found
     assert "| faults | not run | | | |" in found
     assert len(found) == 4 + len(release_check.CHECKS)

@@ -1,4 +1,6 @@
-"""Compiles the training and decoding programs of the rows for a chip that this machine does not have."""
+"""Compiles the training and decoding programs of the rows for a chip that this machine does not
+have.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -6,7 +8,9 @@ from typing import Any
 
 from shapes import SHAPES, Shapes, llama_config, training_config
 
-Programs = Iterable[tuple[Any, Any, Any]]  # figures, traced program and compiler options, as in `dantinox.lab.measure.plan`
+Programs = Iterable[
+    tuple[Any, Any, Any]
+]  # figures, traced program and compiler options, as in `dantinox.lab.measure.plan`
 
 
 def training(topology: Any, config: Any) -> Programs:
@@ -16,7 +20,9 @@ def training(topology: Any, config: Any) -> Programs:
     from dantinox.training.step import TrainStep
 
     model = config.trained_architecture(config.tokenizer.vocab_size, topology.platform)
-    programs = training_programs(config, model, TrainStep, make_layout(config, model, topology.devices))
+    programs = training_programs(
+        config, model, TrainStep, make_layout(config, model, topology.devices)
+    )
     return (planned for planned in programs if planned[0].name == "train")
 
 
@@ -35,20 +41,22 @@ def decoding(topology: Any, shapes: Shapes, batches: Sequence[int], **changes: A
 ROWS: dict[str, Callable[[Any, Shapes], list[Programs]]] = {
     "train_124m": lambda topology, shapes: [
         training(topology, training_config(
-            "gpt2_124m", shapes.small_rows, shapes.changes | {"model.gradient_checkpointing": recompute}
+            "gpt2_124m", shapes.small_rows, shapes.changes
+            | {"model.gradient_checkpointing": recompute}
         ))
         for recompute in (False, True)
     ],
     "decode_1b": lambda topology, shapes: [
         decoding(topology, shapes, (1,)),
         decoding(
-            topology, shapes, (1,), generation__greedy=False, generation__temperature=0.8, generation__top_k=50,
-            generation__top_p=0.95, generation__min_p=0.02,
+            topology, shapes, (1,), generation__greedy=False, generation__temperature=0.8,
+            generation__top_k=50, generation__top_p=0.95, generation__min_p=0.02,
         ),
     ],
     "train_1b": lambda topology, shapes: [
         training(topology, training_config(
-            "llama_1b", shapes.large_rows, shapes.changes | shapes.large | {"model.gradient_checkpointing": True}
+            "llama_1b", shapes.large_rows, shapes.changes | shapes.large
+            | {"model.gradient_checkpointing": True}
         ))
     ],
     "decode_batches": lambda topology, shapes: [decoding(topology, shapes, shapes.batches)],
@@ -61,7 +69,9 @@ ROWS: dict[str, Callable[[Any, Shapes], list[Programs]]] = {
 
 
 def compile_rows(name: str, rows: Sequence[str], smoke: bool) -> None:
-    """Compiles the programs of rows for a topology such as `gpu:h100`; prints the seconds and the largest memory of each."""
+    """Compiles the programs of rows for a topology such as `gpu:h100`; prints the seconds and the
+    largest memory of each.
+    """
     from dantinox.config import UserError
     from dantinox.lab.measure.topology import find_topology
     from dantinox.programs import memory_usage

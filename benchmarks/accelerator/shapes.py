@@ -4,11 +4,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 TINY = {
-    "model.dim": 32, "model.n_heads": 4, "model.kv_heads": 2, "model.hidden_dim": 64, "model.num_blocks": 2,
-    "model.max_context": 64, "tokenizer.vocab_size": 512,
+    "model.dim": 32, "model.n_heads": 4, "model.kv_heads": 2, "model.hidden_dim": 64,
+    "model.num_blocks": 2, "model.max_context": 64, "tokenizer.vocab_size": 512,
 }  # fmt: skip
 # Llama with 350 million parameters, where the training state of a billion does not fit.
-MEDIUM = {"model.dim": 1024, "model.n_heads": 16, "model.kv_heads": 4, "model.hidden_dim": 4096, "model.num_blocks": 16}
+MEDIUM = {
+    "model.dim": 1024,
+    "model.n_heads": 16,
+    "model.kv_heads": 4,
+    "model.hidden_dim": 4096,
+    "model.num_blocks": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,19 @@ SHAPES = {
     "24 GB": Shapes(20e9, 12, 8, {}, MEDIUM, batches=(8, 32)),
     "16 GB": Shapes(0, 8, 4, {}, MEDIUM, batches=(8, 32), copied=1 << 30),
     "smoke": Shapes(
-        0, 4, 4, TINY, {}, batches=(2, 4), context=64, prompt=16, new=8, product=128, copied=1 << 20, steps=2, seeds=4
+        0,
+        4,
+        4,
+        TINY,
+        {},
+        batches=(2, 4),
+        context=64,
+        prompt=16,
+        new=8,
+        product=128,
+        copied=1 << 20,
+        steps=2,
+        seeds=4,
     ),
 }
 
@@ -59,8 +77,12 @@ def shapes_of(smoke: bool) -> Shapes:
     if smoke:
         return SHAPES["smoke"]
     stats = jax.devices()[0].memory_stats() or {}
-    memory = stats.get("bytes_limit", 0) / 0.9  # the check gives a process nine tenths of the memory
-    return next(shapes for name, shapes in SHAPES.items() if name != "smoke" and memory >= shapes.memory)
+    memory = (
+        stats.get("bytes_limit", 0) / 0.9
+    )  # the check gives a process nine tenths of the memory
+    return next(
+        shapes for name, shapes in SHAPES.items() if name != "smoke" and memory >= shapes.memory
+    )
 
 
 class Measured(NamedTuple):
@@ -85,7 +107,8 @@ def training_config(name: str, rows: int, changes: dict[str, Any]) -> Any:
     from dantinox.config import load_config
 
     return load_config(name, {
-        "training.steps": 1000, "training.batch_size": rows, "training.grad_accum": 1, "training.warmup_steps": 10, **changes,
+        "training.steps": 1000, "training.batch_size": rows, "training.grad_accum": 1,
+        "training.warmup_steps": 10, **changes,
     })  # fmt: skip
 
 
@@ -93,8 +116,12 @@ def llama_config(shapes: Shapes, **changes: Any) -> Any:
     """Returns the config of the decoded model: the Llama of the config `llama_1b`."""
     from dantinox.config import load_config
 
-    settings = {"model.max_context": shapes.context, "generation.seed": 0} | shapes.changes | changes
-    return load_config("llama_1b", {name.replace("__", "."): value for name, value in settings.items()})
+    settings = (
+        {"model.max_context": shapes.context, "generation.seed": 0} | shapes.changes | changes
+    )
+    return load_config(
+        "llama_1b", {name.replace("__", "."): value for name, value in settings.items()}
+    )
 
 
 def random_model(config: Any, dtype: str = "bfloat16") -> Any:
@@ -111,9 +138,11 @@ def random_model(config: Any, dtype: str = "bfloat16") -> Any:
         keys = jax.random.split(jax.random.key(0), len(shapes))
         stored = jnp.dtype(dtype)
         return {
-            name: (0.02 * jax.random.normal(key, leaf.shape, stored))
-            if len(leaf.shape) > 1
-            else jnp.ones(leaf.shape, leaf.dtype)
+            name: (
+                (0.02 * jax.random.normal(key, leaf.shape, stored))
+                if len(leaf.shape) > 1
+                else jnp.ones(leaf.shape, leaf.dtype)
+            )
             for key, (name, leaf) in zip(keys, shapes.items(), strict=True)
         }
 

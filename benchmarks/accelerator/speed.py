@@ -1,4 +1,6 @@
-"""The rows about speed: rates of the device, training steps, decoding, the engine, and low precision."""
+"""The rows about speed: rates of the device, training steps, decoding, the engine, and low
+precision.
+"""
 
 import time
 from collections.abc import Callable
@@ -11,13 +13,23 @@ from shapes import Measured, Shapes, llama_config, random_model, shapes_of, trai
 
 from dantinox.programs import find_chip, memory_usage
 
-# Published dense bfloat16 FLOP/s and bytes per second of cards that `dantinox.programs.CHIPS` does not have.
+# Published dense bfloat16 FLOP/s and bytes per second of cards that `dantinox.programs.CHIPS` does
+# not have.
 PUBLISHED = {
     "NVIDIA H200": (989.4e12, 4.8e12),  # NVIDIA H200 Tensor Core GPU data sheet
     "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12),  # NVIDIA A100 Tensor Core GPU data sheet
     "NVIDIA A100-SXM4-40GB": (312e12, 1.555e12),
 }
-GREEDY, CHAIN = {"greedy": True}, {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02, "seed": 0}
+GREEDY, CHAIN = (
+    {"greedy": True},
+    {
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "seed": 0,
+    },
+)
 
 
 def published_rates() -> tuple[float, float] | None:
@@ -40,13 +52,20 @@ def best_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def measured_rates(shapes: Shapes, loops: int = 10) -> tuple[float, float]:
-    """Returns the FLOP/s of a bfloat16 product of square matrices, and the bytes per second that a copy reads and writes."""
+    """Returns the FLOP/s of a bfloat16 product of square matrices, and the bytes per second that a
+    copy reads and writes.
+    """
     side = shapes.product
     a, b = (jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
 
     @jax.jit
     def products(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, loops, lambda _, x: jnp.dot(x, b, preferred_element_type=jnp.bfloat16) * (side**-0.5), a)
+        return jax.lax.fori_loop(
+            0,
+            loops,
+            lambda _, x: jnp.dot(x, b, preferred_element_type=jnp.bfloat16) * (side**-0.5),
+            a,
+        )
 
     @jax.jit
     def copies(x: jax.Array) -> jax.Array:
@@ -74,7 +93,11 @@ def device_rates(options: Any) -> Measured:
         figures |= {"product_share": flops / published[0], "copy_share": bandwidth / published[1]}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
     stats = device.memory_stats() or {}
-    machine = {"device": device.device_kind, "driver": driver_version(), "python": platform.python_version()} | versions
+    machine = {
+        "device": device.device_kind,
+        "driver": driver_version(),
+        "python": platform.python_version(),
+    } | versions
     if "bytes_limit" in stats:
         figures["memory_gb"] = stats["bytes_limit"] / 1e9
     return Measured(figures, machine=machine)
@@ -95,7 +118,9 @@ def driver_version() -> str:
 def train_small(options: Any) -> Measured:
     """Measures a step of GPT-2 small, with and without recomputation."""
     shapes = shapes_of(options.smoke)
-    plain, work, programs = train_step(shapes, "gpt2_124m", shapes.small_rows, shapes.changes, recompute=False)
+    plain, work, programs = train_step(
+        shapes, "gpt2_124m", shapes.small_rows, shapes.changes, recompute=False
+    )
     again, _, _ = train_step(shapes, "gpt2_124m", shapes.small_rows, shapes.changes, recompute=True)
     others = {f"recomputed_{name}": again[name] for name in ("tokens_per_s", "mfu", "compile_s")}
     return Measured(plain | others, work, 3, programs)
@@ -105,7 +130,9 @@ def train_large(options: Any) -> Measured:
     """Measures a step of the largest model whose training state fits, with recomputation."""
     shapes = shapes_of(options.smoke)
     changes = shapes.changes | shapes.large
-    figures, work, programs = train_step(shapes, "llama_1b", shapes.large_rows, changes, recompute=True)
+    figures, work, programs = train_step(
+        shapes, "llama_1b", shapes.large_rows, changes, recompute=True
+    )
     return Measured(figures, work, 3, programs)
 
 
@@ -126,8 +153,14 @@ def train_step(
     traced = training.traced()["train"]
     program = compile_program(traced.program.lower(), traced.options)
     compile_s = time.perf_counter() - begin
-    ids = np.random.default_rng(0).integers(0, vocabulary, (rows, training.length + 1)).astype(np.int32)
-    batch = Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones(ids[:, 1:].shape, np.float32))
+    ids = (
+        np.random.default_rng(0)
+        .integers(0, vocabulary, (rows, training.length + 1))
+        .astype(np.int32)
+    )
+    batch = Batch(
+        ids[:, :-1], ids[:, 1:], np.zeros_like(ids[:, 1:]), np.ones(ids[:, 1:].shape, np.float32)
+    )
     placed = jax.device_put(batch)
     held = [training.initial_state()]
 
@@ -143,8 +176,9 @@ def train_step(
     tokens, needs = rows * training.length / seconds, memory_usage(program)
     peak_flops, _ = peak_rates(shapes)
     figures = {
-        "tokens_per_s": tokens, "mfu": tokens * training_flops(model, training.length) / peak_flops, "ms": 1e3 * seconds,
-        "compile_s": compile_s, "rows": rows, "loss": float(metrics.loss), "predicted_gb": needs.peak / 1e9,
+        "tokens_per_s": tokens, "mfu": tokens * training_flops(model, training.length) / peak_flops,
+        "ms": 1e3 * seconds, "compile_s": compile_s, "rows": rows, "loss": float(metrics.loss),
+        "predicted_gb": needs.peak / 1e9,
     }  # fmt: skip
     if used := (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
         figures |= {"peak_gb": used / 1e9, "memory_error": abs(needs.peak - used) / used}
@@ -155,19 +189,33 @@ def train_step(
 
 
 def decode(
-    model: Any, shapes: Shapes, batch: int, settings: dict[str, Any], repeats: int = 3, plan: Any = None
+    model: Any,
+    shapes: Shapes,
+    batch: int,
+    settings: dict[str, Any],
+    repeats: int = 3,
+    plan: Any = None,
 ) -> dict[str, Any]:
-    """Measures the decoding of a batch: tokens per second after the first token, of prefill, and of compilation."""
-    first = run_static(model, shapes, batch, settings, 1, plan) + run_static(model, shapes, batch, settings, shapes.new, plan)
+    """Measures the decoding of a batch: tokens per second after the first token, of prefill, and of
+    compilation.
+    """
+    first = run_static(model, shapes, batch, settings, 1, plan) + run_static(
+        model, shapes, batch, settings, shapes.new, plan
+    )
     prefill = min(run_static(model, shapes, batch, settings, 1, plan) for _ in range(repeats))
-    total = min(run_static(model, shapes, batch, settings, shapes.new, plan) for _ in range(repeats))
+    total = min(
+        run_static(model, shapes, batch, settings, shapes.new, plan) for _ in range(repeats)
+    )
     return {
-        "tokens_per_s": batch * (shapes.new - 1) / max(total - prefill, 0.1 * total), "prefill_ms": 1e3 * prefill,
+        "tokens_per_s": batch * (shapes.new - 1) / max(total - prefill, 0.1 * total),
+        "prefill_ms": 1e3 * prefill,
         "compile_s": first - prefill - total,
     }  # fmt: skip
 
 
-def run_static(model: Any, shapes: Shapes, batch: int, settings: dict[str, Any], new: int, plan: Any = None) -> float:
+def run_static(
+    model: Any, shapes: Shapes, batch: int, settings: dict[str, Any], new: int, plan: Any = None
+) -> float:
     """Generates `new` tokens after random prompts of the same length, and returns the seconds."""
     from dantinox.generation.static_batch import StaticBatch, StaticOptions
     from dantinox.sampling import SamplingParams
@@ -175,8 +223,14 @@ def run_static(model: Any, shapes: Shapes, batch: int, settings: dict[str, Any],
     ids = np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, shapes.prompt))
     params = SamplingParams.build(settings, batch=batch)
     begin = time.perf_counter()
-    lengths, limits, options = np.full(batch, shapes.prompt), np.full(batch, new), StaticOptions(plan=plan)
-    session = StaticBatch(model, ids, lengths, params, limits_B=limits, eos_ids=[[]] * batch, options=options)
+    lengths, limits, options = (
+        np.full(batch, shapes.prompt),
+        np.full(batch, new),
+        StaticOptions(plan=plan),
+    )
+    session = StaticBatch(
+        model, ids, lengths, params, limits_B=limits, eos_ids=[[]] * batch, options=options
+    )
     for _ in session.run(dispatch_ahead=True):
         pass
     return time.perf_counter() - begin
@@ -187,7 +241,10 @@ def prepared(shapes: Shapes, weights: str = "bfloat16", stored: Any = None) -> t
     from dantinox.generation.decode.prepared_model import prepare, weight_bytes
 
     model = prepare(random_model(llama_config(shapes)) if stored is None else stored, weights)
-    return model, weight_bytes(model) - model.embed[...].nbytes  # a step reads a few rows of the table
+    return (
+        model,
+        weight_bytes(model) - model.embed[...].nbytes,
+    )  # a step reads a few rows of the table
 
 
 def decode_one(options: Any) -> Measured:
@@ -207,21 +264,30 @@ def decode_batches(options: Any) -> Measured:
     """Measures greedy decoding of larger batches."""
     shapes = shapes_of(options.smoke)
     model, _ = prepared(shapes)
-    rates = {batch: decode(model, shapes, batch, GREEDY, repeats=2)["tokens_per_s"] for batch in (1, *shapes.batches)}
+    rates = {
+        batch: decode(model, shapes, batch, GREEDY, repeats=2)["tokens_per_s"]
+        for batch in (1, *shapes.batches)
+    }
     figures = {f"tokens_per_s_{batch}": rate for batch, rate in rates.items()}
     figures |= {f"times_{batch}": rates[batch] / rates[1] for batch in shapes.batches}
     largest = shapes.batches[-1]
-    return Measured(figures, lambda: run_static(model, shapes, largest, GREEDY, shapes.new), shapes.new)
+    return Measured(
+        figures, lambda: run_static(model, shapes, largest, GREEDY, shapes.new), shapes.new
+    )
 
 
 def low_precision(options: Any) -> Measured:
-    """Measures int8 and int4 weights and an int4 cache at batch 1 and 8; the smaller of the two ratios counts."""
+    """Measures int8 and int4 weights and an int4 cache at batch 1 and 8; the smaller of the two
+    ratios counts.
+    """
     from dantinox.generation.decode.cache_plan import plan_cache
 
     shapes = shapes_of(options.smoke)
     stored = random_model(llama_config(shapes))
     quantized = plan_cache(stored.config, llama_config(shapes, kv__dtype="int4").kv, shapes.context)
-    models = {weights: prepared(shapes, weights, stored)[0] for weights in ("bfloat16", "int8", "int4")}
+    models = {
+        weights: prepared(shapes, weights, stored)[0] for weights in ("bfloat16", "int8", "int4")
+    }
     kinds = {
         "bfloat16": ("bfloat16", None),
         "int8": ("int8", None),
@@ -231,15 +297,24 @@ def low_precision(options: Any) -> Measured:
     figures: dict[str, Any] = {}
     for kind, (weights, plan) in kinds.items():
         for batch in (1, shapes.batches[0]):
-            rate = decode(models[weights], shapes, batch, GREEDY, repeats=2, plan=plan)["tokens_per_s"]
+            rate = decode(models[weights], shapes, batch, GREEDY, repeats=2, plan=plan)[
+                "tokens_per_s"
+            ]
             figures[f"{kind}_{batch}"] = rate
     for kind in ("int8", "int4", "int4_cache"):
-        figures[kind] = min(figures[f"{kind}_{batch}"] / figures[f"bfloat16_{batch}"] for batch in (1, shapes.batches[0]))
-    return Measured(figures, lambda: run_static(models["int4"], shapes, 1, GREEDY, shapes.new), shapes.new)
+        figures[kind] = min(
+            figures[f"{kind}_{batch}"] / figures[f"bfloat16_{batch}"]
+            for batch in (1, shapes.batches[0])
+        )
+    return Measured(
+        figures, lambda: run_static(models["int4"], shapes, 1, GREEDY, shapes.new), shapes.new
+    )
 
 
 def engine(options: Any) -> Measured:
-    """Compares eight requests in an engine with the same prompts in a static batch, both with a chain of samplers."""
+    """Compares eight requests in an engine with the same prompts in a static batch, both with a
+    chain of samplers.
+    """
     from exactness import finish, request_of, slot_engine
 
     shapes = shapes_of(options.smoke)
@@ -260,7 +335,11 @@ def engine(options: Any) -> Measured:
     served = tokens / (time.perf_counter() - begin)
     model = server.model.prepared(server.model.config.generation)
     first = run_static(model, shapes, slots, CHAIN, shapes.new)
-    offline = slots * shapes.new / min(run_static(model, shapes, slots, CHAIN, shapes.new) for _ in range(2))
+    offline = (
+        slots
+        * shapes.new
+        / min(run_static(model, shapes, slots, CHAIN, shapes.new) for _ in range(2))
+    )
     figures = {
         "engine_tokens_per_s": served,
         "offline_tokens_per_s": offline,
@@ -283,5 +362,11 @@ def decode_profile(options: Any) -> Measured:
     work()
     found = device_times(trace(work))
     return Measured(
-        {"kernels_per_token": found.calls / shapes.new, "gaps": found.gaps, "busy_ms": found.busy_ms}, work, shapes.new
+        {
+            "kernels_per_token": found.calls / shapes.new,
+            "gaps": found.gaps,
+            "busy_ms": found.busy_ms,
+        },
+        work,
+        shapes.new,
     )

@@ -16,7 +16,9 @@ def shapes_of(smoke: bool) -> Shapes:
     if smoke:
         return SHAPES["smoke"]
     memory = torch.cuda.get_device_properties(0).total_memory if DEVICE == "cuda" else 0
-    return next(shapes for name, shapes in SHAPES.items() if name != "smoke" and memory >= shapes.memory)
+    return next(
+        shapes for name, shapes in SHAPES.items() if name != "smoke" and memory >= shapes.memory
+    )
 
 
 def synchronize() -> None:
@@ -39,9 +41,15 @@ def seconds_of(call: Callable[[], Any], repeats: int) -> float:
 def train(options: Any) -> Measured:
     """Measures a step of GPT-2 small under autocast with bfloat16."""
     shapes = shapes_of(options.smoke)
-    small = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 512} if options.smoke else {"vocab_size": 50304}
+    small = (
+        {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 512}
+        if options.smoke
+        else {"vocab_size": 50304}
+    )
     length = 64 if options.smoke else 1024
-    model = GPT2LMHeadModel(GPT2Config(**small, n_positions=length, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)).to(DEVICE)
+    model = GPT2LMHeadModel(
+        GPT2Config(**small, n_positions=length, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    ).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=DEVICE == "cuda")
     ids = torch.randint(0, small["vocab_size"], (shapes.small_rows, length), device=DEVICE)
 
@@ -58,7 +66,9 @@ def train(options: Any) -> Measured:
 
 def both(model: Any, step: Callable[[Any], None], tokens: int, repeats: int) -> dict[str, Any]:
     """Measures a step with a model as it is, and compiled."""
-    figures: dict[str, Any] = {"eager_tokens_per_s": tokens / seconds_of(lambda: step(model), repeats)}
+    figures: dict[str, Any] = {
+        "eager_tokens_per_s": tokens / seconds_of(lambda: step(model), repeats)
+    }
     begin = time.perf_counter()
     try:
         compiled = torch.compile(model)
@@ -72,14 +82,17 @@ def both(model: Any, step: Callable[[Any], None], tokens: int, repeats: int) -> 
 
 
 def decode(options: Any) -> Measured:
-    """Measures decoding steps of the Llama of the check with a static cache, in bfloat16, at batch 1."""
+    """Measures decoding steps of the Llama of the check with a static cache, in bfloat16, at batch
+    1.
+    """
     shapes = shapes_of(options.smoke)
     size = {
-        "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "num_hidden_layers": 2,
+        "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 64, "num_hidden_layers": 2,
         "vocab_size": 512,
     } if options.smoke else {
-        "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192,
-        "num_hidden_layers": 16, "vocab_size": 128256,
+        "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
     }  # fmt: skip
     config = LlamaConfig(**size, tie_word_embeddings=True, max_position_embeddings=shapes.context)
     model = LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
@@ -89,7 +102,9 @@ def decode(options: Any) -> Measured:
 
     @torch.no_grad()
     def step(forward: Any) -> None:
-        logits = forward(input_ids=token, past_key_values=cache, cache_position=place, use_cache=True).logits
+        logits = forward(
+            input_ids=token, past_key_values=cache, cache_position=place, use_cache=True
+        ).logits
         token.copy_(logits[:, -1:].argmax(-1))
 
     return Measured(both(model, step, 1, shapes.new // 4 or 1))

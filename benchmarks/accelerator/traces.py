@@ -1,4 +1,6 @@
-"""The kernels of a measured row: a trace of the JAX profiler, reduced to what mends a slow program without the machine."""
+"""The kernels of a measured row: a trace of the JAX profiler, reduced to what mends a slow program
+without the machine.
+"""
 
 import re
 import tempfile
@@ -9,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 LONGEST = 20  # kernels in a report
-CONTAINERS = re.compile(r"while|conditional|call\b")  # operations of a CPU whose contents are traced too
-MEASURED = re.compile("generate|decode|prefill|step")  # in the names of programs that a report describes
+CONTAINERS = re.compile(
+    r"while|conditional|call\b"
+)  # operations of a CPU whose contents are traced too
+MEASURED = re.compile(
+    "generate|decode|prefill|step"
+)  # in the names of programs that a report describes
 
 
 @dataclass(frozen=True)
@@ -51,25 +57,40 @@ def trace(work: Callable[[], Any]) -> Any:
 
 
 def device_times(data: Any) -> DeviceTimes:
-    """Adds up the kernels of all streams of the devices in a trace; without a device, the operations of the CPU."""
+    """Adds up the kernels of all streams of the devices in a trace; without a device, the
+    operations of the CPU.
+    """
     planes = [plane for plane in data.planes if plane.name.startswith("/device:")]
-    lines = [line for plane in planes for line in plane.lines if line.name.startswith(("Stream", "XLA Ops"))]
+    lines = [
+        line
+        for plane in planes
+        for line in plane.lines
+        if line.name.startswith(("Stream", "XLA Ops"))
+    ]
     events = [event for line in lines for event in line.events]
     if not events:
         every = (event for plane in data.planes for line in plane.lines for event in line.events)
-        events = [event for event in every if "hlo_op" in dict(event.stats) and not CONTAINERS.match(event.name)]
+        events = [
+            event
+            for event in every
+            if "hlo_op" in dict(event.stats) and not CONTAINERS.match(event.name)
+        ]
     kernels: dict[str, list[float]] = defaultdict(list)
     for event in events:
         kernels[event.name].append(event.duration_ns)
     spans = [(event.start_ns, event.start_ns + event.duration_ns) for event in events]
     busy, first, last = covered(spans)
     return DeviceTimes(
-        {name: (len(times), sum(times) / 1e6) for name, times in kernels.items()}, busy / 1e6, (last - first) / 1e6
+        {name: (len(times), sum(times) / 1e6) for name, times in kernels.items()},
+        busy / 1e6,
+        (last - first) / 1e6,
     )
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> tuple[float, float, float]:
-    """Returns the length of the union of intervals, their first start and their last end; zeros without intervals."""
+    """Returns the length of the union of intervals, their first start and their last end; zeros
+    without intervals.
+    """
     total, begin, end, first = 0.0, 0.0, 0.0, None
     for start, stop in sorted(spans):
         if first is None:
@@ -82,22 +103,33 @@ def covered(spans: Iterable[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 def program_lines(programs: Mapping[str, Any]) -> Iterable[str]:
-    """Yields FLOPs, bytes, memory, conditionals, loops and copies to the host of compiled programs."""
+    """Yields FLOPs, bytes, memory, conditionals, loops and copies to the host of compiled
+    programs.
+    """
     for name, program in programs.items():
         cost = program.cost_analysis() or {}
-        text = program.as_text() if hasattr(program, "as_text") else program.hlo_modules()[0].to_string()
-        counts = {kind: len(re.findall(rf"\b{kind}\(", text)) for kind in ("conditional", "while", "copy-start", "custom-call")}
+        text = (
+            program.as_text()
+            if hasattr(program, "as_text")
+            else program.hlo_modules()[0].to_string()
+        )
+        counts = {
+            kind: len(re.findall(rf"\b{kind}\(", text))
+            for kind in ("conditional", "while", "copy-start", "custom-call")
+        }
         yield (
-            f"program {name}: {cost.get('flops', 0):.4g} FLOPs, {cost.get('bytes accessed', 0):.4g} bytes, "
-            + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+            f"program {name}: {cost.get('flops', 0):.4g} FLOPs, {cost.get('bytes accessed', 0):.4g}"
+            " bytes, " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
         )
 
 
 def report_lines(times: DeviceTimes, count: int) -> Iterable[str]:
-    """Yields a Markdown table of the longest kernels; `count` is the number of steps or tokens of the trace."""
+    """Yields a Markdown table of the longest kernels; `count` is the number of steps or tokens of
+    the trace.
+    """
     yield (
-        f"{times.span_ms:.3f} ms for {count} steps or tokens, kernels in {times.busy_ms:.3f} ms of them, "
-        f"gaps {times.gaps:.1%}, {times.calls / count:.1f} kernels each"
+        f"{times.span_ms:.3f} ms for {count} steps or tokens, kernels in {times.busy_ms:.3f} ms of"
+        f" them, gaps {times.gaps:.1%}, {times.calls / count:.1f} kernels each"
     )
     yield from ("", "| kernel | calls | ms | share |", "|---|---|---|---|")
     longest = sorted(times.kernels.items(), key=lambda item: -item[1][1])
@@ -107,7 +139,9 @@ def report_lines(times: DeviceTimes, count: int) -> Iterable[str]:
 
 
 def live_programs() -> dict[str, Any]:
-    """Returns the compiled programs of this process, by name; programs of the same name are numbered."""
+    """Returns the compiled programs of this process, by name; programs of the same name are
+    numbered.
+    """
     import jax
 
     programs: dict[str, Any] = {}
@@ -123,7 +157,9 @@ def explain_row(name: str, measured: Any, folder: Path) -> None:
     measured.work()  # compiles what the measurement did not
     times = device_times(trace(measured.work))
     lines = [f"## {name}", "", *report_lines(times, measured.count), ""]
-    programs = measured.programs or {key: one for key, one in live_programs().items() if MEASURED.search(key)}
+    programs = measured.programs or {
+        key: one for key, one in live_programs().items() if MEASURED.search(key)
+    }
     lines += [*program_lines(programs), "", ""]
     with (folder / "traces.md").open("a", encoding="utf-8") as file:
         file.write("\n".join(lines))

@@ -1,4 +1,6 @@
-"""`dantinox chat`: its flags, its slash commands, and conversations in a terminal or through a pipe."""
+"""`dantinox chat`: its flags, its slash commands, and conversations in a terminal or through a
+pipe.
+"""
 
 import argparse
 import contextlib
@@ -36,18 +38,30 @@ PROMPT = "> "
 FAILED = 2  # exit code if a line from a pipe caused an error
 LOCAL_FLAGS = 3  # the index in the result of `tcgetattr`
 WAITING = "compiling, and reading the prompt …"
-KEYS_HELP = "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer and keeps its text, Ctrl-D quits."
-SHADED = "each token is shaded by the entropy of its distribution, from dark (0 bits) to light (8 bits and more)"
-BELOW = "the rounded entropy in bits is printed below each token when the answer is complete, because this output has no colors"
+KEYS_HELP = (
+    "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer and keeps its text, Ctrl-D"
+    " quits."
+)
+SHADED = (
+    "each token is shaded by the entropy of its distribution, from dark (0 bits) to light (8 bits"
+    " and more)"
+)
+BELOW = (
+    "the rounded entropy in bits is printed below each token when the answer is complete, because"
+    " this output has no colors"
+)
 
 
 def add_chat_flags(command: Parser) -> None:
     add_run(command)
     add_chat_template(command)
     add_lora(command)
-    command.add_argument("--system", default="", metavar="TEXT", help="system message of the conversation")
+    command.add_argument(
+        "--system", default="", metavar="TEXT", help="system message of the conversation"
+    )
     command.add_argument("--show_entropy", action="store_true", help="start with /entropy on")
-    used = ("system", "chat_template", "show_entropy", "max_new_tokens", "seed", "temperature", "top_k", "top_p", "min_p",
+    used = ("system", "chat_template", "show_entropy", "max_new_tokens", "seed", "temperature",
+            "top_k", "top_p", "min_p",
             "repetition_penalty", "weights", "kv_dtype")  # fmt: skip
     add_config_flags(command, ("generation", "router", "kv"), used)
 
@@ -72,7 +86,10 @@ def chat(options: argparse.Namespace) -> int:
     conversation.set_system(options.system)
     conversation.entropy = options.show_entropy
     if conversation.is_completion:
-        _note("this model has no chat template: it continues your text, and the conversation is a single text")
+        _note(
+            "this model has no chat template: it continues your text, and the conversation is a"
+            " single text"
+        )
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     return _run_terminal(conversation) if is_terminal else _run_pipe(conversation)
 
@@ -97,7 +114,9 @@ def _set(conversation: "Chat", rest: str) -> str:
     if not words:
         conversation.reset(name)
     else:
-        conversation.set(name, value_of(REQUEST_KEYS[name], words) if name in REQUEST_KEYS else " ".join(words))
+        conversation.set(
+            name, value_of(REQUEST_KEYS[name], words) if name in REQUEST_KEYS else " ".join(words)
+        )
     return f"{name} {_format(settings_of(conversation.config)[name])}"
 
 
@@ -108,11 +127,16 @@ def _settings(conversation: "Chat", rest: str) -> str:
 
     values = settings_of(conversation.config)
     defaults = {name: FIELDS[key].default for name, key in REQUEST_KEYS.items()}
-    changed = {name: value for name, value in values.items() if value != defaults[name] or name in conversation.overrides}
+    changed = {
+        name: value
+        for name, value in values.items()
+        if value != defaults[name] or name in conversation.overrides
+    }
     if conversation.system:
         changed = {"system": conversation.system} | changed
     lines = [
-        f"{name} {_format(value)}" + (" (/set)" if name in conversation.overrides else "") for name, value in changed.items()
+        f"{name} {_format(value)}" + (" (/set)" if name in conversation.overrides else "")
+        for name, value in changed.items()
     ]
     return "\n".join([*lines, "all other settings have their defaults: dantinox settings"])
 
@@ -159,7 +183,10 @@ COMMANDS: dict[str, tuple[str, str, Callable[["Chat", str], str] | None]] = {
     "help": ("/help", "show the commands", _help),
     "set": (
         "/set KEY VALUE",
-        "set a setting of generation, router or kv, such as /set temperature 0.7; without a value: reset it",
+        (
+            "set a setting of generation, router or kv, such as /set temperature 0.7; without a"
+            " value: reset it"
+        ),
         _set,
     ),
     "settings": ("/settings", "show the settings that differ from their default", _settings),
@@ -176,13 +203,17 @@ SLASHES = "send a message that begins with a slash"
 
 
 def command(line: str) -> tuple[str, str] | None:
-    """Parses a line. Returns the name of a command and the rest of the line, or None for a message to the model."""
+    """Parses a line. Returns the name of a command and the rest of the line, or None for a message
+    to the model.
+    """
     if not line.startswith("/") or line.startswith("//"):
         return None
     name, _, rest = line[1:].strip().partition(" ")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
-        fallback = "/help lists the commands; to send a message that begins with a slash, begin it with //"
+        fallback = (
+            "/help lists the commands; to send a message that begins with a slash, begin it with //"
+        )
         hint = f"did you mean /{near[0]}?" if near else fallback
         raise UserError(f"there is no command /{escape_name(name)}: {hint}")
     return name, rest.strip()
@@ -266,7 +297,11 @@ def _converse(conversation: "Chat", session: Any, colors: Any) -> None:
                 continue
             _show(found, conversation.entropy, colors, shutil.get_terminal_size().columns)
             if conversation.finish_reason in FINISH_NOTES:
-                _note(FINISH_NOTES[conversation.finish_reason].format(conversation.config.generation.max_new_tokens))
+                _note(
+                    FINISH_NOTES[conversation.finish_reason].format(
+                        conversation.config.generation.max_new_tokens
+                    )
+                )
         except KeyboardInterrupt:
             _note("\n(stopped)")
         except UserError as error:
@@ -275,7 +310,9 @@ def _converse(conversation: "Chat", session: Any, colors: Any) -> None:
 
 @contextlib.contextmanager
 def _keep_typed_text() -> Iterator[None]:
-    """Keeps the text that is typed during an answer, which a terminal discards on Ctrl-C, for the next prompt."""
+    """Keeps the text that is typed during an answer, which a terminal discards on Ctrl-C, for the
+    next prompt.
+    """
     before = termios.tcgetattr(sys.stdin)
     changed = list(before)
     changed[LOCAL_FLAGS] |= termios.NOFLSH
@@ -287,7 +324,9 @@ def _keep_typed_text() -> Iterator[None]:
 
 
 class _Background:
-    """Runs functions one after the other in daemon threads, so that Ctrl-C does not wait for the compiler."""
+    """Runs functions one after the other in daemon threads, so that Ctrl-C does not wait for the
+    compiler.
+    """
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -296,7 +335,9 @@ class _Background:
         return self._turn.locked()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Runs `work` after the earlier functions. A UserError is ignored: the first answer raises it again."""
+        """Runs `work` after the earlier functions. A UserError is ignored: the first answer raises
+        it again.
+        """
 
         def run() -> None:
             with self._turn, contextlib.suppress(UserError):
@@ -358,18 +399,24 @@ def _run_pipe(conversation: "Chat") -> int:
                     print(part.text, end="", flush=True)
                 print(flush=True)
         except UnicodeDecodeError as error:
-            raise UserError(f"standard input is not UTF-8 text: byte {error.start} of line {number} is invalid") from None
+            raise UserError(
+                f"standard input is not UTF-8 text: byte {error.start} of line {number} is invalid"
+            ) from None
         except UserError as error:
             code = FAILED
             print(f"error: {error} (line {number})", file=sys.stderr, flush=True)
     return code
 
 
-def _show(parts: "Generator[TextPart]", entropy: bool, colors: Any, width: int | None = None) -> None:
-    """Prints an answer while it is generated, or only when it is complete if entropies are shown without colors.
+def _show(
+    parts: "Generator[TextPart]", entropy: bool, colors: Any, width: int | None = None
+) -> None:
+    """Prints an answer while it is generated, or only when it is complete if entropies are shown
+    without colors.
 
     Args:
-      width: the columns of a terminal, for lines that break between words; None: lines are not broken.
+      width: the columns of a terminal, for lines that break between words; None: lines are not
+        broken.
     """
     from dantinox.report.entropy_view import digit_lines, shade_text
 
@@ -383,7 +430,11 @@ def _show(parts: "Generator[TextPart]", entropy: bool, colors: Any, width: int |
             if is_deferred:
                 found.append((part.text, part.entropy))
             else:
-                print(wrap(shade_text(part.text, part.entropy if entropy else None, colors)), end="", flush=True)
+                print(
+                    wrap(shade_text(part.text, part.entropy if entropy else None, colors)),
+                    end="",
+                    flush=True,
+                )
     print_lines(lambda width: digit_lines(found, width))
     if not is_deferred:
         print(flush=True)
@@ -411,9 +462,11 @@ def _waiting_note(seconds: float = 0.5) -> Iterator[None]:
 
 
 def _wrapper(width: int) -> Callable[[str], str]:
-    """Returns a function that prepares successive parts of a text for a terminal, so that lines break between words.
+    """Returns a function that prepares successive parts of a text for a terminal, so that lines
+    break between words.
 
-    A word is shown as it is generated. If it reaches the end of the line, it is erased and begins the next line.
+    A word is shown as it is generated. If it reaches the end of the line, it is erased and begins
+    the next line.
     """
     from rich.cells import cell_len
 

@@ -1,4 +1,6 @@
-"""Helpers that several commands share: the run argument, settings from flags, standard input, the compilation cache."""
+"""Helpers that several commands share: the run argument, settings from flags, standard input, the
+compilation cache.
+"""
 
 import argparse
 import json
@@ -24,21 +26,27 @@ if TYPE_CHECKING:
     from dantinox.text import ChatTemplate, Tokenizer
 
 CONFIG_HELP = f"YAML file, or name of a packaged config (default: {DEFAULT_CONFIG})"
-PROMPT_HELP = "- reads stdin without its last line break (default: the run's training.sample_prompt)"
+PROMPT_HELP = (
+    "- reads stdin without its last line break (default: the run's training.sample_prompt)"
+)
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that were given as flags, as `overlay` expects them: name without section → value."""
+    """Returns the settings that were given as flags, as `overlay` expects them: name without
+    section → value.
+    """
     from dantinox.config.flag_values import overrides
 
     return {flat_name(key): value for key, value in overrides(options).items()}
 
 
 def given_prompt(options: argparse.Namespace, base: "Config") -> str:
-    """Returns the text of --prompt, or standard input without its last line break if --prompt is `-`.
+    """Returns the text of --prompt, or standard input without its last line break if --prompt is
+    `-`.
 
     Args:
-      base: the run's settings. Without --prompt the result is `training.sample_prompt`, or a line break if that is empty.
+      base: the run's settings. Without --prompt the result is `training.sample_prompt`, or a line
+        break if that is empty.
     """
     if options.prompt is None:
         return base.training.sample_prompt or "\n"
@@ -49,7 +57,9 @@ def given_prompt(options: argparse.Namespace, base: "Config") -> str:
     try:
         return re.sub(r"\r?\n\Z", "", sys.stdin.buffer.read().decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise UserError(f"standard input is not UTF-8 text: byte {error.start} is invalid") from None
+        raise UserError(
+            f"standard input is not UTF-8 text: byte {error.start} is invalid"
+        ) from None
 
 
 def add_run(command: Parser, text: str = "run directory of the model") -> None:
@@ -59,7 +69,8 @@ def add_run(command: Parser, text: str = "run directory of the model") -> None:
 
 
 def choose_run(options: argparse.Namespace) -> None:
-    """Stores the path that RUN or --run_dir gives in `options.run_dir`. Does nothing for a command without these arguments.
+    """Stores the path that RUN or --run_dir gives in `options.run_dir`. Does nothing for a command
+    without these arguments.
 
     Raises:
       UserError: neither or both are given.
@@ -67,7 +78,9 @@ def choose_run(options: argparse.Namespace) -> None:
     if not hasattr(options, "run_path"):
         return
     if options.run_path is not None and options.run_dir is not None:
-        raise UserError(f"RUN and --run_dir both name a run: {options.run_path} and {options.run_dir}")
+        raise UserError(
+            f"RUN and --run_dir both name a run: {options.run_path} and {options.run_dir}"
+        )
     options.run_dir = options.run_path or options.run_dir
     if options.run_dir is None:
         from dantinox.run import newest_run
@@ -79,7 +92,11 @@ def choose_run(options: argparse.Namespace) -> None:
 
 def add_chat_template(command: Parser | FlagSection, condition: str = "") -> None:
     """Adds --chat_template, which `chosen_template` reads; its help begins with `condition`."""
-    template = condition + "plain, bare, chatml or a Jinja file (default: the run's chat_template.jinja, if it has one)"
+    template = (
+        condition
+        + "plain, bare, chatml or a Jinja file (default: the run's chat_template.jinja, if it has"
+        " one)"
+    )
     command.add_argument("--chat_template", metavar="NAME", help=template)
 
 
@@ -88,7 +105,9 @@ ADAPTER = "adapter"  # the name of the adapter of --lora
 
 def add_lora(command: Parser | FlagSection) -> None:
     """Adds --lora, the adapter of all prompts of a command; `given_loras` reads it."""
-    text = "adapter of the model: a run with adapters of this run, or a PEFT folder; it is not merged"
+    text = (
+        "adapter of the model: a run with adapters of this run, or a PEFT folder; it is not merged"
+    )
     command.add_argument("--lora", type=Path, metavar="PATH", help=text)
 
 
@@ -97,8 +116,12 @@ def given_loras(options: argparse.Namespace) -> dict[str, Path]:
     return {} if options.lora is None else {ADAPTER: options.lora}
 
 
-def chosen_template(options: argparse.Namespace, run_template: Path | None, tokenizer: "Tokenizer") -> "ChatTemplate | None":
-    """Returns the template of --chat_template if it is given, otherwise the run's template at the path `run_template`."""
+def chosen_template(
+    options: argparse.Namespace, run_template: Path | None, tokenizer: "Tokenizer"
+) -> "ChatTemplate | None":
+    """Returns the template of --chat_template if it is given, otherwise the run's template at the
+    path `run_template`.
+    """
     from dantinox.text import ChatTemplate
 
     if options.chat_template is not None:
@@ -107,11 +130,15 @@ def chosen_template(options: argparse.Namespace, run_template: Path | None, toke
 
 
 class _OneLine(logging.Filter):
-    """Shortens a log record with a traceback to one line. jax logs such a record for each plugin that cannot start."""
+    """Shortens a log record with a traceback to one line. jax logs such a record for each plugin
+    that cannot start.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info:
-            record.msg = f"{record.getMessage().splitlines()[0]}: {record.exc_info[1]}".splitlines()[0]
+            record.msg = (
+                f"{record.getMessage().splitlines()[0]}: {record.exc_info[1]}".splitlines()[0]
+            )
             record.args = ()
             record.exc_info = None
         return True
@@ -126,7 +153,9 @@ def plain_warnings() -> None:
 
 
 def backend_problem() -> str | None:
-    """Returns an error message if jax finds no device of the platforms in JAX_PLATFORMS, else None."""
+    """Returns an error message if jax finds no device of the platforms in JAX_PLATFORMS, else
+    None.
+    """
     wanted = os.environ.get("JAX_PLATFORMS")
     if not wanted or "jax" not in sys.modules:
         return None
@@ -136,7 +165,8 @@ def backend_problem() -> str | None:
         jax.devices()
     except (AssertionError, RuntimeError):
         return (
-            f"JAX_PLATFORMS={wanted}: jax finds no such device here; unset the variable, or install the plugin and its driver"
+            f"JAX_PLATFORMS={wanted}: jax finds no such device here; unset the variable, or install"
+            " the plugin and its driver"
         )
     return None
 
@@ -159,10 +189,19 @@ def print_lines(lines: Callable[[int], Iterable[str]], width: int = 100) -> int:
     return 0
 
 
-def print_result(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterable[str]], width: int = 100) -> int:
-    """Prints a result (a dataclass or a mapping) as one JSON object if --json is given, else as `lines`."""
+def print_result(
+    options: argparse.Namespace, found: Any, lines: Callable[[int], Iterable[str]], width: int = 100
+) -> int:
+    """Prints a result (a dataclass or a mapping) as one JSON object if --json is given, else as
+    `lines`.
+    """
     record = asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
-    return print_lines(lambda columns: [json.dumps(record, ensure_ascii=False)] if options.json else lines(columns), width)
+    return print_lines(
+        lambda columns: (
+            [json.dumps(record, ensure_ascii=False)] if options.json else lines(columns)
+        ),
+        width,
+    )
 
 
 def whole_number(text: str) -> int:

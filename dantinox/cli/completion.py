@@ -17,11 +17,16 @@ def completion_script(shell: str) -> str:
 
 
 def _prepare(parser: LayeredParser) -> None:
-    """Sets the completions of flag values for shtab: files, choices of settings, help sections and commands."""
+    """Sets the completions of flag values for shtab: files, choices of settings, help sections and
+    commands.
+    """
     for record, action in parser.settings.values():
         action.choices = record.choices or None
         action.help = record.help
-    for action in (*parser.own, *(action for section in parser.sections.values() for action in section.actions)):
+    for action in (
+        *parser.own,
+        *(action for section in parser.sections.values() for action in section.actions),
+    ):
         if action.type is Path:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
         if isinstance(action, argparse._SubParsersAction):

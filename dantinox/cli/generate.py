@@ -1,4 +1,6 @@
-"""`dantinox generate`: its flags, checks of their combinations, and output as text, JSON, trace or report."""
+"""`dantinox generate`: its flags, checks of their combinations, and output as text, JSON, trace or
+report.
+"""
 
 import argparse
 import contextlib
@@ -38,14 +40,16 @@ if TYPE_CHECKING:
     from dantinox.generation.request import GenerationRequest
     from dantinox.text import ChatTemplate, Tokenizer
 
-PROMPTS_TOGETHER = 64  # prompts of a file that are decoded together; their answers are written when all of them have ended
+# Prompts of a file that are decoded together; their answers are written when all of them have
+# ended.
+PROMPTS_TOGETHER = 64
 TRACE_ALTERNATIVES = 10  # number of most likely tokens that a trace lists with each token
 # The flags that name files.
 INPUT_FILES = ("prompt_file", "json_schema", "grammar")
 OUTPUT_FILES = ("out", "trace", "report")
 MOST_USED = (
-    "prompt", "prompt_file", "chat", "max_new_tokens", "n", "seed", "stop", "greedy", "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "json", "report",
+    "prompt", "prompt_file", "chat", "max_new_tokens", "n", "seed", "stop", "greedy", "temperature",
+    "top_k", "top_p", "min_p", "repetition_penalty", "json", "report",
 )  # fmt: skip
 
 
@@ -54,9 +58,16 @@ def add_generate_flags(command: Parser) -> None:
     prompt = command.section("prompt", "Prompts and chat templates")
     prompt.add_argument("--prompt", help=f"text to continue; {PROMPT_HELP}")
     prompt.add_argument(
-        "--prompt_file", type=Path, metavar="FILE", help="one prompt per line, as text or as a JSON object with its settings"
+        "--prompt_file",
+        type=Path,
+        metavar="FILE",
+        help="one prompt per line, as text or as a JSON object with its settings",
     )
-    prompt.add_argument("--chat", action="store_true", help="answer the prompt as a chat message, with the chat template")
+    prompt.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer the prompt as a chat message, with the chat template",
+    )
     prompt.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     add_chat_template(prompt, "with --chat: ")
     prompt.add_argument(
@@ -66,32 +77,75 @@ def add_generate_flags(command: Parser) -> None:
     )
     output = command.section("output", "Printed text, JSON, traces and reports")
     output.add_argument(
-        "--stream", action="store_true", default=None, help="print text as it is generated (default: at a terminal)"
-    )
-    output.add_argument("--no_stream", dest="stream", action="store_false", help="print text when it is complete")
-    output.add_argument(
-        "--json", action="store_true", help="print one JSON object per sample: index of its prompt, seed, text, …"
-    )
-    output.add_argument(
-        "--out", type=Path, metavar="FILE.jsonl", help="with --prompt_file: write the JSON objects to this file"
-    )
-    output.add_argument("--resume", action="store_true", help="with --out: keep the answers in the file and add the others")
-    output.add_argument("--logprobs", type=whole_number, metavar="K", help="with --json: log-probabilities, K alternatives")
-    output.add_argument(
-        "--show_candidates", action="store_true", help="with --trace, --report or --logprobs: include the router's candidates"
+        "--stream",
+        action="store_true",
+        default=None,
+        help="print text as it is generated (default: at a terminal)",
     )
     output.add_argument(
-        "--attention_stats", action="store_true", help="with --trace or --report: include the attention of each head"
+        "--no_stream", dest="stream", action="store_false", help="print text when it is complete"
     )
-    output.add_argument("--echo", action="store_true", help="with --logprobs: include the prompt's tokens")
-    output.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write one JSON line per token")
-    output.add_argument("--show_entropy", action="store_true", help="shade each token by the entropy of its distribution")
-    output.add_argument("--report", type=Path, metavar="FILE.html", help="write a page that shows how each token was chosen")
+    output.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object per sample: index of its prompt, seed, text, …",
+    )
+    output.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="with --prompt_file: write the JSON objects to this file",
+    )
+    output.add_argument(
+        "--resume",
+        action="store_true",
+        help="with --out: keep the answers in the file and add the others",
+    )
+    output.add_argument(
+        "--logprobs",
+        type=whole_number,
+        metavar="K",
+        help="with --json: log-probabilities, K alternatives",
+    )
+    output.add_argument(
+        "--show_candidates",
+        action="store_true",
+        help="with --trace, --report or --logprobs: include the router's candidates",
+    )
+    output.add_argument(
+        "--attention_stats",
+        action="store_true",
+        help="with --trace or --report: include the attention of each head",
+    )
+    output.add_argument(
+        "--echo", action="store_true", help="with --logprobs: include the prompt's tokens"
+    )
+    output.add_argument(
+        "--trace", type=Path, metavar="FILE.jsonl", help="write one JSON line per token"
+    )
+    output.add_argument(
+        "--show_entropy",
+        action="store_true",
+        help="shade each token by the entropy of its distribution",
+    )
+    output.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE.html",
+        help="write a page that shows how each token was chosen",
+    )
     constraints = command.section("constraints", "Constrained generation; give at most one")
-    constraints.add_argument("--json_schema", type=Path, metavar="FILE", help="generate JSON that matches this schema")
-    constraints.add_argument("--regex", metavar="R", help="generate text that matches this regex as a whole")
     constraints.add_argument(
-        "--grammar", type=Path, metavar="FILE", help="generate text that matches this .lark or .gbnf grammar"
+        "--json_schema", type=Path, metavar="FILE", help="generate JSON that matches this schema"
+    )
+    constraints.add_argument(
+        "--regex", metavar="R", help="generate text that matches this regex as a whole"
+    )
+    constraints.add_argument(
+        "--grammar",
+        type=Path,
+        metavar="FILE",
+        help="generate text that matches this .lark or .gbnf grammar",
     )
     add_lora(command)
     command.add_argument("--no_cache", action="store_true", help="same as --use_cache false")
@@ -152,7 +206,10 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def _check_prompts(
-    options: argparse.Namespace, prompts: "Sequence[tuple[str, Config]]", base: "Config", template_path: Path | None
+    options: argparse.Namespace,
+    prompts: "Sequence[tuple[str, Config]]",
+    base: "Config",
+    template_path: Path | None,
 ) -> None:
     """Raises a UserError for prompts and settings that do not allow what the flags ask for.
 
@@ -170,10 +227,14 @@ def _check_prompts(
     if options.stream and (len(prompts) > 1 or prompts[0][1].generation.n > 1):
         raise UserError("--stream shows one sample: use it with one prompt and --n 1")
     if options.chat and template_path is None and options.chat_template is None:
-        raise UserError(f"{options.run_dir} has no chat template: give --chat_template, or leave --chat out")
+        raise UserError(
+            f"{options.run_dir} has no chat template: give --chat_template, or leave --chat out"
+        )
     healed = any(config.generation.token_healing for _, config in prompts)
     if options.chat and healed and not base.generation.token_healing:
-        raise UserError("token_healing must be false with --chat, because the chat template ends the prompt")
+        raise UserError(
+            "token_healing must be false with --chat, because the chat template ends the prompt"
+        )
 
 
 def _requests(
@@ -201,14 +262,23 @@ def _requests(
             ids = run.prompt_ids(prompt, parse_special=options.parse_special)
         else:
             messages = [{"role": "system", "content": options.system}] if options.system else []
-            ids = template.encode([*messages, {"role": "user", "content": prompt}], generation_prompt=True)
-            config = run.with_stop_ids(with_generation(config, token_healing=False), template.end_ids)
+            ids = template.encode(
+                [*messages, {"role": "user", "content": prompt}], generation_prompt=True
+            )
+            config = run.with_stop_ids(
+                with_generation(config, token_healing=False), template.end_ids
+            )
         requests.append(replace(run.request(ids, config, **report), prompt=prompt))
     return requests
 
 
 def _decode(
-    run: "LoadedModel", requests: "Sequence[GenerationRequest]", options: argparse.Namespace, *, done: int, stream: bool
+    run: "LoadedModel",
+    requests: "Sequence[GenerationRequest]",
+    options: argparse.Namespace,
+    *,
+    done: int,
+    stream: bool,
 ) -> None:
     """Decodes requests and writes text, JSON objects, trace and report.
 
@@ -217,14 +287,21 @@ def _decode(
       stream: print the text of the only sample while it is generated.
     """
     traced = options.show_entropy or options.trace is not None or options.report is not None
-    held: list[tuple[int, int, Result]] = []  # printed after the trace, because the reader of the text may close the pipe early
+    held: list[
+        tuple[int, int, Result]
+    ] = []  # printed after the trace, because the reader of the text may close the pipe early
     summaries = list[str]()
     count = 0
     with contextlib.ExitStack() as files:
-        file = sys.stdout if options.out is None else files.enter_context(options.out.open("a", encoding="utf-8"))
+        file = (
+            sys.stdout
+            if options.out is None
+            else files.enter_context(options.out.open("a", encoding="utf-8"))
+        )
         try:
             for part in _parts(requests, options):
-                # (index of a sample, number of samples of its prompt), and the request of each sample.
+                # (index of a sample, number of samples of its prompt), and the request of each
+                # sample.
                 places = []
                 owners = []
                 for request in part:
@@ -258,15 +335,23 @@ def _decode(
                 print(summary, file=sys.stderr)
 
 
-def _parts(requests: "Sequence[GenerationRequest]", options: argparse.Namespace) -> "Iterator[Sequence[GenerationRequest]]":
-    """Yields the requests that are decoded together. The parts of a file do not depend on the answers that exist."""
+def _parts(
+    requests: "Sequence[GenerationRequest]", options: argparse.Namespace
+) -> "Iterator[Sequence[GenerationRequest]]":
+    """Yields the requests that are decoded together. The parts of a file do not depend on the
+    answers that exist.
+    """
     size = len(requests) if options.prompt_file is None else PROMPTS_TOGETHER
     for first in range(0, len(requests), size):
         yield requests[first : first + size]
 
 
-def _results(batches: "Sequence[BatchRun | BeamRun | DividedRun]", stream: bool) -> "Iterator[Result]":
-    """Decodes batches and yields their results in the order of the requests, as soon as they are known; prints a stream."""
+def _results(
+    batches: "Sequence[BatchRun | BeamRun | DividedRun]", stream: bool
+) -> "Iterator[Result]":
+    """Decodes batches and yields their results in the order of the requests, as soon as they are
+    known; prints a stream.
+    """
     from dantinox.generation.api.loaded_model import results_in_order
 
     yielded = 0
@@ -290,13 +375,21 @@ def _answer(index: int, samples: int, result: "Result", options: argparse.Namesp
 
 def _constraint(options: argparse.Namespace) -> Any:
     """Returns the validated constraint of the flags, or None if there is none."""
-    flags = {"--json_schema": options.json_schema, "--regex": options.regex, "--grammar": options.grammar}
+    flags = {
+        "--json_schema": options.json_schema,
+        "--regex": options.regex,
+        "--grammar": options.grammar,
+    }
     given = [flag for flag, value in flags.items() if value is not None]
     if not given:
         return None
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} each constrain the text: use one of them")
-    from dantinox.generation.guides.constraints import MAX_SOURCE_BYTES, Constraint, check_constraint
+    from dantinox.generation.guides.constraints import (
+        MAX_SOURCE_BYTES,
+        Constraint,
+        check_constraint,
+    )
 
     if options.regex is not None:
         constraint = Constraint("regex", options.regex)
@@ -309,7 +402,10 @@ def _constraint(options: argparse.Namespace) -> Any:
             with path.open(encoding="utf-8-sig") as file:
                 constraint = Constraint(kind, file.read(MAX_SOURCE_BYTES + 1))
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {given[0]} {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
+            raise UserError(
+                f"cannot read {given[0]} {path}:"
+                f" {getattr(error, 'strerror', None) or 'it is not text'}"
+            ) from None
     check_constraint(constraint)
     return constraint
 
@@ -321,17 +417,32 @@ def _json_line(record: dict[str, Any], options: argparse.Namespace) -> str:
 
 
 def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
-    """Raises a UserError for outputs that cannot be combined or cannot be written, before anything is generated."""
+    """Raises a UserError for outputs that cannot be combined or cannot be written, before anything
+    is generated.
+    """
     if options.logprobs is not None and not as_json:
         raise UserError("--logprobs needs --json to print them")
     if options.echo and options.logprobs is None:
         raise UserError("--echo reports log-probabilities of the prompt: give --logprobs too")
-    if options.show_candidates and (options.logprobs, options.trace, options.report) == (None, None, None):
-        raise UserError("--show_candidates adds the router's candidates to --trace, --report or --logprobs: give one of them")
+    if options.show_candidates and (options.logprobs, options.trace, options.report) == (
+        None,
+        None,
+        None,
+    ):
+        raise UserError(
+            "--show_candidates adds the router's candidates to --trace, --report or --logprobs:"
+            " give one of them"
+        )
     if options.attention_stats and (options.trace, options.report) == (None, None):
-        raise UserError("--attention_stats adds the attention of each head to --trace or --report: give one of them")
+        raise UserError(
+            "--attention_stats adds the attention of each head to --trace or --report: give one of"
+            " them"
+        )
     if options.stream and as_json:
-        raise UserError("--stream prints text as it is generated: it cannot be combined with --json or --prompt_file")
+        raise UserError(
+            "--stream prints text as it is generated: it cannot be combined with --json or"
+            " --prompt_file"
+        )
     if options.show_entropy and (as_json or options.stream):
         raise UserError("--show_entropy cannot be combined with --json, --prompt_file or --stream")
     check_report(options)
@@ -342,7 +453,10 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
     if options.resume and options.out is None:
         raise UserError("--resume continues the file of --out: give --out too")
     if options.resume and (options.trace is not None or options.report is not None):
-        raise UserError("--resume cannot be combined with --trace or --report, which need the tokens of all answers")
+        raise UserError(
+            "--resume cannot be combined with --trace or --report, which need the tokens of all"
+            " answers"
+        )
     _check_different_files(options)
     if options.out is not None:
         check_answer_file(options.out, options.resume)
@@ -361,13 +475,18 @@ def _check_different_files(options: argparse.Namespace) -> None:
 
 
 def _check_chat(options: argparse.Namespace) -> None:
-    """Raises a UserError for flags that need --chat, and for flags that cannot be combined with it."""
+    """Raises a UserError for flags that need --chat, and for flags that cannot be combined with
+    it.
+    """
     if options.chat and options.parse_special:
         raise UserError(
-            "--parse_special parses special tokens in a prompt, but with --chat the template adds them: use one of the flags"
+            "--parse_special parses special tokens in a prompt, but with --chat the template adds"
+            " them: use one of the flags"
         )
     if options.chat and options.prompt is None and options.prompt_file is None:
-        raise UserError("--chat answers a message: give it as --prompt, or several in --prompt_file")
+        raise UserError(
+            "--chat answers a message: give it as --prompt, or several in --prompt_file"
+        )
     for flag, value in (("--system", options.system), ("--chat_template", options.chat_template)):
         if value is not None and not options.chat:
             raise UserError(f"{flag} needs --chat")
@@ -376,12 +495,18 @@ def _check_chat(options: argparse.Namespace) -> None:
 def _show(documents: list[dict[str, Any]]) -> None:
     from dantinox.report.entropy_view import show_entropy, terminal_colors
 
-    for line in show_entropy(documents, shutil.get_terminal_size((100, 24)).columns, terminal_colors(sys.stdout)):
+    for line in show_entropy(
+        documents, shutil.get_terminal_size((100, 24)).columns, terminal_colors(sys.stdout)
+    ):
         print(line)
 
 
-def _write_traces(results: "Sequence[Result]", options: argparse.Namespace, tokenizer: "Tokenizer") -> None:
-    """Writes the files of --trace and --report and shows the text of --show_entropy, even if one of the others fails."""
+def _write_traces(
+    results: "Sequence[Result]", options: argparse.Namespace, tokenizer: "Tokenizer"
+) -> None:
+    """Writes the files of --trace and --report and shows the text of --show_entropy, even if one of
+    the others fails.
+    """
     from dantinox.generation.api.trace import trace_document
     from dantinox.report.page import report_page
     from dantinox.report.trace_file import trace_lines
@@ -391,15 +516,20 @@ def _write_traces(results: "Sequence[Result]", options: argparse.Namespace, toke
         if options.show_entropy:
             outputs.callback(_show, documents)
         if options.trace is not None:
-            outputs.callback(atomic_write, options.trace, "".join(line + "\n" for line in trace_lines(documents)))
+            outputs.callback(
+                atomic_write, options.trace, "".join(line + "\n" for line in trace_lines(documents))
+            )
         if options.report is not None:
             outputs.callback(atomic_write, options.report, report_page(documents))
 
 
-def _prompts(options: argparse.Namespace, settings: dict[str, Any], base: "Config") -> "list[tuple[str, Config]]":
+def _prompts(
+    options: argparse.Namespace, settings: dict[str, Any], base: "Config"
+) -> "list[tuple[str, Config]]":
     """Returns every prompt with its validated settings.
 
-    Flags override the settings of the run (`base`). Settings in a prompt's line of --prompt_file override both.
+    Flags override the settings of the run (`base`). Settings in a prompt's line of --prompt_file
+    override both.
     """
     from dantinox.config import overlay
 

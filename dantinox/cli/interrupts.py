@@ -1,4 +1,6 @@
-"""Ctrl-C while a program is compiled or runs on a device: Python would call its signal handler only afterwards."""
+"""Ctrl-C while a program is compiled or runs on a device: Python would call its signal handler only
+afterwards.
+"""
 
 import contextlib
 import math
@@ -14,17 +16,20 @@ GRACE_SECONDS = 1.0  # in which the main thread may react to Ctrl-C itself
 
 
 def exit_interrupted() -> NoReturn:
-    """Ends the process at once. A normal exit would wait for a running program, or release memory that it still uses."""
+    """Ends the process at once. A normal exit would wait for a running program, or release memory
+    that it still uses.
+    """
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     os._exit(INTERRUPTED)
 
 
 def watch_interrupts() -> None:
-    """Ends this process on Ctrl-C if its main thread does not react within a second. Call it from the main thread.
+    """Ends this process on Ctrl-C if its main thread does not react within a second. Call it from
+    the main thread.
 
-    Does nothing if SIGINT is ignored. While a command has a signal handler of its own, such as one that saves a checkpoint,
-    only that handler decides.
+    Does nothing if SIGINT is ignored. While a command has a signal handler of its own, such as one
+    that saves a checkpoint, only that handler decides.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
@@ -38,12 +43,15 @@ def watch_interrupts() -> None:
         signal.default_int_handler(number, frame)
 
     def watch() -> None:
-        while numbers := os.read(reader, 64):  # the numbers of the signals that arrive, also those of forked children
+        while numbers := os.read(
+            reader, 64
+        ):  # the numbers of the signals that arrive, also those of forked children
             arrived = time.monotonic()
             if signal.SIGINT not in numbers or signal.getsignal(signal.SIGINT) is not interrupt:
                 continue
             time.sleep(GRACE_SECONDS)
-            # The main thread may have called its handler shortly before this thread read the number.
+            # The main thread may have called its handler shortly before this thread read the
+            # number.
             if last_reaction < arrived - GRACE_SECONDS:
                 print("interrupted", file=sys.stderr, flush=True)
                 exit_interrupted()

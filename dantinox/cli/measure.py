@@ -25,85 +25,294 @@ from dantinox.config.packaged import DEFAULT_CONFIG
 from dantinox.files import UserError, atomic_write, check_writable_folder
 
 COUNT_OPTION: dict[str, Any] = {"type": whole_number, "metavar": "N"}
-# Flag → the kinds that it applies to ("": all kinds), and its arguments for `add_argument`. A kind is a value of
-# `calibrate --what`, or a subcommand of `eval`.
+# Flag → the kinds that it applies to ("": all kinds), and its arguments for `add_argument`. A kind
+# is a value of `calibrate --what`, or a subcommand of `eval`.
 Flags = dict[str, tuple[str, dict[str, Any]]]
 CALIBRATE: Flags = {
-    "data_path": ("", {"type": Path, "metavar": "FILE", "help":
-        "text to read (default: the run's validation tokens for router, its training tokens for kv)"}),
-    "tokens": ("router", COUNT_OPTION | {"help": "maximum number of tokens to read (default: 32768)"}),
+    "data_path": (
+        "",
+        {
+            "type": Path,
+            "metavar": "FILE",
+            "help": (
+                "text to read (default: the run's validation tokens for router, its training tokens"
+                " for kv)"
+            ),
+        },
+    ),
+    "tokens": (
+        "router",
+        COUNT_OPTION | {"help": "maximum number of tokens to read (default: 32768)"},
+    ),
     "sequences": ("kv", COUNT_OPTION | {"help": "sequences to read (default: 20)"}),
-    "length": ("kv", COUNT_OPTION | {"help": "tokens per sequence (default: the context, at most 512)"}),
-    "no_loss": ("kv", {"action": "store_true", "default": None, "help":
-        "skip the slowest measurement: how much eviction from each head raises the loss"}),
-    "from_results": ("kv", {"type": Path, "metavar": "FILE", "help": "copy the results of this file instead of measuring"}),
-    "output": ("kv", {"type": Path, "metavar": "FILE", "help": "file to write (default: RUN/kv_entropy.json)"}),
-}  # fmt: skip
+    "length": (
+        "kv",
+        COUNT_OPTION | {"help": "tokens per sequence (default: the context, at most 512)"},
+    ),
+    "no_loss": (
+        "kv",
+        {
+            "action": "store_true",
+            "default": None,
+            "help": (
+                "skip the slowest measurement: how much eviction from each head raises the loss"
+            ),
+        },
+    ),
+    "from_results": (
+        "kv",
+        {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "copy the results of this file instead of measuring",
+        },
+    ),
+    "output": (
+        "kv",
+        {"type": Path, "metavar": "FILE", "help": "file to write (default: RUN/kv_entropy.json)"},
+    ),
+}
 EVALUATE: Flags = {
-    "lengths": ("ruler", COUNT_OPTION | {"nargs": "+", "help": "total tokens of a prompt and its answer (default: 2048 4096)"}),
+    "lengths": (
+        "ruler",
+        COUNT_OPTION
+        | {
+            "nargs": "+",
+            "help": "total tokens of a prompt and its answer (default: 2048 4096)",
+        },
+    ),
     "samples": ("ruler", COUNT_OPTION | {"help": "samples per task (default: 10)"}),
-    "quick": ("sampling kv", {"action": "store_true", "default": None, "help":
-        "use fewer prompts, sequences, seeds and trials"}),
-    "out": ("sampling kv ruler tasks", {"type": Path, "metavar": "DIR", "help": dict.fromkeys(
-        ("sampling", "kv", "ruler"), "folder for the CSV, Markdown and plot files (default: RUN/evaluation)")
-        | {"tasks": "folder for tasks.json, the results of local tasks (default: RUN/evaluation)"}}),
-    "methods": ("sampling kv ruler", {"nargs": "+", "metavar": "NAME", "help": {
-        "sampling": "methods to compare (default: all)",
-        "kv": "methods to compare (default: all; fewer above 10 M parameters)",
-        "ruler": "methods to compare (default: all)"}}),
-    "tokens": ("sampling kv ppl watermark", COUNT_OPTION | {"help": {
-        "sampling": "tokens per continuation",
-        "kv": "tokens per sequence (default: the context, at most 512)",
-        "ppl": "tokens to read from the beginning of the text (default: 8192)",
-        "watermark": "tokens to read (default: all)"}}),
-    "reference": ("sampling", {"type": Path, "metavar": "RUN", "help":
-        "run whose model scores the texts (default: the run itself)"}),
-    "prompts": ("sampling", COUNT_OPTION | {"help":
-        "number of test prompts, and of tuning prompts (the default is smaller above 10 M parameters)"}),
+    "quick": (
+        "sampling kv",
+        {
+            "action": "store_true",
+            "default": None,
+            "help": "use fewer prompts, sequences, seeds and trials",
+        },
+    ),
+    "out": (
+        "sampling kv ruler tasks",
+        {
+            "type": Path,
+            "metavar": "DIR",
+            "help": (
+                dict.fromkeys(
+                    ("sampling", "kv", "ruler"),
+                    "folder for the CSV, Markdown and plot files (default: RUN/evaluation)",
+                )
+                | {
+                    "tasks": (
+                        "folder for tasks.json, the results of local tasks (default:"
+                        " RUN/evaluation)"
+                    )
+                }
+            ),
+        },
+    ),
+    "methods": (
+        "sampling kv ruler",
+        {
+            "nargs": "+",
+            "metavar": "NAME",
+            "help": {
+                "sampling": "methods to compare (default: all)",
+                "kv": "methods to compare (default: all; fewer above 10 M parameters)",
+                "ruler": "methods to compare (default: all)",
+            },
+        },
+    ),
+    "tokens": (
+        "sampling kv ppl watermark",
+        COUNT_OPTION
+        | {
+            "help": {
+                "sampling": "tokens per continuation",
+                "kv": "tokens per sequence (default: the context, at most 512)",
+                "ppl": "tokens to read from the beginning of the text (default: 8192)",
+                "watermark": "tokens to read (default: all)",
+            }
+        },
+    ),
+    "reference": (
+        "sampling",
+        {
+            "type": Path,
+            "metavar": "RUN",
+            "help": "run whose model scores the texts (default: the run itself)",
+        },
+    ),
+    "prompts": (
+        "sampling",
+        COUNT_OPTION
+        | {
+            "help": (
+                "number of test prompts, and of tuning prompts (the default is smaller above 10 M"
+                " parameters)"
+            )
+        },
+    ),
     "seeds": ("sampling", COUNT_OPTION | {"help": "number of continuations per prompt"}),
     "trials": ("sampling", COUNT_OPTION | {"help": "number of settings to try per method"}),
-    "ratios": ("kv ruler", {"type": float, "nargs": "+", "metavar": "R", "help": {
-        "kv": "fractions of the slots to keep (default: .5 .3 .2 .1; above 10 M parameters: .5 .2)",
-        "ruler": "fractions of the slots to keep (default: .5 .2)"}}),
-    "sequences": ("kv", COUNT_OPTION | {"help": "sequences to read, at least 6 (default: 200; fewer above 10 M parameters)"}),
-    "kv_calibration": ("kv ruler", {"type": Path, "metavar": "FILE", "help":
-        "calibration file with the signals of the attention heads (default: RUN/kv_entropy.json)"}),
-    "kv_dtype": ("kv ruler", {"choices": ["auto", "float32", "bfloat16", "int8", "int4", "int2"], "help":
-        "precision of the compressed caches (default: auto)"}),
-    "watermark_keys": ("watermark", {"type": int, "nargs": "+", "metavar": "KEY", "help":
-        "secret numbers of the watermark (default: the run's generation.watermark_keys)"}),
-    "watermark_ngram": ("watermark", COUNT_OPTION | {"help":
-        "length of the hashed token sequences (default: the run's generation.watermark_ngram)"}),
-    "data_path": ("sampling kv ppl ruler watermark", {"metavar": "FILE", "help": {
-        "sampling": "text, in any form that data.path accepts (default: the run's own validation text)",
-        "kv": "text, in any form that data.path accepts (default: the run's own validation text)",
-        "ruler": "text to build essays from, in any form that data.path accepts (default: Python's manual)",
-        "ppl": "text to read, in any form that data.path accepts (required)",
-        "watermark": "text to test, in any form that data.path accepts (required)"}}),
-    "stride": ("ppl", COUNT_OPTION | {"help": "tokens from one window to the next (default: half of a window)"}),
+    "ratios": (
+        "kv ruler",
+        {
+            "type": float,
+            "nargs": "+",
+            "metavar": "R",
+            "help": {
+                "kv": (
+                    "fractions of the slots to keep (default: .5 .3 .2 .1; above 10 M parameters:"
+                    " .5 .2)"
+                ),
+                "ruler": "fractions of the slots to keep (default: .5 .2)",
+            },
+        },
+    ),
+    "sequences": (
+        "kv",
+        COUNT_OPTION
+        | {"help": "sequences to read, at least 6 (default: 200; fewer above 10 M parameters)"},
+    ),
+    "kv_calibration": (
+        "kv ruler",
+        {
+            "type": Path,
+            "metavar": "FILE",
+            "help": (
+                "calibration file with the signals of the attention heads (default:"
+                " RUN/kv_entropy.json)"
+            ),
+        },
+    ),
+    "kv_dtype": (
+        "kv ruler",
+        {
+            "choices": ["auto", "float32", "bfloat16", "int8", "int4", "int2"],
+            "help": "precision of the compressed caches (default: auto)",
+        },
+    ),
+    "watermark_keys": (
+        "watermark",
+        {
+            "type": int,
+            "nargs": "+",
+            "metavar": "KEY",
+            "help": (
+                "secret numbers of the watermark (default: the run's generation.watermark_keys)"
+            ),
+        },
+    ),
+    "watermark_ngram": (
+        "watermark",
+        COUNT_OPTION
+        | {
+            "help": (
+                "length of the hashed token sequences (default: the run's"
+                " generation.watermark_ngram)"
+            )
+        },
+    ),
+    "data_path": (
+        "sampling kv ppl ruler watermark",
+        {
+            "metavar": "FILE",
+            "help": {
+                "sampling": (
+                    "text, in any form that data.path accepts (default: the run's own validation"
+                    " text)"
+                ),
+                "kv": (
+                    "text, in any form that data.path accepts (default: the run's own validation"
+                    " text)"
+                ),
+                "ruler": (
+                    "text to build essays from, in any form that data.path accepts (default:"
+                    " Python's manual)"
+                ),
+                "ppl": "text to read, in any form that data.path accepts (required)",
+                "watermark": "text to test, in any form that data.path accepts (required)",
+            },
+        },
+    ),
+    "stride": (
+        "ppl",
+        COUNT_OPTION | {"help": "tokens from one window to the next (default: half of a window)"},
+    ),
     "context": ("ppl", COUNT_OPTION | {"help": "tokens per window (default: the model's context)"}),
-    "tasks": ("tasks ruler", {"metavar": "NAME[,NAME]", "help": {
-        "tasks": "builtin, folders or .jsonl files; or tasks, groups or YAML files of lm-evaluation-harness (required)",
-        "ruler": "tasks to run, out of 13 (default: all)"}}),
-    "include_path": ("tasks", {"type": Path, "metavar": "DIR", "help": "folder with further tasks; their code is executed"}),
-    "limit": ("tasks", COUNT_OPTION | {"help": "maximum number of samples per task (default: all)"}),
-    "shots": ("tasks", COUNT_OPTION | {"help":
-        "number of examples before each question (default: that of the task; 2 for builtin, 0 for other local tasks)"}),
-    "seed": ("tasks", COUNT_OPTION | {"help": "local tasks: seed of the examples before each question (default: 0)"}),
-    "compare": ("tasks", {"type": Path, "metavar": "RUN", "help":
-        "local tasks: run to compare with, which was evaluated on the same tasks, or its tasks.json"}),
-    "weights": ("ppl tasks", {"choices": ["auto", "float32", "bfloat16", "int8", "int4"], "help":
-        "precision of the weights (default: the run's generation.weights)"}),
-    "tensor_parallel": ("ppl tasks", COUNT_OPTION | {"help": "number of devices that share each layer (default: the run's)"}),
-    "json": ("ppl tasks watermark", {"action": "store_true", "default": None, "help": "print one JSON object"}),
-}  # fmt: skip
+    "tasks": (
+        "tasks ruler",
+        {
+            "metavar": "NAME[,NAME]",
+            "help": {
+                "tasks": (
+                    "builtin, folders or .jsonl files; or tasks, groups or YAML files of"
+                    " lm-evaluation-harness (required)"
+                ),
+                "ruler": "tasks to run, out of 13 (default: all)",
+            },
+        },
+    ),
+    "include_path": (
+        "tasks",
+        {
+            "type": Path,
+            "metavar": "DIR",
+            "help": "folder with further tasks; their code is executed",
+        },
+    ),
+    "limit": (
+        "tasks",
+        COUNT_OPTION | {"help": "maximum number of samples per task (default: all)"},
+    ),
+    "shots": (
+        "tasks",
+        COUNT_OPTION
+        | {
+            "help": (
+                "number of examples before each question (default: that of the task; 2 for builtin,"
+                " 0 for other local tasks)"
+            )
+        },
+    ),
+    "seed": (
+        "tasks",
+        COUNT_OPTION
+        | {"help": "local tasks: seed of the examples before each question (default: 0)"},
+    ),
+    "compare": (
+        "tasks",
+        {
+            "type": Path,
+            "metavar": "RUN",
+            "help": (
+                "local tasks: run to compare with, which was evaluated on the same tasks, or its"
+                " tasks.json"
+            ),
+        },
+    ),
+    "weights": (
+        "ppl tasks",
+        {
+            "choices": ["auto", "float32", "bfloat16", "int8", "int4"],
+            "help": "precision of the weights (default: the run's generation.weights)",
+        },
+    ),
+    "tensor_parallel": (
+        "ppl tasks",
+        COUNT_OPTION | {"help": "number of devices that share each layer (default: the run's)"},
+    ),
+    "json": (
+        "ppl tasks watermark",
+        {"action": "store_true", "default": None, "help": "print one JSON object"},
+    ),
+}
 
 
 def _add(command: Parser, flags: Flags, kind: str = "") -> None:
     """Adds flags to a parser.
 
-    If `kind` is not empty, the flags of the other kinds are parsed but hidden from `--help`, so that `given_flags` can name
-    them in its error.
+    If `kind` is not empty, the flags of the other kinds are parsed but hidden from `--help`, so
+    that `given_flags` can name them in its error.
     """
     for name, (kinds, arguments) in flags.items():
         text = arguments["help"]
@@ -137,27 +346,65 @@ def given_flags(options: argparse.Namespace, flags: Flags, chosen: str) -> dict[
 def add_explain_flags(command: Parser) -> None:
     add_run(command)
     command.add_argument("--prompt", help=f"text whose next token is explained; {PROMPT_HELP}")
-    command.add_argument("--chat", action="store_true", help="format the prompt as a user message with the chat template")
-    command.add_argument("--show", type=whole_number, default=20, metavar="K", help="number of tokens to show (default: 20)")
-    command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot how each sampling step changes the distribution")
-    command.add_argument("--attention_stats", action="store_true", help="show the attention of the heads of each layer")
-    weights = "show the attention weights of a layer and a query head, both from 0; --report draws them between all tokens"
+    command.add_argument(
+        "--chat",
+        action="store_true",
+        help="format the prompt as a user message with the chat template",
+    )
+    command.add_argument(
+        "--show",
+        type=whole_number,
+        default=20,
+        metavar="K",
+        help="number of tokens to show (default: 20)",
+    )
+    command.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="plot how each sampling step changes the distribution",
+    )
+    command.add_argument(
+        "--attention_stats",
+        action="store_true",
+        help="show the attention of the heads of each layer",
+    )
+    weights = (
+        "show the attention weights of a layer and a query head, both from 0; --report draws them"
+        " between all tokens"
+    )
     command.add_argument("--attention", type=layer_and_head, metavar="LAYER:HEAD", help=weights)
     command.add_argument(
-        "--report", type=Path, metavar="FILE.html", help="write a page with the tables and the map of --attention"
+        "--report",
+        type=Path,
+        metavar="FILE.html",
+        help="write a page with the tables and the map of --attention",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object")
     add_config_flags(
         command,
         ("generation", "router"),
-        ("prompt", "chat", "show", "plot", "attention", "report", "json", "temperature", "top_k", "top_p"),
+        (
+            "prompt",
+            "chat",
+            "show",
+            "plot",
+            "attention",
+            "report",
+            "json",
+            "temperature",
+            "top_k",
+            "top_p",
+        ),
     )
 
 
 def layer_and_head(text: str) -> tuple[int, int]:
     """Parses the value of --attention."""
     if not re.fullmatch("[0-9]{1,6}:[0-9]{1,6}", text):
-        raise argparse.ArgumentTypeError(f"must be LAYER:HEAD, two integers from 0 such as 2:5, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be LAYER:HEAD, two integers from 0 such as 2:5, got {text!r}"
+        )
     layer, head = text.split(":")
     return int(layer), int(head)
 
@@ -175,25 +422,47 @@ def explain(options: argparse.Namespace) -> int:
     use_compilation_cache()
     from dantinox.generation import load
     from dantinox.lab.measure.explain import explain
-    from dantinox.lab.measure.explain_view import draw_explanation, explanation_blocks, explanation_lines
+    from dantinox.lab.measure.explain_view import (
+        draw_explanation,
+        explanation_blocks,
+        explanation_lines,
+    )
     from dantinox.report.document import to_html
 
     model = load(options.run_dir)
     text = model.chat_prompt(prompt)[1] if options.chat else prompt
-    found = explain(model, text, settings, options.show, attention=options.attention_stats, head=options.attention)
+    found = explain(
+        model,
+        text,
+        settings,
+        options.show,
+        attention=options.attention_stats,
+        head=options.attention,
+    )
     if options.report is not None:
         blocks = list(explanation_blocks(found))
         atomic_write(options.report, to_html(blocks, "The next token", options.report.parent))
-    return _show(options, found, lambda width: explanation_lines(found, width), lambda: draw_explanation(found))
+    return _show(
+        options,
+        found,
+        lambda width: explanation_lines(found, width),
+        lambda: draw_explanation(found),
+    )
 
 
 def add_calibrate_flags(command: Parser) -> None:
     add_run(command)
-    what = "router: thresholds for --router_preset=calibrated; kv: signals that set each head's share of --kv_budget"
+    what = (
+        "router: thresholds for --router_preset=calibrated; kv: signals that set each head's share"
+        " of --kv_budget"
+    )
     command.add_argument("--what", choices=["router", "kv"], required=True, help=what)
     _add(command, CALIBRATE)
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    plot = "router: plot token entropies and strategy regions; kv: plot the entropy and eviction cost of each head"
+    plot = (
+        "router: plot token entropies and strategy regions; kv: plot the entropy and eviction cost"
+        " of each head"
+    )
     command.add_argument("--plot", type=Path, metavar="FILE.png", help=plot)
 
 
@@ -222,18 +491,35 @@ def calibrate(options: argparse.Namespace) -> int:
 
         with steady_progress() as progress:
             router = calibrate_router(options.run_dir, progress=progress, **flags)
-        return _show(options, router, lambda width: calibration_lines(router, width), lambda: draw_calibration(router))
+        return _show(
+            options,
+            router,
+            lambda width: calibration_lines(router, width),
+            lambda: draw_calibration(router),
+        )
     from dantinox.lab.measure.calibrate_kv import calibrate_kv
     from dantinox.lab.measure.calibrate_kv_view import draw_kv_calibration, kv_calibration_lines
 
     with steady_progress() as progress:
-        heads = calibrate_kv(options.run_dir, loss=not flags.pop("no_loss", False), progress=progress, **flags)
+        heads = calibrate_kv(
+            options.run_dir, loss=not flags.pop("no_loss", False), progress=progress, **flags
+        )
     record = heads.to_dict()
     lines = kv_calibration_lines
-    return _show(options, record, lambda width: lines(heads, width, options.output), lambda: draw_kv_calibration(heads))
+    return _show(
+        options,
+        record,
+        lambda width: lines(heads, width, options.output),
+        lambda: draw_kv_calibration(heads),
+    )
 
 
-def _show(options: argparse.Namespace, found: Any, lines: Callable[[int], Iterable[str]], draw: Callable[[], bytes]) -> int:
+def _show(
+    options: argparse.Namespace,
+    found: Any,
+    lines: Callable[[int], Iterable[str]],
+    draw: Callable[[], bytes],
+) -> int:
     """Prints a result as JSON or as lines, and writes the plot of --plot."""
     print_result(options, found, lines)
     if options.plot is not None:
@@ -267,8 +553,8 @@ def evaluate(options: argparse.Namespace) -> int:
 def _study(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     """Runs the study `eval NAME` and writes its report.
 
-    `lab/studies/NAME_study.py` has `evaluate_NAME`. `lab/studies/NAME_view.py` has `NAME_blocks`, and `draw_NAME` if the report
-    has a plot.
+    `lab/studies/NAME_study.py` has `evaluate_NAME`. `lab/studies/NAME_view.py` has `NAME_blocks`,
+    and `draw_NAME` if the report has a plot.
     """
     from dantinox.run import open_run
 
@@ -312,7 +598,10 @@ def _tasks(options: argparse.Namespace, flags: dict[str, Any]) -> int:
     names = [name.strip() for name in flags["tasks"].split(",") if name.strip()]
     local = [name for name in names if is_local(name)]
     if local and len(local) < len(names):
-        raise UserError(f"--tasks must not mix local tasks ({', '.join(local)}) with tasks of lm-evaluation-harness")
+        raise UserError(
+            f"--tasks must not mix local tasks ({', '.join(local)}) with tasks of"
+            " lm-evaluation-harness"
+        )
     kind = "local tasks" if local else "tasks of lm-evaluation-harness"
     flags_of_others = ("include_path",) if local else ("seed", "compare", "out")
     for name in flags_of_others:
@@ -355,9 +644,13 @@ def _watermark(options: argparse.Namespace, flags: dict[str, Any]) -> int:
 
 
 KINDS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], int]] = {
-    "sampling": _study, "kv": _study, "ruler": _study, "ppl": _perplexity, "tasks": _tasks,
+    "sampling": _study,
+    "kv": _study,
+    "ruler": _study,
+    "ppl": _perplexity,
+    "tasks": _tasks,
     "watermark": _watermark,
-}  # fmt: skip
+}
 
 
 def add_info_flags(command: Parser) -> None:
@@ -388,16 +681,45 @@ def add_plan_flags(command: Parser) -> None:
         metavar="FILE",
         help=CONFIG_HELP,
     )
-    names = "target device: cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e; several chips: gpu:h100:8, tpu:v5e:4x4"
+    names = (
+        "target device: cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e; several chips: gpu:h100:8,"
+        " tpu:v5e:4x4"
+    )
     command.add_argument("--topology", metavar="NAME", help=f"{names} (default: this machine)")
-    axes = "mesh of the target device, such as data=4,fsdp=64; repeat to compare meshes (default: the distributed settings)"
+    axes = (
+        "mesh of the target device, such as data=4,fsdp=64; repeat to compare meshes (default: the"
+        " distributed settings)"
+    )
     command.add_argument("--mesh", action="append", type=mesh_of, metavar="AXIS=N,…", help=axes)
-    command.add_argument("--batch", type=whole_number, default=1, metavar="N", help="prompts to generate from (default: 1)")
-    command.add_argument("--prompt", type=whole_number, metavar="T", help="tokens per prompt (default: context minus --new)")
+    command.add_argument(
+        "--batch",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="prompts to generate from (default: 1)",
+    )
+    command.add_argument(
+        "--prompt",
+        type=whole_number,
+        metavar="T",
+        help="tokens per prompt (default: context minus --new)",
+    )
     new = "tokens to generate (default: max_new_tokens, at most half of the context)"
     command.add_argument("--new", type=whole_number, metavar="N", help=new)
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    used = ("config", "topology", "mesh", "batch", "prompt", "new", "json", "dim", "num_blocks", "max_context", "batch_size")
+    used = (
+        "config",
+        "topology",
+        "mesh",
+        "batch",
+        "prompt",
+        "new",
+        "json",
+        "dim",
+        "num_blocks",
+        "max_context",
+        "batch_size",
+    )
     add_config_flags(command, most_used=used)
 
 
@@ -413,7 +735,8 @@ def mesh_of(text: str) -> dict[str, int]:
         axis, _, size = part.partition("=")
         if axis not in MESH_AXES or axis in named or not re.fullmatch(r"[1-9]\d{0,8}", size):
             raise argparse.ArgumentTypeError(
-                f"must be AXIS=N pairs like data=4,fsdp=64 (axes: {', '.join(MESH_AXES)}), got {text}"
+                f"must be AXIS=N pairs like data=4,fsdp=64 (axes: {', '.join(MESH_AXES)}), got"
+                f" {text}"
             )
         named[axis] = int(size)
     return {axis: getattr(DistributedSection(), axis) for axis in MESH_AXES} | named
@@ -427,7 +750,9 @@ def plan(options: argparse.Namespace) -> int:
     import jax
 
     if options.topology is not None:
-        jax.config.update("jax_platforms", "cpu")  # jax must not look for the target device on this machine
+        jax.config.update(
+            "jax_platforms", "cpu"
+        )  # jax must not look for the target device on this machine
     from dantinox.lab.measure.plan import make_plan, plan_lines
     from dantinox.lab.measure.topology import find_topology
     from dantinox.report.console import steady_progress
@@ -442,7 +767,15 @@ def plan(options: argparse.Namespace) -> int:
     sizes = {name: getattr(options, name) for name in ("batch", "prompt", "new")}
     vocab_size = trained_vocab_size(config)
     with steady_progress() as progress:
-        found = make_plan(topology, config, vocab_size, make_step, meshes=options.mesh or (), progress=progress, **sizes)
+        found = make_plan(
+            topology,
+            config,
+            vocab_size,
+            make_step,
+            meshes=options.mesh or (),
+            progress=progress,
+            **sizes,
+        )
     return print_result(options, found, lambda width: plan_lines(found, width))
 
 

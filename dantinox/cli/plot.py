@@ -13,10 +13,17 @@ from dantinox.files import UserError, check_writable, check_writable_folder
 def add_plot_flags(command: Parser) -> None:
     text = "run directories; runs may still be training"
     command.add_argument("run_dirs", type=Path, nargs="*", metavar="RUN", help=text)
-    command.add_argument("--run_dir", type=Path, nargs="+", default=[], metavar="RUN", help="another way to give RUN")
-    command.add_argument("--by", choices=["step", "tokens", "time"], default="step", help="x axis (default: step)")
     command.add_argument(
-        "--out", type=Path, metavar="FILE.png", help="file to write (default for one run: RUN/plots/loss_by_STEP.png)"
+        "--run_dir", type=Path, nargs="+", default=[], metavar="RUN", help="another way to give RUN"
+    )
+    command.add_argument(
+        "--by", choices=["step", "tokens", "time"], default="step", help="x axis (default: step)"
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.png",
+        help="file to write (default for one run: RUN/plots/loss_by_STEP.png)",
     )
 
 
@@ -39,7 +46,10 @@ def plot(options: argparse.Namespace) -> int:
         check_writable(out, "--out")
     names = [run.path.name for run in runs]
     logs = {
-        name if names.count(name) == 1 else str(run.path): (run.log(load_run_config(run)), run.metrics)
+        name if names.count(name) == 1 else str(run.path): (
+            run.log(load_run_config(run)),
+            run.metrics,
+        )
         for name, run in zip(names, runs, strict=True)
     }
     plot_runs(logs, options.by, out)
@@ -51,9 +61,20 @@ def add_profile_flags(command: Parser) -> None:
     add_run(command, "run directory, YAML file or name of a packaged config")
     count = "training steps or tokens to trace (default: 5 steps, 32 tokens)"
     command.add_argument("--steps", type=whole_number, metavar="N", help=count)
-    command.add_argument("--generate", action="store_true", help="trace token generation with a run instead of training")
-    command.add_argument("--out", type=Path, metavar="DIR", help="folder for the trace (default: RUN/profile, or ./profile)")
-    command.add_argument("--json", action="store_true", help="print one JSON object with all operations")
+    command.add_argument(
+        "--generate",
+        action="store_true",
+        help="trace token generation with a run instead of training",
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for the trace (default: RUN/profile, or ./profile)",
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object with all operations"
+    )
 
 
 def profile(options: argparse.Namespace) -> int:
@@ -76,7 +97,9 @@ def profile(options: argparse.Namespace) -> int:
 
 
 def _training_work(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
-    """Returns a function that runs compiled training steps of a run or a config, and the number of steps."""
+    """Returns a function that runs compiled training steps of a run or a config, and the number of
+    steps.
+    """
     from dantinox.config.yaml_files import load_training
     from dantinox.report.console import show_progress
     from dantinox.run import RunDirectory, load_run_config
@@ -100,14 +123,18 @@ def _training_work(subject: Path, given: int | None) -> tuple[Callable[[], Any],
 
 
 def _generation_work(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:
-    """Returns a function that generates tokens after a one-token prompt with compiled programs, and the number of tokens."""
+    """Returns a function that generates tokens after a one-token prompt with compiled programs, and
+    the number of tokens.
+    """
     from dantinox.generation import load
 
     run = load(subject)
     longest = run.config.model.max_context - 1
     tokens = given or min(32, longest)
     if tokens > longest:
-        raise UserError(f"--steps must be at most {longest}, the context of {subject} minus one, got {tokens}")
+        raise UserError(
+            f"--steps must be at most {longest}, the context of {subject} minus one, got {tokens}"
+        )
 
     def generate() -> None:
         run.generate(run.tokenizer.decode([0]), max_new_tokens=tokens, ignore_eos=True, seed=0)

@@ -1,4 +1,6 @@
-"""`dantinox serve`: its flags, API key, allowed hosts and origins, and the startup of the server."""
+"""`dantinox serve`: its flags, API key, allowed hosts and origins, and the startup of the
+server.
+"""
 
 import argparse
 import importlib.util
@@ -34,8 +36,8 @@ FREE_LORAS = 4  # adapters that clients can load in addition to those of --lora,
 
 
 MOST_USED = (
-    "host", "port", "api_key_file", "name", "chat_template", "lora", "slots", "context", "queue", "weights",
-    "kv_dtype", "kv_budget", "max_new_tokens", "temperature", "top_p",
+    "host", "port", "api_key_file", "name", "chat_template", "lora", "slots", "context", "queue",
+    "weights", "kv_dtype", "kv_budget", "max_new_tokens", "temperature", "top_p",
 )  # fmt: skip
 
 
@@ -48,7 +50,10 @@ def add_serve_flags(command: Parser) -> None:
     _add_adapters_flags(command.section("adapters", "Low-rank adapters that requests select"))
     add_chat_template(command)
     command.add_argument(
-        "--tool_format", default="auto", metavar="NAME", help="notation of tool calls (default: that of the chat template)"
+        "--tool_format",
+        default="auto",
+        metavar="NAME",
+        help="notation of tool calls (default: that of the chat template)",
     )
     command.add_argument(
         "--pooling",
@@ -56,59 +61,103 @@ def add_serve_flags(command: Parser) -> None:
         default="mean",
         help="how embeddings combine the hidden states of a text (default: mean)",
     )
-    command.add_argument("--name", help="model name that clients see (default: name of the run directory)")
-    command.add_argument("--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite")
+    command.add_argument(
+        "--name", help="model name that clients see (default: name of the run directory)"
+    )
+    command.add_argument(
+        "--lite", type=Path, metavar="PATH", help="copy of Kobold Lite to serve at /lite"
+    )
     add_config_flags(command, ("generation", "router", "kv"), MOST_USED)
 
 
 def _add_network_flags(network: FlagSection) -> None:
     network.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; a non-loopback address needs a key)"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1; a non-loopback address needs a key)",
     )
     network.add_argument(
-        "--port", type=_number(0, 65535), default=8000, help="port; 0: a free one, which is printed (default: 8000)"
+        "--port",
+        type=_number(0, 65535),
+        default=8000,
+        help="port; 0: a free one, which is printed (default: 8000)",
     )
     network.add_argument(
-        "--api_key_file", type=Path, metavar="FILE", help=f"file with the API key for clients (or set {API_KEY_VARIABLE})"
+        "--api_key_file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with the API key for clients (or set {API_KEY_VARIABLE})",
     )
     network.add_argument(
-        "--api_keys", type=Path, metavar="FILE", help="YAML or JSON file with several keys, their names and their limits"
+        "--api_keys",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON file with several keys, their names and their limits",
     )
     network.add_argument(
-        "--no_auth", action="store_true", help="accept requests without a key from anyone who can reach the server"
+        "--no_auth",
+        action="store_true",
+        help="accept requests without a key from anyone who can reach the server",
     )
     network.add_argument(
-        "--allow_host", nargs="+", default=[], metavar="NAME", help="additional host names that requests may use; *: any"
+        "--allow_host",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="additional host names that requests may use; *: any",
     )
     network.add_argument(
-        "--cors", nargs="+", default=[], metavar="ORIGIN", help="origins whose web pages may send requests; *: any"
+        "--cors",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="origins whose web pages may send requests; *: any",
     )
 
 
 def _add_capacity_flags(capacity: FlagSection) -> None:
     capacity.add_argument(
-        "--slots", type=_number(1, 1024), metavar="N", help="requests decoded together (default: as memory allows)"
+        "--slots",
+        type=_number(1, 1024),
+        metavar="N",
+        help="requests decoded together (default: as memory allows)",
     )
     capacity.add_argument(
-        "--context", type=_number(2, 2**31 - 1), metavar="N", help="longest sequence in tokens (default: the model's)"
+        "--context",
+        type=_number(2, 2**31 - 1),
+        metavar="N",
+        help="longest sequence in tokens (default: the model's)",
     )
     capacity.add_argument(
-        "--queue", type=_number(0, 2**20), default=64, metavar="N", help="prompts that may wait for a slot (default: 64)"
+        "--queue",
+        type=_number(0, 2**20),
+        default=64,
+        metavar="N",
+        help="prompts that may wait for a slot (default: 64)",
     )
     capacity.add_argument(
         "--prefill_rows",
         type=_number(1, 16),
         metavar="N",
-        help="prompt chunks that one program prefills together (default: 4 on an accelerator, 1 on a CPU)",
+        help=(
+            "prompt chunks that one program prefills together (default: 4 on an accelerator, 1 on a"
+            " CPU)"
+        ),
     )
     capacity.add_argument(
         "--prefix_cache",
         type=_number(0, 2**24),
         metavar="MB",
-        help="memory for the keys of earlier prompts; 0: none (default: 4 × that of the slots, at most 1/8 of the free memory)",
+        help=(
+            "memory for the keys of earlier prompts; 0: none (default: 4 × that of the slots, at"
+            " most 1/8 of the free memory)"
+        ),
     )
     capacity.add_argument(
-        "--cache_dir", type=Path, metavar="DIR", help="folder that keeps the keys of earlier prompts when the server stops"
+        "--cache_dir",
+        type=Path,
+        metavar="DIR",
+        help="folder that keeps the keys of earlier prompts when the server stops",
     )
     capacity.add_argument(
         "--store_responses",
@@ -123,8 +172,10 @@ def _add_capacity_flags(capacity: FlagSection) -> None:
         choices=("steps", "echo", "embeddings", "strategies"),
         default=["steps", "echo"],
         metavar="NAME",
-        help="programs to compile in the background once the server is ready: steps (all sampling steps instead of the usual "
-        "ones), echo, embeddings, strategies (default: steps echo)",
+        help=(
+            "programs to compile in the background once the server is ready: steps (all sampling"
+            " steps instead of the usual ones), echo, embeddings, strategies (default: steps echo)"
+        ),
     )
 
 
@@ -135,29 +186,54 @@ def _add_operations_flags(operations: FlagSection) -> None:
         help="log a line for each request, and all messages in this format (default: errors only)",
     )
     operations.add_argument(
-        "--otel", action="store_true", help="send traces with OpenTelemetry; its environment variables select the collector"
+        "--otel",
+        action="store_true",
+        help="send traces with OpenTelemetry; its environment variables select the collector",
     )
     operations.add_argument(
-        "--alias", nargs="+", default=[], metavar="NAME[=MODEL]", help="additional names that clients may use for the model"
+        "--alias",
+        nargs="+",
+        default=[],
+        metavar="NAME[=MODEL]",
+        help="additional names that clients may use for the model",
     )
 
 
 def _add_models_flags(models: FlagSection) -> None:
     models.add_argument(
-        "--model", nargs="+", default=[], metavar="NAME=PATH", help="further runs, loaded when a request names them"
+        "--model",
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="further runs, loaded when a request names them",
     )
     models.add_argument(
-        "--models", type=Path, metavar="FILE", help="YAML or JSON file of further models, with their own slots and settings"
+        "--models",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON file of further models, with their own slots and settings",
     )
-    models.add_argument("--max_models", type=_number(1, 100), metavar="N", help="most models loaded together (default: all)")
     models.add_argument(
-        "--model_memory", type=_bytes, metavar="SIZE", help="memory of all loaded models, such as 12GB (default: no bound)"
+        "--max_models",
+        type=_number(1, 100),
+        metavar="N",
+        help="most models loaded together (default: all)",
+    )
+    models.add_argument(
+        "--model_memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="memory of all loaded models, such as 12GB (default: no bound)",
     )
 
 
 def _add_adapters_flags(adapters: FlagSection) -> None:
     adapters.add_argument(
-        "--lora", nargs="+", default=[], metavar="NAME=PATH", help="adapters: runs with adapters of this run, or PEFT folders"
+        "--lora",
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="adapters: runs with adapters of this run, or PEFT folders",
     )
     adapters.add_argument(
         "--max_loras",
@@ -166,17 +242,27 @@ def _add_adapters_flags(adapters: FlagSection) -> None:
         help="most adapters loaded together (default: those of --lora)",
     )
     adapters.add_argument(
-        "--max_lora_rank", type=_number(1, 4096), metavar="N", help="largest rank of an adapter (default: that of --lora)"
+        "--max_lora_rank",
+        type=_number(1, 4096),
+        metavar="N",
+        help="largest rank of an adapter (default: that of --lora)",
     )
     adapters.add_argument(
-        "--lora_dir", type=Path, metavar="DIR", help="let clients load the adapters of this directory (with room for 4 more)"
+        "--lora_dir",
+        type=Path,
+        metavar="DIR",
+        help="let clients load the adapters of this directory (with room for 4 more)",
     )
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code: 0 after a signal if every request was answered."""
+    """Runs the command and returns its exit code: 0 after a signal if every request was
+    answered.
+    """
     if any(importlib.util.find_spec(name) is None for name in REQUIRED_MODULES):
-        raise UserError(f"`dantinox serve` needs packages that are not installed: {install_command('serve')}")
+        raise UserError(
+            f"`dantinox serve` needs packages that are not installed: {install_command('serve')}"
+        )
     settings = given_settings(options)
     keys = _keys(options)
     hosts = _hosts(options)
@@ -218,12 +304,20 @@ def serve(options: argparse.Namespace) -> int:
         where = _address(listener)
         names = ", ".join(spec.name for spec in specs)
         if options.no_auth and not _is_loopback(options.host):
-            _report(options, logging.WARNING, f"anyone who can reach {where} can use this server, because it has no key")
+            _report(
+                options,
+                logging.WARNING,
+                f"anyone who can reach {where} can use this server, because it has no key",
+            )
         _report(options, logging.INFO, f"{name} is loaded; compiling its programs")
 
         def print_ready() -> None:
             verb = "is" if len(specs) == 1 else "are"
-            print(f"{names} {verb} served at {where} (a web page; OpenAI: {where}/v1, KoboldAI: {where}/api)", flush=True)
+            print(
+                f"{names} {verb} served at {where} (a web page; OpenAI: {where}/v1, KoboldAI:"
+                f" {where}/api)",
+                flush=True,
+            )
 
         code = run_server(app, engine, listener, server_options.limits, print_ready, reloader)
         if provider is not None:
@@ -232,9 +326,13 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _make_app(
-    options: argparse.Namespace, specs: "list[ModelSpec]", server_options: "Options", weights: Mapping[str, int]
+    options: argparse.Namespace,
+    specs: "list[ModelSpec]",
+    server_options: "Options",
+    weights: Mapping[str, int],
 ) -> "tuple[Any, RunnableEngine, Reloader]":
-    """Loads the only model, or makes a pool of several; returns the ASGI app, its engine and what rereads keys and weights.
+    """Loads the only model, or makes a pool of several; returns the ASGI app, its engine and what
+    rereads keys and weights.
 
     Args:
       weights: bytes of the weights of each model by name.
@@ -257,17 +355,25 @@ def _make_app(
 
 
 def _check_flags(options: argparse.Namespace, models: int) -> None:
-    """Raises a UserError for flags that have no effect with this number of models, and for a missing file of --lite."""
+    """Raises a UserError for flags that have no effect with this number of models, and for a
+    missing file of --lite.
+    """
     if models == 1 and (options.max_models or options.model_memory):
-        raise UserError("--max_models and --model_memory need several models: give --model or --models")
+        raise UserError(
+            "--max_models and --model_memory need several models: give --model or --models"
+        )
     if options.cache_dir is not None and options.prefix_cache == 0:
-        raise UserError("--cache_dir keeps the keys of the prefix cache: leave it out with --prefix_cache 0")
+        raise UserError(
+            "--cache_dir keeps the keys of the prefix cache: leave it out with --prefix_cache 0"
+        )
     if options.lite is not None and not options.lite.exists():
         raise UserError(f"--lite: no file or folder at {options.lite}")
 
 
 def _make_cache_folders(specs: "list[ModelSpec]") -> None:
-    """Creates the folders of --cache_dir. Only this user may read them, because the files contain the tokens of prompts."""
+    """Creates the folders of --cache_dir. Only this user may read them, because the files contain
+    the tokens of prompts.
+    """
     for spec in specs:
         folder = spec.options.cache_dir
         if folder is not None:
@@ -276,11 +382,17 @@ def _make_cache_folders(specs: "list[ModelSpec]") -> None:
 
 
 def _report(options: argparse.Namespace, level: int, message: str) -> None:
-    """Writes a message to standard error: in the format of --log if it is given, otherwise as a plain line."""
+    """Writes a message to standard error: in the format of --log if it is given, otherwise as a
+    plain line.
+    """
     if options.log is not None:
         logging.getLogger("dantinox.serve").log(level, "%s", message)
     else:
-        print(f"warning: {message}" if level == logging.WARNING else message, file=sys.stderr, flush=True)
+        print(
+            f"warning: {message}" if level == logging.WARNING else message,
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _aliases(options: argparse.Namespace, name: str) -> dict[str, str]:
@@ -291,7 +403,9 @@ def _aliases(options: argparse.Namespace, name: str) -> dict[str, str]:
     for text in options.alias:
         alias, _, model = text.partition("=")
         if not alias.strip() or not alias.isprintable() or len(alias) > 200:
-            raise UserError(f"--alias must be a printable name of at most 200 characters, got {quote(text)}")
+            raise UserError(
+                f"--alias must be a printable name of at most 200 characters, got {quote(text)}"
+            )
         if alias in found or alias == name:
             raise UserError(f"--alias: {quote(alias)} is already a name of the model")
         found[alias] = model or name
@@ -303,7 +417,9 @@ def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)(MB|GB)", text)
     size = 0 if found is None else round(float(found[1]) * {"MB": 10**6, "GB": 10**9}[found[2]])
     if not size:
-        raise argparse.ArgumentTypeError(f"must be a number of MB or GB above 0, such as 12GB, got {quote(text)}")
+        raise argparse.ArgumentTypeError(
+            f"must be a number of MB or GB above 0, such as 12GB, got {quote(text)}"
+        )
     return size
 
 
@@ -311,15 +427,24 @@ def _number(low: int, high: int) -> Any:
     """Returns the type of a flag whose value is an integer in [low, high]."""
 
     def read(text: str) -> int:
-        if not text.isascii() or not text.isdecimal() or len(text) > 12 or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"must be an integer in [{low}, {high}], got {quote(text)}")
+        if (
+            not text.isascii()
+            or not text.isdecimal()
+            or len(text) > 12
+            or not low <= int(text) <= high
+        ):
+            raise argparse.ArgumentTypeError(
+                f"must be an integer in [{low}, {high}], got {quote(text)}"
+            )
         return int(text)
 
     return read
 
 
 def _keys(options: argparse.Namespace) -> "ApiKeys":
-    """Returns the API keys of --api_keys, or the single one; clients must send one of them, unless there is none."""
+    """Returns the API keys of --api_keys, or the single one; clients must send one of them, unless
+    there is none.
+    """
     from dantinox.serve.operations.api_keys import ApiKeys, read_keys, single_key
 
     if options.api_keys is None:
@@ -334,7 +459,9 @@ def _keys(options: argparse.Namespace) -> "ApiKeys":
 
 
 def _key(options: argparse.Namespace) -> str | None:
-    """Returns the key of --api_key_file or of the environment, which clients must send; None: they need none."""
+    """Returns the key of --api_key_file or of the environment, which clients must send; None: they
+    need none.
+    """
     given = os.environ.get(API_KEY_VARIABLE)
     if options.api_key_file is not None and given is not None:
         raise UserError(f"--api_key_file and {API_KEY_VARIABLE} both set the key: use one of them")
@@ -342,16 +469,22 @@ def _key(options: argparse.Namespace) -> str | None:
     where = API_KEY_VARIABLE
     if options.api_key_file is not None:
         where = str(options.api_key_file)
-        with wrap_os_errors(f"cannot read the key {options.api_key_file}"), options.api_key_file.open("rb") as file:
+        with (
+            wrap_os_errors(f"cannot read the key {options.api_key_file}"),
+            options.api_key_file.open("rb") as file,
+        ):
             key = file.read(MAX_KEY_LENGTH + 2).decode("ascii", "replace").strip()
     if key is not None and not re.fullmatch(rf"[!-~]{{8,{MAX_KEY_LENGTH}}}", key):
-        raise UserError(f"the API key of {where} must be 8 to {MAX_KEY_LENGTH} printable ASCII characters without spaces")
+        raise UserError(
+            f"the API key of {where} must be 8 to {MAX_KEY_LENGTH} printable ASCII characters"
+            " without spaces"
+        )
     if key is not None and options.no_auth:
         raise UserError(f"--no_auth and a key ({where}) contradict each other")
     if key is None and not options.no_auth and not _is_loopback(options.host):
         raise UserError(
-            f"--host {options.host} exposes this server to other machines: give --api_keys, --api_key_file, {API_KEY_VARIABLE} "
-            "or --no_auth"
+            f"--host {options.host} exposes this server to other machines: give --api_keys,"
+            f" --api_key_file, {API_KEY_VARIABLE} or --no_auth"
         )
     return key
 
@@ -376,27 +509,46 @@ def _hosts(options: argparse.Namespace) -> frozenset[str]:
         names = {"ip", socket.gethostname().lower()}
     for name in options.allow_host:
         if name != "*" and not re.fullmatch(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]", name.lower()):
-            raise UserError(f"--allow_host must be a host name or address without a port, or *, got {quote(name)}")
+            raise UserError(
+                "--allow_host must be a host name or address without a port, or *, got"
+                f" {quote(name)}"
+            )
     return LOCAL_HOSTS | names | {name.lower() for name in options.allow_host}
 
 
 def _origin(origin: str) -> str:
-    if origin not in ("*", "null") and not re.fullmatch(r"https?://[a-z0-9_.:\[\]-]+", origin.lower()):
-        raise UserError(f"--cors must be an origin like https://a.example, or *, got {quote(origin)}")
+    if origin not in ("*", "null") and not re.fullmatch(
+        r"https?://[a-z0-9_.:\[\]-]+", origin.lower()
+    ):
+        raise UserError(
+            f"--cors must be an origin like https://a.example, or *, got {quote(origin)}"
+        )
     return origin.lower()
 
 
 def _name(options: argparse.Namespace) -> str:
     name: str = options.run_dir.resolve().name if options.name is None else options.name
     if not name.strip() or not name.isprintable() or len(name) > 200:
-        raise UserError(f"--name must be a printable name of at most 200 characters, got {quote(name)}")
+        raise UserError(
+            f"--name must be a printable name of at most 200 characters, got {quote(name)}"
+        )
     return name
 
 
-def _specs(options: argparse.Namespace, name: str, settings: Mapping[str, object]) -> "list[ModelSpec]":
-    """Returns the models of the server: the first one of RUN, then those of --model and --models."""
+def _specs(
+    options: argparse.Namespace, name: str, settings: Mapping[str, object]
+) -> "list[ModelSpec]":
+    """Returns the models of the server: the first one of RUN, then those of --model and
+    --models.
+    """
     from dantinox.config.engine_options import EngineOptions
-    from dantinox.serve.pool.model_specs import NUMBERS, ModelSpec, check_model_name, check_names, read_models
+    from dantinox.serve.pool.model_specs import (
+        NUMBERS,
+        ModelSpec,
+        check_model_name,
+        check_names,
+        read_models,
+    )
 
     sizes: dict[str, Any] = {
         "slots": options.slots,
@@ -409,7 +561,11 @@ def _specs(options: argparse.Namespace, name: str, settings: Mapping[str, object
         "prefix_cache": options.prefix_cache,
         "cache_dir": options.cache_dir,
     }
-    first = {"run_dir": options.run_dir, "lora": _loras(options), "chat_template": options.chat_template}
+    first = {
+        "run_dir": options.run_dir,
+        "lora": _loras(options),
+        "chat_template": options.chat_template,
+    }
     given: list[tuple[str, dict[str, Any]]] = [(name, first)]
     for text in options.model:
         other, equals, path = text.partition("=")
@@ -430,7 +586,15 @@ def _specs(options: argparse.Namespace, name: str, settings: Mapping[str, object
             own["max_loras"] = len(loras) + FREE_LORAS
         template = fields.get("chat_template", options.chat_template)
         combined = {**settings, **fields.get("settings", {})}
-        return ModelSpec(name, fields["run_dir"], loras, template, options.tool_format, combined, EngineOptions(**own))
+        return ModelSpec(
+            name,
+            fields["run_dir"],
+            loras,
+            template,
+            options.tool_format,
+            combined,
+            EngineOptions(**own),
+        )
 
     return [make_spec(number, *one) for number, one in enumerate(given)]
 
@@ -448,12 +612,17 @@ def _loras(options: argparse.Namespace) -> dict[str, Path]:
     if options.lora_dir is not None and not options.lora_dir.is_dir():
         raise UserError(f"--lora_dir: no directory at {options.lora_dir}")
     if options.lora_dir is not None and options.no_auth and not _is_loopback(options.host):
-        raise UserError("--lora_dir lets clients change the adapters of this server: give it a key instead of --no_auth")
+        raise UserError(
+            "--lora_dir lets clients change the adapters of this server: give it a key instead of"
+            " --no_auth"
+        )
     return found
 
 
 def _max_loras(options: argparse.Namespace) -> int | None:
-    """Returns the most adapters that can be loaded at the same time; None: those of --lora, without changes."""
+    """Returns the most adapters that can be loaded at the same time; None: those of --lora, without
+    changes.
+    """
     if options.max_loras is None and options.lora_dir is not None:
         return len(options.lora) + FREE_LORAS
     limit: int | None = options.max_loras

@@ -17,10 +17,17 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def add_settings_flags(command: Parser) -> None:
-    text = "substring or glob pattern of name, help, type, range, default or prerequisite; case is ignored"
-    command.add_argument("pattern", nargs="?", metavar="PATTERN", help=text + " (default: all settings)")
+    text = (
+        "substring or glob pattern of name, help, type, range, default or prerequisite; case is"
+        " ignored"
+    )
     command.add_argument(
-        "--section", metavar="NAME", help="show only a section or a group of settings, such as training or optimizer"
+        "pattern", nargs="?", metavar="PATTERN", help=text + " (default: all settings)"
+    )
+    command.add_argument(
+        "--section",
+        metavar="NAME",
+        help="show only a section or a group of settings, such as training or optimizer",
     )
     command.add_argument("--json", action="store_true", help="print a JSON object per setting")
 
@@ -28,14 +35,18 @@ def add_settings_flags(command: Parser) -> None:
 def settings(options: argparse.Namespace) -> int:
     found = find_settings(options.pattern or "", options.section)
     if not found:
-        raise UserError(f"no setting matches {escape_name(options.pattern)}: leave the pattern out to list all settings")
+        raise UserError(
+            f"no setting matches {escape_name(options.pattern)}: leave the pattern out to list all"
+            " settings"
+        )
     return print_lines(lambda _: _json_lines(found) if options.json else _table(found))
 
 
 def find_settings(pattern: str, section: str | None = None) -> list[SettingRecord]:
     """Returns the settings that match a substring or a glob pattern.
 
-    The pattern is matched against name, aliases, names in other programs, help, type, default and prerequisites.
+    The pattern is matched against name, aliases, names in other programs, help, type, default and
+    prerequisites.
 
     Raises:
       UserError: there is no such section or group.
@@ -56,7 +67,14 @@ def find_settings(pattern: str, section: str | None = None) -> list[SettingRecor
 def _searchable_texts(record: SettingRecord) -> Iterator[str]:
     """Yields the texts of a setting in which a pattern is searched, in lower case."""
     elsewhere = [name for name, key in OTHER_NAMES.items() if key == record.key]
-    names = (record.key, record.name, record.flag, record.flag.lstrip("-"), *record.aliases, *elsewhere)
+    names = (
+        record.key,
+        record.name,
+        record.flag,
+        record.flag.lstrip("-"),
+        *record.aliases,
+        *elsewhere,
+    )
     texts = (*names, record.type, record.default_text, record.help)
     yield from (text.lower() for text in (*texts, *record.prerequisites))
 
@@ -67,7 +85,9 @@ def _matches(text: str, pattern: str, is_glob: bool) -> bool:
 
 def _json_lines(found: list[SettingRecord]) -> Iterator[str]:
     for record in found:
-        yield json.dumps({"key": record.key, "flag": record.flag} | record._asdict(), ensure_ascii=False)
+        yield json.dumps(
+            {"key": record.key, "flag": record.flag} | record._asdict(), ensure_ascii=False
+        )
 
 
 def _table(found: list[SettingRecord]) -> Iterator[str]:

@@ -20,19 +20,30 @@ from dantinox.config.packaged import DEFAULT_CONFIG
 from dantinox.files import UserError, atomic_write, quote
 
 MOST_USED = (
-    "config", "run_dir", "resume", "dry_run", "print_config", "data_path", "dim", "num_blocks", "max_context", "vocab_size",
-    "batch_size", "steps", "lr", "eval_every", "init_from",
+    "config", "run_dir", "resume", "dry_run", "print_config", "data_path", "dim", "num_blocks",
+    "max_context", "vocab_size", "batch_size", "steps", "lr", "eval_every", "init_from",
 )  # fmt: skip
 
 
 def add_train_flags(command: Parser) -> None:
     command.add_argument("--config", type=Path, metavar="FILE", help=CONFIG_HELP)
     command.add_argument(
-        "--run_dir", type=Path, metavar="DIR", help="run directory to write (default: runs/run_YYYYMMDD_HHMMSS)"
+        "--run_dir",
+        type=Path,
+        metavar="DIR",
+        help="run directory to write (default: runs/run_YYYYMMDD_HHMMSS)",
     )
-    command.add_argument("--resume", action="store_true", help="continue from the latest checkpoint of the run")
-    command.add_argument("--dry_run", action="store_true", help="print the plan, the first batch, memory and time, then exit")
-    command.add_argument("--print_config", action="store_true", help="print all settings as YAML, then exit")
+    command.add_argument(
+        "--resume", action="store_true", help="continue from the latest checkpoint of the run"
+    )
+    command.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="print the plan, the first batch, memory and time, then exit",
+    )
+    command.add_argument(
+        "--print_config", action="store_true", help="print all settings as YAML, then exit"
+    )
     add_config_flags(command, most_used=MOST_USED)
 
 
@@ -53,7 +64,9 @@ def train(options: argparse.Namespace) -> int:
     if options.config is None and path != saved and given.get("training.init_from"):
         config = build_training({}, given)  # the run of init_from sets the model
     else:
-        load = load_config if path == saved else load_training  # the config of a run has all settings
+        load = (
+            load_config if path == saved else load_training
+        )  # the config of a run has all settings
         config = load(path, given)
     if options.print_config:
         print(dump_config(config, complete=True), end="")
@@ -75,12 +88,33 @@ def train(options: argparse.Namespace) -> int:
 
 
 def add_find_lr_flags(command: Parser) -> None:
-    command.add_argument("--config", type=Path, default=DEFAULT_CONFIG, metavar="FILE", help=CONFIG_HELP)
-    command.add_argument("--tries", type=whole_number, default=100, metavar="N", help="maximum number of steps (default: 100)")
-    command.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the loss against the learning rate")
+    command.add_argument(
+        "--config", type=Path, default=DEFAULT_CONFIG, metavar="FILE", help=CONFIG_HELP
+    )
+    command.add_argument(
+        "--tries",
+        type=whole_number,
+        default=100,
+        metavar="N",
+        help="maximum number of steps (default: 100)",
+    )
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="plot the loss against the learning rate"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object")
     sections = ("model", "moe", "attention", "tokenizer", "data", "training", "lora")
-    used = ("config", "tries", "plot", "json", "data_path", "dim", "num_blocks", "max_context", "batch_size", "optimizer")
+    used = (
+        "config",
+        "tries",
+        "plot",
+        "json",
+        "data_path",
+        "dim",
+        "num_blocks",
+        "max_context",
+        "batch_size",
+        "optimizer",
+    )
     add_config_flags(command, sections, used)
 
 
@@ -98,7 +132,9 @@ def find_lr(options: argparse.Namespace) -> int:
     print_result(options, found, lambda _: rate_test_lines(found))
     if options.plot is not None:
         marks = {"suggested": found.suggested, "lowest": found.lowest}
-        atomic_write(options.plot, draw_rates(found.key, found.rates, found.losses, found.smoothed, marks))
+        atomic_write(
+            options.plot, draw_rates(found.key, found.rates, found.losses, found.smoothed, marks)
+        )
     return 0
 
 
@@ -118,10 +154,17 @@ def init(options: argparse.Namespace) -> int:
 
 
 def add_sweep_flags(command: Parser) -> None:
-    what = "YAML file with the keys base, runs_dir, and grid or random (with trials and seed); repeat the command to continue"
+    what = (
+        "YAML file with the keys base, runs_dir, and grid or random (with trials and seed); repeat"
+        " the command to continue"
+    )
     command.add_argument("file", type=Path, metavar="SWEEP.yaml", help=what)
-    command.add_argument("--dry_run", action="store_true", help="check and print the trials, then exit")
-    command.add_argument("--retry", action="store_true", help="repeat trials that ended with an error")
+    command.add_argument(
+        "--dry_run", action="store_true", help="check and print the trials, then exit"
+    )
+    command.add_argument(
+        "--retry", action="store_true", help="repeat trials that ended with an error"
+    )
 
 
 def sweep(options: argparse.Namespace) -> int:
@@ -130,7 +173,10 @@ def sweep(options: argparse.Namespace) -> int:
     found = load_sweep(options.file)
     if options.dry_run:
         for trial in found.trials:
-            print(trial.name, ", ".join(f"{key} {quote(value)}" for key, value in trial.chosen.items()))
+            print(
+                trial.name,
+                ", ".join(f"{key} {quote(value)}" for key, value in trial.chosen.items()),
+            )
         return 0
     from dantinox.lab.studies.sweep import SweepStudy, run_sweep, train_in_subprocess
     from dantinox.lab.studies.sweep_view import draw_sweep, sweep_blocks
@@ -149,17 +195,42 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def add_speedrun_flags(command: Parser) -> None:
-    command.add_argument("--depth", type=whole_number, default=4, metavar="N", help="model.depth of the model (default: 4)")
-    data = "text to pretrain on, as data.path, or huggingface:NAME[:CONFIG] (default: the standard library's sources)"
+    command.add_argument(
+        "--depth",
+        type=whole_number,
+        default=4,
+        metavar="N",
+        help="model.depth of the model (default: 4)",
+    )
+    data = (
+        "text to pretrain on, as data.path, or huggingface:NAME[:CONFIG] (default: the standard"
+        " library's sources)"
+    )
     command.add_argument("--data", metavar="PATH", help=data)
-    conversations = "conversations to fine-tune on, as data.path, with sums (default: builtin:instructions)"
+    conversations = (
+        "conversations to fine-tune on, as data.path, with sums (default: builtin:instructions)"
+    )
     command.add_argument("--sft_data", metavar="PATH", help=conversations)
     ratio = "training.tokens_per_parameter of pretraining (default: 0.6, for a CPU)"
     command.add_argument("--tokens_per_parameter", type=float, metavar="R", help=ratio)
-    folder = "folder with a run directory per stage; repeat the command to continue (default: runs/speedrun)"
-    command.add_argument("--run_dir", type=Path, default=Path("runs/speedrun"), metavar="DIR", help=folder)
-    command.add_argument("--price", type=float, metavar="P", help="price of the machine per hour, for the cost in the report")
-    command.add_argument("--smoke", action="store_true", help="train a few steps per stage, to check that everything works")
+    folder = (
+        "folder with a run directory per stage; repeat the command to continue (default:"
+        " runs/speedrun)"
+    )
+    command.add_argument(
+        "--run_dir", type=Path, default=Path("runs/speedrun"), metavar="DIR", help=folder
+    )
+    command.add_argument(
+        "--price",
+        type=float,
+        metavar="P",
+        help="price of the machine per hour, for the cost in the report",
+    )
+    command.add_argument(
+        "--smoke",
+        action="store_true",
+        help="train a few steps per stage, to check that everything works",
+    )
 
 
 def speedrun(options: argparse.Namespace) -> int:
@@ -173,17 +244,26 @@ def speedrun(options: argparse.Namespace) -> int:
     from dantinox.report.plots import save_files
 
     folder = options.run_dir
-    request = SpeedrunRequest(options.depth, options.data, options.sft_data, options.tokens_per_parameter, options.smoke)
+    request = SpeedrunRequest(
+        options.depth, options.data, options.sft_data, options.tokens_per_parameter, options.smoke
+    )
     stages = run_speedrun(folder, request, train_in_subprocess(_prepare), show_progress)
     use_compilation_cache()
     from dantinox.lab.studies.speedrun_evaluation import evaluate_speedrun, evaluate_tasks_of_stages
-    from dantinox.lab.studies.speedrun_view import Speedrun, describe_device, speedrun_files, speedrun_lines
+    from dantinox.lab.studies.speedrun_view import (
+        Speedrun,
+        describe_device,
+        speedrun_files,
+        speedrun_lines,
+    )
 
     started = time.perf_counter()
     tasks, samples = evaluate_speedrun(folder, show_progress)
     local_tasks = evaluate_tasks_of_stages(folder, options.smoke, show_progress)
     seconds = time.perf_counter() - started
-    found = Speedrun(folder, stages, tasks, samples, local_tasks, seconds, describe_device(), options.price)
+    found = Speedrun(
+        folder, stages, tasks, samples, local_tasks, seconds, describe_device(), options.price
+    )
     save_files(folder, speedrun_files(found))
     return print_lines(lambda width: speedrun_lines(found, width))
 

@@ -1,7 +1,7 @@
 """Typed settings, their YAML files and their command-line flags. No module here imports jax.
 
-A name below is imported only when it is first used: pydantic takes most of the import time, and help pages and flags do not
-need it.
+A name below is imported only when it is first used: pydantic takes most of the import time, and
+help pages and flags do not need it.
 """
 
 from importlib import import_module
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from dantinox.config.model_config import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
     from dantinox.config.request_overlay import overlay, settings_of, with_generation
     from dantinox.config.sections import Config, DataSection, TokenizerSection
-    from dantinox.config.yaml_files import build_config, differences, dump_config, json_schema, load_config
+    from dantinox.config.yaml_files import (
+        build_config,
+        differences,
+        dump_config,
+        json_schema,
+        load_config,
+    )
 
 _MODULES = {
     "yaml_files": ("build_config", "differences", "dump_config", "json_schema", "load_config"),

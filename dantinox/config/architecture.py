@@ -4,14 +4,23 @@ import math
 from typing import Any
 
 from dantinox.config.attention_settings import AttentionSection
-from dantinox.config.model_config import ExpertsConfig, LatentConfig, ModelConfig, Platform, Position, RopeScaling
+from dantinox.config.model_config import (
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    Platform,
+    Position,
+    RopeScaling,
+)
 from dantinox.config.model_settings import GATED_ACTIVATIONS, ModelSection
 from dantinox.config.moe_settings import MoESection
 from dantinox.files import UserError
 
 
 def resolve_rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling | None:
-    """Returns the RoPE scaling with the values that its formula uses, or None if there is no scaling."""
+    """Returns the RoPE scaling with the values that its formula uses, or None if there is no
+    scaling.
+    """
     kind = a.rope_scaling
     if kind == "none" or not a.use_rotary_pos:
         return None
@@ -41,11 +50,19 @@ def resolve_rope_scaling(a: AttentionSection, max_context: int) -> RopeScaling |
             attention_factor=a.rope_attention_factor,
         )
     factors = a.rope_long_factors if max_context > original_context else a.rope_short_factors
-    return RopeScaling(kind, a.rope_factor, original_context, attention_factor=a.rope_attention_factor, factors=factors or ())
+    return RopeScaling(
+        kind,
+        a.rope_factor,
+        original_context,
+        attention_factor=a.rope_attention_factor,
+        factors=factors or (),
+    )
 
 
 def feed_forward_width(dim: int, activation: str) -> int:
-    """Returns the default of `model.hidden_dim`. A gated layer has three matrices, which `8/3 dim` makes as large as two."""
+    """Returns the default of `model.hidden_dim`. A gated layer has three matrices, which `8/3 dim`
+    makes as large as two.
+    """
     if activation not in GATED_ACTIVATIONS:
         return 4 * dim
     return math.ceil(8 * dim / 3 / 32) * 32
@@ -89,16 +106,23 @@ def _position_kind(a: AttentionSection) -> Position:
 def resolve_architecture(
     m: ModelSection, moe: MoESection, a: AttentionSection, vocab_size: int, platform: Platform
 ) -> ModelConfig:
-    """Returns the resolved architecture. A field that is not in `resolved` equals the setting of the same name."""
+    """Returns the resolved architecture. A field that is not in `resolved` equals the setting of
+    the same name.
+    """
     if m.padded_vocab_size is not None and m.padded_vocab_size < vocab_size:
-        sentence = f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got {m.padded_vocab_size}"
+        sentence = (
+            f"model.padded_vocab_size must be at least the vocabulary of {vocab_size}, got"
+            f" {m.padded_vocab_size}"
+        )
         raise UserError(sentence, key="model.padded_vocab_size", value=m.padded_vocab_size)
     hidden_dim = m.hidden_dim or feed_forward_width(m.dim, m.activation)
     if moe.expansion is not None:
         hidden_dim = max(1, round(moe.expansion * m.dim))
     head_size = m.head_size or m.dim // m.n_heads
     kv_heads = m.kv_heads or m.n_heads
-    window = None if a.context_window is None else a.context_window + 1  # a query also sees the key of its own position
+    window = (
+        None if a.context_window is None else a.context_window + 1
+    )  # a query also sees the key of its own position
     multiplier = a.attention_multiplier
     sub_norms = m.sub_norms
     if sub_norms is None:
@@ -109,14 +133,19 @@ def resolve_architecture(
         "kv_heads": kv_heads,
         "head_size": head_size,
         "hidden_dim": hidden_dim,
-        "windows": tuple(window if a.sliding_window and kind == "sliding" else None for kind in layer_types),
+        "windows": tuple(
+            window if a.sliding_window and kind == "sliding" else None for kind in layer_types
+        ),
         "position": _position_kind(a),
         "rope_scaling": resolve_rope_scaling(a, m.max_context),
         "rope_local_theta": a.rope_local_theta if a.sliding_window else None,
-        "unrotated": tuple(i for i in range(m.num_blocks) if not a.rope_layers[i % len(a.rope_layers)]),
+        "unrotated": tuple(
+            i for i in range(m.num_blocks) if not a.rope_layers[i % len(a.rope_layers)]
+        ),
         # Scores are divided by the square root of this number.
         "query_pre_attn_scalar": a.query_pre_attn_scalar if multiplier is None else multiplier**-2,
-        # A number equal to that of the other layers becomes None, so that equal architectures compare equal.
+        # A number equal to that of the other layers becomes None, so that equal architectures
+        # compare equal.
         "global_head_size": None if a.global_head_size == head_size else a.global_head_size,
         "global_kv_heads": None if a.global_kv_heads == kv_heads else a.global_kv_heads,
         "double_wide_mlp": m.double_wide_mlp and a.kv_shared_layers > 0,
@@ -136,5 +165,9 @@ def resolve_architecture(
             query_rank=a.q_lora_rank,
             norm_epsilon=a.latent_norm_epsilon or m.norm_epsilon,
         )
-    unchanged = {name: value for name, value in (vars(m) | vars(a)).items() if name in ModelConfig.__dataclass_fields__}
+    unchanged = {
+        name: value
+        for name, value in (vars(m) | vars(a)).items()
+        if name in ModelConfig.__dataclass_fields__
+    }
     return ModelConfig(**unchanged | resolved)

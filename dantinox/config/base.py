@@ -12,7 +12,9 @@ T = TypeVar("T")
 
 
 def as_tuple(value: object) -> object:
-    """Converts a list to a tuple, and a string to a tuple of one string. Returns other values unchanged."""
+    """Converts a list to a tuple, and a string to a tuple of one string. Returns other values
+    unchanged.
+    """
     if isinstance(value, list):
         return tuple(value)
     return (value,) if isinstance(value, str) else value
@@ -34,7 +36,9 @@ Conflict = tuple[str, str]
 
 
 class Section(BaseModel):
-    """A frozen section of settings. It rejects unknown names, and the only type conversion is from integers to floats."""
+    """A frozen section of settings. It rejects unknown names, and the only type conversion is from
+    integers to floats.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
     needs: ClassVar[tuple[Needs, ...]] = ()  # prerequisites of all settings of the section
@@ -45,7 +49,8 @@ def field(default: T, text: str, *, group: str = "") -> T:
 
     Args:
       text: the help text, one line.
-      group: its group inside the section, a key of `setting_groups.GROUPS`; empty in a section without groups.
+      group: its group inside the section, a key of `setting_groups.GROUPS`; empty in a section
+        without groups.
     """
     info: T = Field(default, description=text, json_schema_extra={GROUP: group} if group else None)
     return info

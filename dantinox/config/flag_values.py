@@ -26,7 +26,10 @@ def overrides(namespace: argparse.Namespace) -> dict[str, object]:
         if prefix == "ambiguous":
             paths = [key for key in FIELDS if flat_name(key) == name]
             paths += [short for short in SHORT_NAMES if short.startswith(f"{name}_")]
-            raise UserError(f"--{name} belongs to several settings: write {' or '.join('--' + path for path in paths)}")
+            raise UserError(
+                f"--{name} belongs to several settings: write"
+                f" {' or '.join('--' + path for path in paths)}"
+            )
         settings[name] = _value(ALIASES.get(name, name), value)
     return settings
 
@@ -41,7 +44,10 @@ def value_of(key: str, words: list[str]) -> object:
     if any(get_origin(kind) in (tuple, dict) for kind in kinds):
         return _value(key, words)
     if len(words) > 1:
-        raise UserError(f"{flat_name(key)} takes one value, got {len(words)}: quote a value that contains spaces")
+        raise UserError(
+            f"{flat_name(key)} takes one value, got {len(words)}: quote a value that contains"
+            " spaces"
+        )
     return _value(key, words[0])
 
 
@@ -55,13 +61,18 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _value(key: str, value: str | list[str]) -> Any:
-    """Returns the value of a setting from the text of its flag, or from the texts if its flag takes several words."""
+    """Returns the value of a setting from the text of its flag, or from the texts if its flag takes
+    several words.
+    """
     if isinstance(value, list):
         return _value_of_texts(key, value)
     kinds = _members(FIELDS[key].annotation)
     optional = type(None) in get_args(FIELDS[key].annotation)
     has_text_choices = any(
-        isinstance(choice, str) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)
+        isinstance(choice, str)
+        for kind in kinds
+        if get_origin(kind) is Literal
+        for choice in get_args(kind)
     )
     other_scalars = {float, bool} & {*kinds}  # with these, the text may be a number or a boolean
     if str in kinds or (has_text_choices and not other_scalars):
@@ -70,13 +81,19 @@ def _value(key: str, value: str | list[str]) -> Any:
 
 
 def _value_of_texts(key: str, texts: list[str]) -> Any:
-    """Returns a list or a mapping from JSON, else a list of the texts, or one text if the setting also accepts a string."""
+    """Returns a list or a mapping from JSON, else a list of the texts, or one text if the setting
+    also accepts a string.
+    """
     kinds = _members(FIELDS[key].annotation)
     tuples = [kind for kind in kinds if get_origin(kind) is tuple]
     if len(texts) == 1 and texts[0].lstrip()[:1] in ("{", "["):
         with contextlib.suppress(ValueError, RecursionError):  # JSON, as in a request body
             parsed = json.loads(texts[0])
-            is_string_list = isinstance(parsed, list) and parsed and all(isinstance(item, str) for item in parsed)
+            is_string_list = (
+                isinstance(parsed, list)
+                and parsed
+                and all(isinstance(item, str) for item in parsed)
+            )
             takes_strings = any(get_args(kind)[:1] == (str,) for kind in tuples)
             if is_string_list or not takes_strings:
                 return parsed  # otherwise the text is kept: `[1]` is a string in a list of strings
@@ -93,5 +110,8 @@ def _value_of_texts(key: str, texts: list[str]) -> Any:
 def _unescape(text: str) -> str:
     """Replaces backslash-n with a line break, and likewise \\t, \\r and \\\\."""
     # Two backslashes stand for one, so the other escapes are replaced only between such pairs.
-    pieces = [piece.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r") for piece in text.split("\\\\")]
+    pieces = [
+        piece.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r")
+        for piece in text.split("\\\\")
+    ]
     return "\\".join(pieces)

@@ -1,4 +1,5 @@
-"""The parser of a command. Every setting has a flat flag (`--lr`) and a flag with its path (`--training.lr`).
+"""The parser of a command. Every setting has a flat flag (`--lr`) and a flag with its path
+(`--training.lr`).
 
 This module imports pydantic only where it is needed, so that help pages are fast.
 """
@@ -16,25 +17,39 @@ from dantinox.config.setting_records import setting_records
 from dantinox.files import UserError
 
 # Arity of a setting → the options of its flag for argparse.
-ARITY: dict[str, dict[str, Any]] = {"one": {}, "many": {"nargs": "+"}, "switch": {"nargs": "?", "const": "true"}}
+ARITY: dict[str, dict[str, Any]] = {
+    "one": {},
+    "many": {"nargs": "+"},
+    "switch": {"nargs": "?", "const": "true"},
+}
 
 
 class Parser(LayeredParser):
     """A parser that reports errors as `UserError`."""
 
     def error(self, message: str) -> NoReturn:
-        commands = next((action.choices for action in self.own if isinstance(action.choices, dict)), {})
+        commands = next(
+            (action.choices for action in self.own if isinstance(action.choices, dict)), {}
+        )
         if commands and message.startswith("the following arguments are required"):
             message += f", one of {', '.join(commands)}"
         raise UserError(message)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """Parses all of `argv`. The error about an unknown flag suggests the most similar known flag."""
+        """Parses all of `argv`. The error about an unknown flag suggests the most similar known
+        flag.
+        """
         if dashes := next((value for value in argv if re.fullmatch("-{3,}", value)), None):
-            raise UserError(f"the value {dashes} must be written as FLAG={dashes}, because it looks like a flag")
+            raise UserError(
+                f"the value {dashes} must be written as FLAG={dashes}, because it looks like a flag"
+            )
         namespace, unknown = self.parse_known_args(argv)
         # argparse treats an optional positional argument as absent if it comes after a flag.
-        if unknown and not unknown[0].startswith("-") and getattr(namespace, "run_path", "") is None:
+        if (
+            unknown
+            and not unknown[0].startswith("-")
+            and getattr(namespace, "run_path", "") is None
+        ):
             namespace.run_path = Path(unknown.pop(0))
         if unknown:
             flag = unknown[0].split("=")[0]
@@ -44,12 +59,14 @@ class Parser(LayeredParser):
         return namespace
 
 
-def add_config_flags(parser: Parser, sections: tuple[str, ...] | None = None, most_used: Sequence[str] = ()) -> None:
+def add_config_flags(
+    parser: Parser, sections: tuple[str, ...] | None = None, most_used: Sequence[str] = ()
+) -> None:
     """Adds a flag for every setting of `sections` (default: all); `overrides` reads them back.
 
     Args:
-      most_used: names (without dashes) of the flags that the first help page shows: the command's own flags and flags of
-        settings.
+      most_used: names (without dashes) of the flags that the first help page shows: the command's
+        own flags and flags of settings.
     """
     records = {record.key: record for record in setting_records()}
     # Dotted path of a setting or of an alias → dotted path of the setting.
@@ -71,20 +88,40 @@ def add_config_flags(parser: Parser, sections: tuple[str, ...] | None = None, mo
             flags.insert(0, f"--{flat}")
         flags += [f"--{short}" for short, target in SHORT_NAMES.items() if target == path]
         is_alias = path != key
-        help_text = f"alias of --{flat_name(key)}" if is_alias else f"{record.help}: {record.type}".replace("%", "%%")
+        help_text = (
+            f"alias of --{flat_name(key)}"
+            if is_alias
+            else f"{record.help}: {record.type}".replace("%", "%%")
+        )
         parser.flags += flags
         action = group.add_argument(
-            *flags, dest=f"config:{path}", default=None, help=help_text, metavar="V", **ARITY[record.arity]
+            *flags,
+            dest=f"config:{path}",
+            default=None,
+            help=help_text,
+            metavar="V",
+            **ARITY[record.arity],
         )
         parser.settings[path] = record, action
     for flat, paths in paths_of_flat.items():
-        if len(paths) > 1 and f"--{flat}" not in own_flags:  # `overrides` reports that the flag is ambiguous
-            group.add_argument(f"--{flat}", dest=f"ambiguous:{flat}", nargs="?", const="", default=None, help=argparse.SUPPRESS)
+        if (
+            len(paths) > 1 and f"--{flat}" not in own_flags
+        ):  # `overrides` reports that the flag is ambiguous
+            group.add_argument(
+                f"--{flat}",
+                dest=f"ambiguous:{flat}",
+                nargs="?",
+                const="",
+                default=None,
+                help=argparse.SUPPRESS,
+            )
     parser.most_used = tuple(most_used)
 
 
 def _nearest_flag(flag: str, known: list[str]) -> str:
-    """Returns the end of the error about an unknown flag, such as `, did you mean --lr?`; empty if no flag is similar."""
+    """Returns the end of the error about an unknown flag, such as `, did you mean --lr?`; empty if
+    no flag is similar.
+    """
     from dantinox.config.yaml_files import did_you_mean, nearest_key
 
     name = flag.lstrip("-").replace("-", "_")

@@ -1,4 +1,6 @@
-"""Layered help: the first page of a command, a page for each section of flags, and all pages together."""
+"""Layered help: the first page of a command, a page for each section of flags, and all pages
+together.
+"""
 
 import argparse
 import difflib
@@ -41,8 +43,8 @@ class LayeredParser(argparse.ArgumentParser):
       sections: the command's own flags by section.
       own: the command's own flags that are in no section.
       settings: dotted path (of a setting or an alias) → its record and flag.
-      most_used: names (without dashes) of the flags that the first help page shows. If it is empty, the page shows every flag
-        that is not a setting.
+      most_used: names (without dashes) of the flags that the first help page shows. If it is empty,
+        the page shows every flag that is not a setting.
     """
 
     def __init__(self, **options: Any):
@@ -53,7 +55,14 @@ class LayeredParser(argparse.ArgumentParser):
         self.most_used: tuple[str, ...] = ()
         super().__init__(allow_abbrev=False, add_help=False, **options)
         self.set_defaults(flags=self.flags)  # those of the command, for `Parser.parse`
-        self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="show this help, or one section")
+        self.add_argument(
+            "-h",
+            "--help",
+            action=_Help,
+            nargs="?",
+            metavar="SECTION",
+            help="show this help, or one section",
+        )
         self.add_argument("--help-all", action=_Help, nargs=0, help=argparse.SUPPRESS)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
@@ -84,10 +93,16 @@ class _Help(argparse.Action):
     """`--help`, `--help SECTION` and `--help-all`: prints a page and exits."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any):
-        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
+        super().__init__(
+            option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, **options
+        )
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
     ) -> None:
         assert isinstance(parser, LayeredParser)
         if option_string == "--help-all":
@@ -103,20 +118,32 @@ def first_page(parser: LayeredParser) -> str:
     lines = [*textwrap.wrap(_usage(parser), _width(), subsequent_indent=" " * 9), ""]
     lines += [*textwrap.wrap(parser.description or "", _width()), ""]
     commands = _subcommands(parser)
-    positional = [action for action in parser.own if not action.option_strings and not _is_commands(action)]
+    positional = [
+        action for action in parser.own if not action.option_strings and not _is_commands(action)
+    ]
     lines += [line for action in positional for line in _own_entry(action)]
     if positional:
         lines.append("")
     if commands:
-        lines += ["commands:", *(line for name, text in commands.items() for line in _entry(f"  {name}", text)), ""]
+        lines += [
+            "commands:",
+            *(line for name, text in commands.items() for line in _entry(f"  {name}", text)),
+            "",
+        ]
     titles = _titles(parser)
     layered = bool(titles)
     lines += ["most used flags:" if layered else "flags:"]
     lines += [line for entry in _most_used(parser) for line in entry]
     if layered:
         lines += ["", "sections, with the number of their flags:"]
-        lines += [line for name, title in titles.items() for line in _entry(f"  {name} ({_count(parser, name)})", title)]
-        text = f"{parser.prog} --help SECTION shows a section or a group, --help-all shows every flag."
+        lines += [
+            line
+            for name, title in titles.items()
+            for line in _entry(f"  {name} ({_count(parser, name)})", title)
+        ]
+        text = (
+            f"{parser.prog} --help SECTION shows a section or a group, --help-all shows every flag."
+        )
         lines += ["", *textwrap.wrap(text, _width())]
     elif commands:
         first = next(iter(commands))
@@ -125,14 +152,19 @@ def first_page(parser: LayeredParser) -> str:
 
 
 def section_page(parser: LayeredParser, name: str) -> str:
-    """Returns the flags of a section or of a group of settings, with type or choices, range, default and prerequisites.
+    """Returns the flags of a section or of a group of settings, with type or choices, range,
+    default and prerequisites.
 
-    If the parser has subcommands, `name` is a subcommand, and the function returns the first page of its help.
+    If the parser has subcommands, `name` is a subcommand, and the function returns the first page
+    of its help.
 
     Raises:
       UserError: the command has no section of this name; the error lists its sections.
     """
-    commands = next((action.choices for action in parser.own if isinstance(action, argparse._SubParsersAction)), {})
+    commands = next(
+        (action.choices for action in parser.own if isinstance(action, argparse._SubParsersAction)),
+        {},
+    )
     if isinstance(commands.get(name), LayeredParser):
         return first_page(commands[name])
     titles = _titles(parser)
@@ -143,7 +175,10 @@ def section_page(parser: LayeredParser, name: str) -> str:
         raise UserError(f"{parser.prog} has no help sections: leave {escape_name(name)} out")
     near = difflib.get_close_matches(name, parser.section_names(), 1)
     hint = f", did you mean {near[0]}?" if near else ""
-    raise UserError(f"no section {escape_name(name)} of {parser.prog}{hint} (the sections are {', '.join(titles)})")
+    raise UserError(
+        f"no section {escape_name(name)} of {parser.prog}{hint} (the sections are"
+        f" {', '.join(titles)})"
+    )
 
 
 def all_pages(parser: LayeredParser) -> str:
@@ -153,7 +188,9 @@ def all_pages(parser: LayeredParser) -> str:
 
 
 def setting_entry(record: SettingRecord, flag: str = "") -> list[str]:
-    """Returns the lines that describe a setting: its flag (or name) and help, then type, range, default and prerequisites."""
+    """Returns the lines that describe a setting: its flag (or name) and help, then type, range,
+    default and prerequisites.
+    """
     needs = "; needs " + " and ".join(record.prerequisites) if record.prerequisites else ""
     detail = f"{record.type}; default: {record.default_text}{needs}"
     return [*_entry(f"  {flag or record.name}", record.help), *_wrapped(detail, FLAG_COLUMN + 2)]
@@ -164,14 +201,19 @@ def _section_lines(parser: LayeredParser, name: str) -> list[str]:
     group = GROUPS.get(name)
     titles = _titles(parser)
     if name not in titles and group is not None:
-        heading = f"{name}: {group.title}; a group of {group.section}; each also as --{group.section}.NAME:"
+        heading = (
+            f"{name}: {group.title}; a group of {group.section}; each also as"
+            f" --{group.section}.NAME:"
+        )
         return [heading, *_setting_lines(parser, group.section, name)]
     heading = f"{name}: {titles[name]}"
     if name in parser.sections or name == COMMAND:
         actions = parser.sections[name].actions if name in parser.sections else _unsectioned(parser)
         return [heading, *(line for action in actions for line in _own_entry(action))]
     lines = [f"{heading}; each also as --{name}.NAME:"]
-    of_section = {path: record for path, (record, _) in parser.settings.items() if record.section == name}
+    of_section = {
+        path: record for path, (record, _) in parser.settings.items() if record.section == name
+    }
     for key in dict.fromkeys(record.group for record in of_section.values()):
         if key:
             lines += ["", f" {key}: {GROUPS[key].title}"]
@@ -185,7 +227,9 @@ def _section_lines(parser: LayeredParser, name: str) -> list[str]:
 
 
 def _setting_lines(parser: LayeredParser, section: str, group: str) -> Iterator[str]:
-    """Yields the lines of the settings of a group, or of a section without groups; aliases are left out."""
+    """Yields the lines of the settings of a group, or of a section without groups; aliases are left
+    out.
+    """
     for path, (record, action) in parser.settings.items():
         if path == record.key and (record.section, record.group) == (section, group):
             yield from setting_entry(record, _names(action))
@@ -195,7 +239,11 @@ def _most_used(parser: LayeredParser) -> Iterator[list[str]]:
     """Yields the lines of each flag on the first page."""
     flags = [action for action in _command_actions(parser) if action.option_strings]
     command_flags = {action.option_strings[-1].lstrip("-"): action for action in flags}
-    settings = {flag.lstrip("-"): record for record, action in parser.settings.values() for flag in action.option_strings}
+    settings = {
+        flag.lstrip("-"): record
+        for record, action in parser.settings.values()
+        for flag in action.option_strings
+    }
     has_sections = bool(parser.settings or parser.sections)
     visible = [name for name, action in command_flags.items() if action.help != argparse.SUPPRESS]
     for name in parser.most_used or visible:
@@ -205,11 +253,15 @@ def _most_used(parser: LayeredParser) -> Iterator[list[str]]:
             yield _own_entry(command_flags[name])
         else:
             record = settings[name]
-            yield _entry(f"  --{name} {_metavar(record)}", record.help + _default_note(parser, record))
+            yield _entry(
+                f"  --{name} {_metavar(record)}", record.help + _default_note(parser, record)
+            )
 
 
 def _default_note(parser: LayeredParser, record: SettingRecord) -> str:
-    """Returns ` (default: …)`, or "" if the help text explains the default, as in `number of heads (null: all)`."""
+    """Returns ` (default: …)`, or "" if the help text explains the default, as in
+    `number of heads (null: all)`.
+    """
     text = record.default_text
     if _has_run(parser) and record.section in REQUEST_SECTIONS:
         return f" (default: run's, else {text})"
@@ -222,7 +274,9 @@ def _has_run(parser: LayeredParser) -> bool:
 
 
 def _titles(parser: LayeredParser) -> dict[str, str]:
-    """Returns the sections that `--help` accepts: name → title, followed by the groups of the section."""
+    """Returns the sections that `--help` accepts: name → title, followed by the groups of the
+    section.
+    """
     if not parser.settings and not parser.sections:
         return {}
     titles = {name: section.title for name, section in parser.sections.items()}
@@ -243,17 +297,27 @@ def _count(parser: LayeredParser, name: str) -> int:
         return len(parser.sections[name].actions)
     if name == COMMAND:
         return len(_unsectioned(parser))
-    return sum(path == record.key and record.section == name for path, (record, _) in parser.settings.items())
+    return sum(
+        path == record.key and record.section == name
+        for path, (record, _) in parser.settings.items()
+    )
 
 
 def _command_actions(parser: LayeredParser) -> list[argparse.Action]:
     """Returns all flags that are not settings, and the positional arguments."""
-    return [*parser.own, *(action for section in parser.sections.values() for action in section.actions)]
+    return [
+        *parser.own,
+        *(action for section in parser.sections.values() for action in section.actions),
+    ]
 
 
 def _unsectioned(parser: LayeredParser) -> list[argparse.Action]:
     """Returns the flags that are neither settings nor in a section."""
-    return [action for action in parser.own if action.option_strings and action.help != argparse.SUPPRESS]
+    return [
+        action
+        for action in parser.own
+        if action.option_strings and action.help != argparse.SUPPRESS
+    ]
 
 
 def _subcommands(parser: LayeredParser) -> dict[str, str]:
@@ -284,7 +348,9 @@ def _is_commands(action: argparse.Action) -> bool:
 
 
 def _names(action: argparse.Action) -> str:
-    """Returns a flag with its value, as the help shows it: the flat flag of a setting, if there is one, without its path."""
+    """Returns a flag with its value, as the help shows it: the flat flag of a setting, if there is
+    one, without its path.
+    """
     long = [name for name in action.option_strings if name.startswith("--")]
     flag = next((name for name in long if "." not in name), long[0])
     if action.nargs == 0:
@@ -312,7 +378,9 @@ def _own_entry(action: argparse.Action) -> list[str]:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    """Returns a name with its description in the second column, below the name if the name is too long."""
+    """Returns a name with its description in the second column, below the name if the name is too
+    long.
+    """
     lines = list(_wrapped(text, FLAG_COLUMN))
     if len(name) <= FLAG_COLUMN - 2 and lines:
         return [name.ljust(FLAG_COLUMN) + lines[0].lstrip(), *lines[1:]]
@@ -321,7 +389,9 @@ def _entry(name: str, text: str) -> list[str]:
 
 def _wrapped(text: str, indent: int) -> list[str]:
     space = " " * indent
-    return textwrap.wrap(text, _width(), initial_indent=space, subsequent_indent=space, break_long_words=False)
+    return textwrap.wrap(
+        text, _width(), initial_indent=space, subsequent_indent=space, break_long_words=False
+    )
 
 
 def _width() -> int:

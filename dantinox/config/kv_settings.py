@@ -12,8 +12,13 @@ from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, Section
 from dantinox.config.prerequisites import Needs, differs, is_set
 
 Policy = Literal["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
-AVERAGE_POLICIES = ("snapkv+ema", "expected_attention", "kvzip")  # policies that average attention while decoding
-# The range is far wider than any useful one, and narrow enough for exact arithmetic with the shares.
+AVERAGE_POLICIES = (
+    "snapkv+ema",
+    "expected_attention",
+    "kvzip",
+)  # policies that average attention while decoding
+# The range is far wider than any useful one, and narrow enough for exact arithmetic with the
+# shares.
 LayerRatio = Annotated[float, Field(ge=1e-6, le=1e6)]
 Signal = Literal["uniform", "entropy", "coverage", "distance", "loss"]
 
@@ -33,22 +38,33 @@ class KVSection(Section):
     budget: Annotated[float, Field(gt=0, le=1)] | None = field(
         None, "fraction of the slots of the full cache to keep (null: all)"
     )
-    budget_tokens: Count | None = field(None, "number of slots per head to keep (null: see kv.budget)")
+    budget_tokens: Count | None = field(
+        None, "number of slots per head to keep (null: see kv.budget)"
+    )
     policy: Annotated[Policy, NEEDS_BUDGET] = field(
         "snapkv+ema",
-        "tokens to keep: by attention (snapkv+ema, tova, h2o), by the expected attention of later tokens (expected_attention), "
-        "by attention in a second pass over the prompt (kvzip), the last ones (streaming), or random ones",
+        "tokens to keep: by attention (snapkv+ema, tova, h2o), by the expected attention of later"
+        " tokens (expected_attention), by attention in a second pass over the prompt (kvzip), the"
+        " last ones (streaming), or random ones",
     )
     signal: Annotated[Signal, NEEDS_BUDGET] = field(
-        "loss", "signal that sets each head's share of the slots, measured by `calibrate --what kv` (uniform: equal shares)"
+        "loss",
+        "signal that sets each head's share of the slots, measured by `calibrate --what kv`"
+        " (uniform: equal shares)",
     )
-    layer_ratios: Annotated[tuple[LayerRatio, ...] | None, BeforeValidator(as_tuple), NEEDS_BUDGET] = field(
-        None, "share of each layer, relative to their mean and multiplied with the share of a head (null: equal shares)"
+    layer_ratios: Annotated[
+        tuple[LayerRatio, ...] | None, BeforeValidator(as_tuple), NEEDS_BUDGET
+    ] = field(
+        None,
+        "share of each layer, relative to their mean and multiplied with the share of a head (null:"
+        " equal shares)",
     )
     dtype: Literal["auto", "float32", "bfloat16", "int8", "int4", "int2"] = field(
         "auto", "dtype of cached keys and values (auto: the compute dtype)"
     )
-    sinks: Annotated[CountOrZero, NEEDS_BUDGET] = field(4, "number of first tokens that are always kept")
+    sinks: Annotated[CountOrZero, NEEDS_BUDGET] = field(
+        4, "number of first tokens that are always kept"
+    )
     recent: Annotated[Count, NEEDS_BUDGET] = field(
         16, "number of last tokens that are always kept, at most half of a head's slots"
     )
@@ -59,20 +75,28 @@ class KVSection(Section):
         7, "snapkv+ema: width of max pooling over token importance; odd (1: no pooling)"
     )
     decay: Annotated[Fraction | Literal["entropy"], *NEEDS_AVERAGE] = field(
-        0.98, "decay per token of the averaged importance (entropy: from the measured entropy of the head)"
+        0.98,
+        "decay per token of the averaged importance (entropy: from the measured entropy of the"
+        " head)",
     )
     scale_min: Annotated[float, Field(gt=0, le=1), NEEDS_BUDGET, Needs(*HEAD_SIGNALS)] = field(
         0.3, "entropy, coverage, distance: lower limit of a head's share, as a multiple of the mean"
     )
-    scale_max: Annotated[float, Field(ge=1, allow_inf_nan=False), NEEDS_BUDGET, Needs(*HEAD_SIGNALS)] = field(
+    scale_max: Annotated[
+        float, Field(ge=1, allow_inf_nan=False), NEEDS_BUDGET, Needs(*HEAD_SIGNALS)
+    ] = field(
         2.5, "entropy, coverage, distance: upper limit of a head's share, as a multiple of the mean"
     )
-    grouping: Annotated[Literal["max", "mean", "min"], NEEDS_BUDGET, Needs(*HEAD_SIGNALS, ("kv.decay", "entropy"))] = field(
-        "max", "how the entropy, coverage or distance of a key head is computed from those of its query heads"
+    grouping: Annotated[
+        Literal["max", "mean", "min"], NEEDS_BUDGET, Needs(*HEAD_SIGNALS, ("kv.decay", "entropy"))
+    ] = field(
+        "max",
+        "how the entropy, coverage or distance of a key head is computed from those of its query"
+        " heads",
     )
-    calibration: Annotated[str | None, NEEDS_BUDGET, Needs(("kv.signal", differs("uniform")), ("kv.decay", "entropy"))] = field(
-        None, "file of the measured signals (null: kv_entropy.json of the run)"
-    )
+    calibration: Annotated[
+        str | None, NEEDS_BUDGET, Needs(("kv.signal", differs("uniform")), ("kv.decay", "entropy"))
+    ] = field(None, "file of the measured signals (null: kv_entropy.json of the run)")
 
     @property
     def has_budget(self) -> bool:
@@ -98,7 +122,13 @@ class KVSection(Section):
 def kv_conflicts(kv: KVSection) -> Iterator[Conflict]:
     """Yields an error for each contradiction among the settings of the section."""
     if kv.budget is not None and kv.budget_tokens is not None:
-        yield "kv.budget", f"and kv.budget_tokens exclude each other: give one, got {kv.budget} and {kv.budget_tokens}"
+        yield (
+            "kv.budget",
+            (
+                f"and kv.budget_tokens exclude each other: give one, got {kv.budget} and"
+                f" {kv.budget_tokens}"
+            ),
+        )
     if kv.layer_ratios == ():
         yield "kv.layer_ratios", "must have one number for each layer, got []"
     if kv.pool % 2 == 0:

@@ -26,7 +26,8 @@ DEFAULT = setting_defaults(ModelSection, MoESection, AttentionSection)
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rotary frequencies for contexts that are `factor` times as long as `original_context` (see `model.positions`).
+    """Scaling of rotary frequencies for contexts that are `factor` times as long as
+    `original_context` (see `model.positions`).
 
     Each `kind` uses only the fields that appear in its formula.
     """
@@ -52,12 +53,16 @@ class ExpertsConfig:
 
     Attributes:
       count: experts per layer; each token uses `top_k` of them.
-      shared_dim: width of the shared expert layer (0: no such layer); `shared_gate`: whether this layer has a gate.
-      score: function that turns router logits into scores. `normalize`: whether the weights of a token sum to 1. `scaling`:
-        factor by which these weights are multiplied.
-      bias: whether a bias affects the choice of experts (see `model.moe.Router`); `logit_bias`: whether the logits have a bias.
-      branch_norms: whether experts and the shared layer have separate norms (see `model.moe.BranchedExperts`).
-      groups: number of expert groups; a token uses experts of the `top_groups` groups with the highest `group_score`.
+      shared_dim: width of the shared expert layer (0: no such layer); `shared_gate`: whether this
+        layer has a gate.
+      score: function that turns router logits into scores. `normalize`: whether the weights of a
+        token sum to 1. `scaling`: factor by which these weights are multiplied.
+      bias: whether a bias affects the choice of experts (see `model.moe.Router`); `logit_bias`:
+        whether the logits have a bias.
+      branch_norms: whether experts and the shared layer have separate norms (see
+        `model.moe.BranchedExperts`).
+      groups: number of expert groups; a token uses experts of the `top_groups` groups with the
+        highest `group_score`.
       dense_layers: layers without experts; their feed-forward layer is `dense_dim` wide.
     """
 
@@ -84,7 +89,8 @@ class LatentConfig:
 
     Attributes:
       rank: size of the latent vector from which all heads compute keys and values.
-      rotated_size: rotated dimensions of queries and keys, in addition to `head_size` dimensions without rotation.
+      rotated_size: rotated dimensions of queries and keys, in addition to `head_size` dimensions
+        without rotation.
       value_size: size of the values of a head.
       query_rank: size of the latent vector from which queries are computed; None: no such vector.
       norm_epsilon: number added to the variance in normalizations of latents.
@@ -101,10 +107,11 @@ class LatentConfig:
 class ModelConfig:
     """The resolved architecture, from which a `Transformer` is built.
 
-    `scan_layers` stacks repeated layers for training; a model that decodes has separate layers. `windows` contains, for each
-    layer, the number of keys that a query sees, including the key of its own position, or None for all keys. `unrotated` lists
-    the layers without rotary positions. `of_layer` returns the architecture of one layer. `platform` is the compilation target;
-    `auto` is this machine.
+    `scan_layers` stacks repeated layers for training; a model that decodes has separate layers.
+    `windows` contains, for each layer, the number of keys that a query sees, including the key of
+    its own position, or None for all keys. `unrotated` lists the layers without rotary positions.
+    `of_layer` returns the architecture of one layer. `platform` is the compilation target; `auto`
+    is this machine.
     """
 
     vocab_size: int
@@ -180,7 +187,9 @@ class ModelConfig:
         return int(self.head_size * self.partial_rotary_factor)
 
     def rotation(self, layer: int) -> tuple[float, RopeScaling | None] | None:
-        """Returns the base and the scaling of a layer's rotary frequencies, or None for a layer without rotation."""
+        """Returns the base and the scaling of a layer's rotary frequencies, or None for a layer
+        without rotation.
+        """
         if self.position != "rope" or layer in self.unrotated:
             return None
         if self.rope_local_theta is not None and self.windows[layer] is not None:
@@ -192,7 +201,9 @@ class ModelConfig:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def kv_source(self, layer: int) -> int | None:
-        """Returns the index of the layer whose keys and values `layer` reuses, or None if `layer` computes its own."""
+        """Returns the index of the layer whose keys and values `layer` reuses, or None if `layer`
+        computes its own.
+        """
         shared_from = self.num_blocks - self.kv_shared_layers
         if layer < shared_from:
             return None
@@ -202,19 +213,28 @@ class ModelConfig:
     def kv_projections(self, layer: int) -> int:
         """Returns the number of key and value projections per key head.
 
-        It is 2, or 1 if the values equal the keys, or 0 if the layer reuses the keys and values of another layer.
+        It is 2, or 1 if the values equal the keys, or 0 if the layer reuses the keys and values of
+        another layer.
         """
         if self.kv_source(layer) is not None:
             return 0
         return 1 if self.k_eq_v and self.windows[layer] is None else 2
 
     def of_layer(self, layer: int) -> "ModelConfig":
-        """Returns an architecture in which every layer has the heads and the feed-forward layer of `layer`."""
-        changes: dict[str, Any] = {"global_head_size": None, "global_kv_heads": None, "double_wide_mlp": False}
+        """Returns an architecture in which every layer has the heads and the feed-forward layer of
+        `layer`.
+        """
+        changes: dict[str, Any] = {
+            "global_head_size": None,
+            "global_kv_heads": None,
+            "double_wide_mlp": False,
+        }
         if self.windows[layer] is None:
             changes["head_size"] = self.global_head_size or self.head_size
             changes["kv_heads"] = self.global_kv_heads or self.kv_heads
-        scale = 2 if self.double_wide_mlp and self.kv_source(layer) is not None else 1  # of dense and shared widths
+        scale = (
+            2 if self.double_wide_mlp and self.kv_source(layer) is not None else 1
+        )  # of dense and shared widths
         if self.experts is None:
             changes["hidden_dim"] = scale * self.hidden_dim
         elif self.routes(layer):
@@ -225,9 +245,14 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """Number of layers after which the pattern of layer kinds repeats; it divides the number of layers."""
+        """Number of layers after which the pattern of layer kinds repeats; it divides the number of
+        layers.
+        """
         L = self.num_blocks
-        kinds = [(window, layer in self.unrotated, self.routes(layer)) for layer, window in enumerate(self.windows)]
+        kinds = [
+            (window, layer in self.unrotated, self.routes(layer))
+            for layer, window in enumerate(self.windows)
+        ]
         # A pattern has the period p if moving it by p layers changes nothing.
         return next(p for p in range(1, L + 1) if L % p == 0 and kinds[p:] == kinds[: L - p])
 
@@ -236,21 +261,27 @@ class ModelConfig:
 _RUNTIME_FIELDS = {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}
 # Fields that may change when training starts from the weights of another run.
 _CONTEXT_FIELDS = {"max_context", "windows", "rope_theta", "rope_scaling", "rope_local_theta"}
-# Fields that determine the function that the model computes, and those of them that its weights determine.
-ARCHITECTURE = tuple(field.name for field in fields(ModelConfig) if field.name not in _RUNTIME_FIELDS)
+# Fields that determine the function that the model computes, and those of them that its weights
+# determine.
+ARCHITECTURE = tuple(
+    field.name for field in fields(ModelConfig) if field.name not in _RUNTIME_FIELDS
+)
 WEIGHT_FIELDS = tuple(name for name in ARCHITECTURE if name not in _CONTEXT_FIELDS)
 _PATHS = {name: f"attention.{name}" for name in AttentionSection.model_fields} | {
     name: f"model.{name}" for name in ModelSection.model_fields
 }
 # Field of the architecture → the setting (dotted path) from which it is resolved.
 SETTING_OF = {name: _PATHS[name] for name in ARCHITECTURE if name in _PATHS} | {
-    "vocab_size": "model.padded_vocab_size", "windows": "attention.sliding_window", "position": "attention.absolute_pos",
-    "unrotated": "attention.rope_layers", "softcap": "attention.attn_logit_softcapping",
-    "final_softcap": "model.final_logit_softcapping", "experts": "moe.use_moe", "latent": "attention.kv_lora_rank",
+    "vocab_size": "model.padded_vocab_size", "windows": "attention.sliding_window",
+    "position": "attention.absolute_pos", "unrotated": "attention.rope_layers",
+    "softcap": "attention.attn_logit_softcapping", "final_softcap": "model.final_logit_softcapping",
+    "experts": "moe.use_moe", "latent": "attention.kv_lora_rank",
 }  # fmt: skip
 
 
 def uneven_keys(settings: AttentionSection | ModelConfig) -> str | None:
-    """Returns the first setting by which layers share keys and values or differ in their shapes, or None if there is none."""
+    """Returns the first setting by which layers share keys and values or differ in their shapes, or
+    None if there is none.
+    """
     keys = ("kv_shared_layers", "global_head_size", "global_kv_heads")
     return next((f"attention.{key}" for key in keys if getattr(settings, key)), None)

@@ -1,6 +1,10 @@
 """Names of settings: their flags, their former names, and names that other programs use."""
 
-REQUEST_SECTIONS = ("generation", "router", "kv")  # sections that a request may change; no weight depends on them
+REQUEST_SECTIONS = (
+    "generation",
+    "router",
+    "kv",
+)  # sections that a request may change; no weight depends on them
 
 # Names of DantinoX 0, accepted without a warning.
 V0_NAMES = {
@@ -9,9 +13,15 @@ V0_NAMES = {
     "data.dataset_name": "data.path",
 }
 # Former names, accepted with a warning.
-FORMER_NAMES = {"generation.products": "generation.matmul_dtype", "training.dpo_beta": "training.preference_beta"}
-# Defaults of former names that differ from the current default. The config.yaml of a run contains them, so they are ignored.
-FORMER_DEFAULTS = {"training.dpo_beta": 0.1}  # the value of a null `training.preference_beta` with dpo
+FORMER_NAMES = {
+    "generation.products": "generation.matmul_dtype",
+    "training.dpo_beta": "training.preference_beta",
+}
+# Defaults of former names that differ from the current default. The config.yaml of a run contains
+# them, so they are ignored.
+FORMER_DEFAULTS = {
+    "training.dpo_beta": 0.1
+}  # the value of a null `training.preference_beta` with dpo
 ALIASES = V0_NAMES | FORMER_NAMES  # old dotted path → new dotted path
 
 # Additional flags of settings: name → dotted path.
@@ -155,7 +165,8 @@ SAME_NAMES = {"lora.dropout": "model.dropout_rate"}
 def flat_name(key: str) -> str:
     """Returns the name of a setting as a flag or a keyword argument.
 
-    This is the name without its section, such as `lr`. Only settings of `kv` keep the section as a prefix, as in `kv_budget`.
+    This is the name without its section, such as `lr`. Only settings of `kv` keep the section as a
+    prefix, as in `kv_budget`.
     """
     section, _, name = key.partition(".")
     return f"kv_{name}" if section == "kv" else name

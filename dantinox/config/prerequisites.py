@@ -1,7 +1,8 @@
 """Prerequisites of settings, and the settings that are inactive because a prerequisite is missing.
 
-Prerequisites are `Needs` objects in the type annotations of the settings. An inactive setting raises an error if it comes from
-a flag or an argument, and prints one warning if it comes from a file.
+Prerequisites are `Needs` objects in the type annotations of the settings. An inactive setting
+raises an error if it comes from a flag or an argument, and prints one warning if it comes from a
+file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,24 +39,31 @@ def differs(value: object) -> Condition:
 
 def one_of(*values: object) -> Condition:
     """Returns the condition that the setting has one of these values."""
-    return Condition(f"is {' or '.join(map(format_value, values))}", lambda actual: actual in values)
+    return Condition(
+        f"is {' or '.join(map(format_value, values))}", lambda actual: actual in values
+    )
 
 
 class Needs:
-    """A prerequisite in a type annotation: the setting has an effect only if one of `others` meets its condition.
+    """A prerequisite in a type annotation: the setting has an effect only if one of `others` meets
+    its condition.
 
     If a setting has several prerequisites, all of them must be met.
     """
 
     def __init__(self, *others: tuple[str, object]):
         """`others`: pairs of a dotted path and the required value or a `Condition`."""
-        self.others = tuple((key, value if isinstance(value, Condition) else equals(value)) for key, value in others)
+        self.others = tuple(
+            (key, value if isinstance(value, Condition) else equals(value)) for key, value in others
+        )
 
     def met(self, value_of: Callable[[str], object]) -> bool:
         return any(condition(value_of(key)) for key, condition in self.others)
 
     def __str__(self) -> str:
-        """Returns text such as `training.optimizer is adamw or muon`, or `a or b is set` if both have the same condition."""
+        """Returns text such as `training.optimizer is adamw or muon`, or `a or b is set` if both
+        have the same condition.
+        """
         texts_of_key: dict[str, list[str]] = {}
         for key, condition in self.others:
             texts_of_key.setdefault(key, []).append(condition.text)
@@ -67,9 +75,12 @@ class Needs:
 
 
 def inactive_settings(
-    values: Mapping[str, object], defaults: Mapping[str, object], needs: Mapping[str, Sequence[Needs]]
+    values: Mapping[str, object],
+    defaults: Mapping[str, object],
+    needs: Mapping[str, Sequence[Needs]],
 ) -> dict[str, str]:
-    """Returns the settings that differ from their default and have no effect: dotted path → reason (`while … is …`).
+    """Returns the settings that differ from their default and have no effect: dotted path → reason
+    (`while … is …`).
 
     A prerequisite that refers to an inactive setting is checked as if that setting had its default.
     """
@@ -86,14 +97,18 @@ def inactive_settings(
         return reasons[key]
 
     def explain(need: Needs) -> str:
-        """Returns the reason of a prerequisite that is not met: if a setting that it names is itself inactive, that reason."""
+        """Returns the reason of a prerequisite that is not met: if a setting that it names is
+        itself inactive, that reason.
+        """
         others = dict.fromkeys(key for key, _ in need.others)
         for key in others:
             if reason(key) and values[key] != defaults[key]:
                 return reason(key)
         return "while " + " and ".join(f"{key} is {format_value(values[key])}" for key in others)
 
-    return {key: reason(key) for key, value in values.items() if value != defaults[key] and reason(key)}
+    return {
+        key: reason(key) for key, value in values.items() if value != defaults[key] and reason(key)
+    }
 
 
 def format_value(value: object) -> str:

@@ -1,6 +1,7 @@
 """The entries of `grpo.rewards`: the options of each reward, and their validation.
 
-An entry has the keys `name` and `weight`, and the options of the reward. A name with a dot is a function of the user.
+An entry has the keys `name` and `weight`, and the options of the reward. A name with a dot is a
+function of the user.
 """
 
 import difflib
@@ -44,7 +45,8 @@ class Numeric(Reward):
     """1 if a number in the answer equals that of a field of the record.
 
     Attributes:
-      after: the number is the first one after the last occurrence of this text. None: the last number of the answer.
+      after: the number is the first one after the last occurrence of this text. None: the last
+        number of the answer.
       tolerance: the largest difference that counts as equal.
     """
 
@@ -61,7 +63,8 @@ class Regex(Reward):
 
 
 class JSONSchema(Reward):
-    """1 if the answer, or the fenced block in it, is JSON that a schema allows. Exactly one of the options is given.
+    """1 if the answer, or the fenced block in it, is JSON that a schema allows. Exactly one of the
+    options is given.
 
     Attributes:
       json_schema: the schema.
@@ -124,11 +127,17 @@ def parse_reward(entry: Mapping[str, Any]) -> Reward:
     """
     name = entry.get("name")
     if not isinstance(name, str):
-        raise UserError(f"must have an entry with a name: {', '.join(REWARDS)}, or package.function, got {quote(dict(entry))}")
+        raise UserError(
+            f"must have an entry with a name: {', '.join(REWARDS)}, or package.function, got"
+            f" {quote(dict(entry))}"
+        )
     kind = Function if FUNCTION_NAME.fullmatch(name) else REWARDS.get(name)
     if kind is None:
         hint = _did_you_mean(name, REWARDS)
-        raise UserError(f"has no reward {escape_name(name)}{hint} (allowed: {', '.join(REWARDS)}, or package.function)")
+        raise UserError(
+            f"has no reward {escape_name(name)}{hint} (allowed: {', '.join(REWARDS)}, or"
+            " package.function)"
+        )
     try:
         reward = kind.model_validate(dict(entry))
     except ValidationError as error:
@@ -136,18 +145,26 @@ def parse_reward(entry: Mapping[str, Any]) -> Reward:
     for group in kind.alternatives:
         given = [option for option in group if entry.get(option) is not None]
         if len(given) != 1:
-            raise UserError(f"has the reward {name}, which takes exactly one of {', '.join(group)}, got {len(given)}")
+            raise UserError(
+                f"has the reward {name}, which takes exactly one of {', '.join(group)}, got"
+                f" {len(given)}"
+            )
     return reward
 
 
 def _sentence(name: str, kind: type[Reward], error: ValidationError) -> str:
-    """Returns the rest of a sentence that begins with `grpo.rewards`, about the first error in an entry."""
+    """Returns the rest of a sentence that begins with `grpo.rewards`, about the first error in an
+    entry.
+    """
     first = error.errors(include_url=False)[0]
     option = str(first["loc"][0])
     fields = {field.alias or key: field for key, field in kind.model_fields.items()}
     if first["type"] == "extra_forbidden":
         hint = _did_you_mean(option, fields)
-        return f"has the reward {name} with an unknown option {escape_name(option)}{hint} (allowed: {', '.join(fields)})"
+        return (
+            f"has the reward {name} with an unknown option {escape_name(option)}{hint} (allowed:"
+            f" {', '.join(fields)})"
+        )
     if first["type"] == "missing":
         return f"has the reward {name} without {option}"
     allowed = type_in_words(TypeAdapter(fields[option].rebuild_annotation()).json_schema())

@@ -1,9 +1,11 @@
-"""The table of sampling steps: the settings of each step, the condition that switches it on, and its inputs.
+"""The table of sampling steps: the settings of each step, the condition that switches it on, and
+its inputs.
 
-Everything else about the steps is derived from `STEPS`: flags and help of the `generation` section, prerequisites of settings,
-the default order, the compiled chain and its window, the parameters of `process_logits`, and the table in
-docs/sampling_steps.md. To add a step, write a function in `dantinox.sampling.steps` or `.history`, add its row and settings to
-this module, and add a section to docs/sampling_steps.md.
+Everything else about the steps is derived from `STEPS`: flags and help of the `generation` section,
+prerequisites of settings, the default order, the compiled chain and its window, the parameters of
+`process_logits`, and the table in docs/sampling_steps.md. To add a step, write a function in
+`dantinox.sampling.steps` or `.history`, add its row and settings to this module, and add a section
+to docs/sampling_steps.md.
 """
 
 import math
@@ -14,7 +16,17 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from dantinox.config.base import Count, CountOrZero, Finite, Fraction, NonNegative, Positive, Section, as_tuple, field
+from dantinox.config.base import (
+    Count,
+    CountOrZero,
+    Finite,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    as_tuple,
+    field,
+)
 from dantinox.config.prerequisites import Condition, Needs, differs, equals, nonempty, nonzero
 
 MIN_NORMAL_FLOAT = 1.1754943508222875e-38  # the smallest normal float32
@@ -26,7 +38,9 @@ def is_digits(text: str) -> bool:
 
 
 def _as_biases(value: object) -> Any:
-    """Converts `token=value` strings or a mapping to a mapping. Null becomes -inf, because JSON has no infinity."""
+    """Converts `token=value` strings or a mapping to a mapping. Null becomes -inf, because JSON has
+    no infinity.
+    """
     pairs = _pairs(value)
     if pairs is None or not all(isinstance(token, str | int) for token, _ in pairs):
         return value
@@ -34,16 +48,26 @@ def _as_biases(value: object) -> Any:
 
 
 def _as_sequence_biases(value: object) -> Any:
-    """Converts strings, pairs or a mapping to pairs of a sequence (string or token ids) and its bias."""
+    """Converts strings, pairs or a mapping to pairs of a sequence (string or token ids) and its
+    bias.
+    """
     pairs = _pairs(value)
-    return tuple((_as_sequence(words), bias) for words, bias in pairs) if pairs is not None else value
+    return (
+        tuple((_as_sequence(words), bias) for words, bias in pairs) if pairs is not None else value
+    )
 
 
 def _pairs(value: object) -> list[tuple[Any, Any]] | None:
-    """Converts a mapping, `name=bias` strings or pairs to (name, bias) pairs, with -inf for null; other types to None."""
+    """Converts a mapping, `name=bias` strings or pairs to (name, bias) pairs, with -inf for null;
+    other types to None.
+    """
     if isinstance(value, list | tuple):
-        parts = [_split_at_last_equals_sign(item) if isinstance(item, str) else item for item in value]
-        if any(not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] == "" for pair in parts):
+        parts = [
+            _split_at_last_equals_sign(item) if isinstance(item, str) else item for item in value
+        ]
+        if any(
+            not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] == "" for pair in parts
+        ):
             return None
         pairs = [(name, _number(bias)) for name, bias in parts]
     elif isinstance(value, Mapping):
@@ -54,13 +78,17 @@ def _pairs(value: object) -> list[tuple[Any, Any]] | None:
 
 
 def _split_at_last_equals_sign(text: str) -> tuple[str, str]:
-    """Returns the parts of `name=bias`; the name is empty if there is no equals sign, and may itself contain one."""
+    """Returns the parts of `name=bias`; the name is empty if there is no equals sign, and may
+    itself contain one.
+    """
     name, _, bias = text.rpartition("=")
     return name, bias
 
 
 def _number(bias: Any) -> Any:
-    """Converts a string to a number if it is one; the validation of the type reports other strings."""
+    """Converts a string to a number if it is one; the validation of the type reports other
+    strings.
+    """
     try:
         return float(bias) if isinstance(bias, str) else bias
     except ValueError:
@@ -87,7 +115,11 @@ Breakers = Annotated[tuple[str | CountOrZero, ...], BeforeValidator(as_tuple)]
 Biases = Annotated[dict[str, Bias], BeforeValidator(_as_biases)]
 Sequences = Annotated[tuple[Sequence, ...], BeforeValidator(_as_sequences)]
 SequenceBiases = Annotated[tuple[tuple[Sequence, Bias], ...], BeforeValidator(_as_sequence_biases)]
-WatermarkKeys = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(max_length=32), BeforeValidator(as_tuple)]
+WatermarkKeys = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
+    Field(max_length=32),
+    BeforeValidator(as_tuple),
+]
 Scope = Literal["all", "output"]
 
 
@@ -100,13 +132,15 @@ class Step:
       arguments: parameter of the step's function → the setting that provides it.
       reads: other parameters of the function, computed by `dantinox.sampling.chain.STEP_INPUTS`.
       indirect: settings that affect the step through `reads`.
-      parameters: additional parameters in `process_logits`, for values that the decoder computes; name → type and default
-        (None: required).
-      group: `edit` and `penalty` steps also apply to greedy decoding. Edits run first and are not part of an order. The `last`
-        steps run after all others, over whole rows, in the order of the table.
-      keeps: `likeliest` if the step keeps the most likely tokens, `typical` if it keeps tokens by their surprise; empty for
-        a step that is not such a filter.
-      by_row: whether the step runs only for the rows of a batch that switch it on, because it is slow.
+      parameters: additional parameters in `process_logits`, for values that the decoder computes;
+        name → type and default (None: required).
+      group: `edit` and `penalty` steps also apply to greedy decoding. Edits run first and are not
+        part of an order. The `last` steps run after all others, over whole rows, in the order of
+        the table.
+      keeps: `likeliest` if the step keeps the most likely tokens, `typical` if it keeps tokens by
+        their surprise; empty for a step that is not such a filter.
+      by_row: whether the step runs only for the rows of a batch that switch it on, because it is
+        slow.
       function: the name of the step's function, if it differs from the step's name.
     """
 
@@ -122,7 +156,9 @@ class Step:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The settings that change what the step computes, which may include those that switch it on."""
+        """The settings that change what the step computes, which may include those that switch it
+        on.
+        """
         return (*self.arguments.values(), *self.indirect)
 
 
@@ -133,34 +169,50 @@ not_one = differs(1)
 
 
 NEEDS_CHAIN = (Needs(("generation.strategy", "chain")),)
-NEEDS_RANGE = (Needs(("generation.repetition_range", Condition("is above 1", lambda tokens: tokens > 1))),)
+NEEDS_RANGE = (
+    Needs(("generation.repetition_range", Condition("is above 1", lambda tokens: tokens > 1))),
+)
 
 
 class StepSettings(Section):
     """The settings of all sampling steps, in the order of the help pages."""
 
-    no_repeat_ngram: int = field(0, "never repeat a sequence of this many tokens (0: off)", group="edits")
+    no_repeat_ngram: int = field(
+        0, "never repeat a sequence of this many tokens (0: off)", group="edits"
+    )
     logit_bias: Biases = field(
         {},
-        "numbers to add to the logits of tokens, by id or string of one token (null or -inf: ban the token)",
+        "numbers to add to the logits of tokens, by id or string of one token (null or -inf: ban"
+        " the token)",
         group="edits",
     )
     sequence_bias: SequenceBiases = field(
         (),
-        "strings or lists of ids, each with a number to add to the logit of its last token when its other tokens come before",
+        "strings or lists of ids, each with a number to add to the logit of its last token when its"
+        " other tokens come before",
         group="edits",
     )
-    allowed_tokens: Tokens = field((), "the only tokens to generate: ids, or strings of one token (empty: all)", group="edits")
-    banned_tokens: Tokens = field((), "tokens never to generate: ids, or strings of one token", group="edits")
+    allowed_tokens: Tokens = field(
+        (), "the only tokens to generate: ids, or strings of one token (empty: all)", group="edits"
+    )
+    banned_tokens: Tokens = field(
+        (), "tokens never to generate: ids, or strings of one token", group="edits"
+    )
     bad_words: Sequences = field(
-        (), "strings never to generate: ban the last token of each when its other tokens come before", group="edits"
+        (),
+        "strings never to generate: ban the last token of each when its other tokens come before",
+        group="edits",
     )
     min_tokens: int = field(
-        0, "minimum number of tokens before the EOS token, a stop token or a stop string can end the text", group="request"
+        0,
+        "minimum number of tokens before the EOS token, a stop token or a stop string can end the"
+        " text",
+        group="request",
     )
     encoder_repetition_penalty: Positive = field(
         1.0,
-        "multiply positive and divide negative logits of tokens of the prompt by this number (1: off)",
+        "multiply positive and divide negative logits of tokens of the prompt by this number (1:"
+        " off)",
         group="penalties",
     )
     repetition_penalty: Positive = field(
@@ -168,10 +220,13 @@ class StepSettings(Section):
         "divide positive and multiply negative logits of earlier tokens by this number (1: off)",
         group="penalties",
     )
-    repetition_range: CountOrZero = field(0, "penalize tokens among the last N only (0: all)", group="penalties")
+    repetition_range: CountOrZero = field(
+        0, "penalize tokens among the last N only (0: all)", group="penalties"
+    )
     repetition_slope: Annotated[NonNegative, *NEEDS_RANGE] = field(
         0.0,
-        "how much more the newest of the last repetition_range tokens are penalized (0: all equally)",
+        "how much more the newest of the last repetition_range tokens are penalized (0: all"
+        " equally)",
         group="penalties",
     )
     repetition_scope: Scope = field(
@@ -179,28 +234,47 @@ class StepSettings(Section):
         "apply the repetition penalty to tokens of prompt and output (all), or only of the output",
         group="penalties",
     )
-    presence_penalty: Finite = field(0.0, "number to subtract once from the logits of generated tokens", group="penalties")
-    frequency_penalty: Finite = field(0.0, "number to subtract for each time that a token was generated", group="penalties")
+    presence_penalty: Finite = field(
+        0.0, "number to subtract once from the logits of generated tokens", group="penalties"
+    )
+    frequency_penalty: Finite = field(
+        0.0, "number to subtract for each time that a token was generated", group="penalties"
+    )
     presence_scope: Scope = field(
         "output",
-        "apply presence and frequency penalties to tokens of prompt and output (all), or only of the output",
+        "apply presence and frequency penalties to tokens of prompt and output (all), or only of"
+        " the output",
         group="penalties",
     )
-    dry_multiplier: NonNegative = field(0.0, "DRY: penalty for continuing a repeated sequence (0: off)", group="penalties")
+    dry_multiplier: NonNegative = field(
+        0.0, "DRY: penalty for continuing a repeated sequence (0: off)", group="penalties"
+    )
     dry_base: Annotated[float, Field(ge=1, allow_inf_nan=False)] = field(
         1.75, "DRY: growth of the penalty per repeated token", group="penalties"
     )
     dry_allowed_length: Count = field(
-        2, "DRY: length of a repetition with penalty dry_multiplier; shorter ones have none", group="penalties"
+        2,
+        "DRY: length of a repetition with penalty dry_multiplier; shorter ones have none",
+        group="penalties",
     )
-    dry_range: CountOrZero = field(0, "DRY: search the last N tokens only (0: all)", group="penalties")
+    dry_range: CountOrZero = field(
+        0, "DRY: search the last N tokens only (0: all)", group="penalties"
+    )
     dry_breakers: Breakers = field(
-        ("\n", ":", '"', "*"), "DRY: tokens that contain one of these strings end a repetition", group="penalties"
+        ("\n", ":", '"', "*"),
+        "DRY: tokens that contain one of these strings end a repetition",
+        group="penalties",
     )
-    dynatemp_low: NonNegative = field(1.0, "dynamic temperature: value at zero entropy", group="temperatures")
-    dynatemp_high: NonNegative = field(1.0, "dynamic temperature: value at maximum entropy", group="temperatures")
+    dynatemp_low: NonNegative = field(
+        1.0, "dynamic temperature: value at zero entropy", group="temperatures"
+    )
+    dynatemp_high: NonNegative = field(
+        1.0, "dynamic temperature: value at maximum entropy", group="temperatures"
+    )
     dynatemp_exponent: NonNegative = field(
-        1.0, "dynamic temperature: exponent of the normalized entropy in between", group="temperatures"
+        1.0,
+        "dynamic temperature: exponent of the normalized entropy in between",
+        group="temperatures",
     )
     temperature: NonNegative = field(1.0, "divisor of the logits (0: greedy)", group="temperatures")
     smoothing_factor: NonNegative = field(
@@ -209,9 +283,13 @@ class StepSettings(Section):
     smoothing_curve: Annotated[float, Field(ge=1, le=3)] = field(
         1.0, "shape of the smoothing, from quadratic (1) to cubic (3)", group="temperatures"
     )
-    top_k: int | None = field(None, "keep the k most likely tokens (null, 0 or less: off)", group="truncation")
+    top_k: int | None = field(
+        None, "keep the k most likely tokens (null, 0 or less: off)", group="truncation"
+    )
     top_p: Fraction | None = field(
-        None, "keep the smallest set of tokens with this total probability (null or 1: off)", group="truncation"
+        None,
+        "keep the smallest set of tokens with this total probability (null or 1: off)",
+        group="truncation",
     )
     top_p_rule: Annotated[Literal["inclusive", "exclusive"], *NEEDS_CHAIN] = field(
         "inclusive",
@@ -219,27 +297,41 @@ class StepSettings(Section):
         group="truncation",
     )
     min_p: Fraction = field(
-        0.0, "keep tokens with at least this fraction of the largest probability (0: off)", group="truncation"
+        0.0,
+        "keep tokens with at least this fraction of the largest probability (0: off)",
+        group="truncation",
     )
-    top_a: NonNegative = field(0.0, "keep tokens with P ≥ top_a · (largest P)² (0: off)", group="truncation")
+    top_a: NonNegative = field(
+        0.0, "keep tokens with P ≥ top_a · (largest P)² (0: off)", group="truncation"
+    )
     tail_free: Fraction = field(
-        1.0, "drop the tail where the curve of sorted probabilities flattens (1: off)", group="truncation"
+        1.0,
+        "drop the tail where the curve of sorted probabilities flattens (1: off)",
+        group="truncation",
     )
     typical: Fraction = field(
         1.0,
-        "keep the tokens whose surprise is closest to the entropy, up to this total probability (1: off)",
+        "keep the tokens whose surprise is closest to the entropy, up to this total probability (1:"
+        " off)",
         group="truncation",
     )
-    epsilon_cutoff: Fraction = field(0.0, "keep tokens with at least this probability (0: off)", group="truncation")
+    epsilon_cutoff: Fraction = field(
+        0.0, "keep tokens with at least this probability (0: off)", group="truncation"
+    )
     eta_cutoff: Fraction = field(
-        0.0, "keep tokens with at least this probability; the bound is lower at high entropy (0: off)", group="truncation"
+        0.0,
+        "keep tokens with at least this probability; the bound is lower at high entropy (0: off)",
+        group="truncation",
     )
     top_n_sigma: Finite = field(
-        0.0, "keep logits within this many standard deviations of the largest (0: off)", group="truncation"
+        0.0,
+        "keep logits within this many standard deviations of the largest (0: off)",
+        group="truncation",
     )
     min_k: Finite = field(
         -1.0,
-        "min-k: keep the tokens before the steepest fall of the sorted logits, more in flat rows; 3 is usual (negative: off)",
+        "min-k: keep the tokens before the steepest fall of the sorted logits, more in flat rows; 3"
+        " is usual (negative: off)",
         group="truncation",
     )
     p_less: Literal["off", "plain", "norm"] = field(
@@ -249,39 +341,50 @@ class StepSettings(Section):
     )
     top_h: Fraction = field(
         1.0,
-        "keep the largest set of most likely tokens with at most this fraction of the entropy (1: off)",
+        "keep the largest set of most likely tokens with at most this fraction of the entropy (1:"
+        " off)",
         group="truncation",
     )
     top_h_rule: Annotated[Literal["renormalized", "cumulative"], *NEEDS_CHAIN] = field(
         "renormalized",
-        "entropy of the kept tokens for top_h: of their own distribution (renormalized), or the sum of −P ln P (cumulative, as "
-        "Hugging Face Transformers)",
+        "entropy of the kept tokens for top_h: of their own distribution (renormalized), or the sum"
+        " of −P ln P (cumulative, as Hugging Face Transformers)",
         group="truncation",
     )
-    xtc_probability: Fraction = field(0.0, "XTC: probability of excluding the top choices (0: off)", group="truncation")
+    xtc_probability: Fraction = field(
+        0.0, "XTC: probability of excluding the top choices (0: off)", group="truncation"
+    )
     xtc_threshold: Fraction = field(
         0.1,
-        "XTC: tokens with at least this probability are top choices; all but the least likely are removed (above 0.5: off)",
+        "XTC: tokens with at least this probability are top choices; all but the least likely are"
+        " removed (above 0.5: off)",
         group="truncation",
     )
     ties: Annotated[Literal["first", "all"], *NEEDS_CHAIN] = field(
         "first",
-        "top_k, top_p, typical: of tokens equal to the last kept one, keep those with lower ids (first), or all",
+        "top_k, top_p, typical: of tokens equal to the last kept one, keep those with lower ids"
+        " (first), or all",
         group="steps",
     )
     mirostat: Literal[0, 1, 2] = field(
-        0, "version of mirostat, which keeps the surprise of the text constant (0: off)", group="surprise"
+        0,
+        "version of mirostat, which keeps the surprise of the text constant (0: off)",
+        group="surprise",
     )
     mirostat_tau: Positive = field(5.0, "mirostat: target surprise in bits", group="surprise")
-    mirostat_eta: Positive = field(0.1, "mirostat: learning rate of the correction", group="surprise")
+    mirostat_eta: Positive = field(
+        0.1, "mirostat: learning rate of the correction", group="surprise"
+    )
     skew: Annotated[float, Field(ge=-10, le=10)] = field(
         0.0,
-        "raise the cumulative probability to the power e^skew: above 0, unlikely tokens become more likely (0: off)",
+        "raise the cumulative probability to the power e^skew: above 0, unlikely tokens become more"
+        " likely (0: off)",
         group="surprise",
     )
     adaptive_target: Annotated[float, Field(le=1, allow_inf_nan=False)] = field(
         -1.0,
-        "adaptive-p: favor tokens with a probability near this value, on average over the text (negative: off)",
+        "adaptive-p: favor tokens with a probability near this value, on average over the text"
+        " (negative: off)",
         group="surprise",
     )
     adaptive_decay: Annotated[float, Field(ge=0, le=0.99)] = field(
@@ -296,7 +399,8 @@ class StepSettings(Section):
     )
     watermark_ngram: Annotated[int, Field(ge=2, le=16)] = field(
         5,
-        "SynthID watermark: length of the token sequences that are hashed, including the next token",
+        "SynthID watermark: length of the token sequences that are hashed, including the next"
+        " token",
         group="watermark",
     )
 
@@ -309,7 +413,10 @@ class Setting(NamedTuple):
 
 
 _STEP_TYPES = get_type_hints(StepSettings, include_extras=True)
-SETTINGS = {name: Setting(_STEP_TYPES[name], info.default) for name, info in StepSettings.model_fields.items()}
+SETTINGS = {
+    name: Setting(_STEP_TYPES[name], info.default)
+    for name, info in StepSettings.model_fields.items()
+}
 
 # Values of `reads`, `parameters` and `indirect` that several rows share.
 HISTORY_INPUTS = ("history_S", "length")
@@ -321,10 +428,17 @@ MIROSTAT_SETTINGS = ("mirostat", "mirostat_tau", "mirostat_eta")
 # The order of the rows is the order in which edits and the steps of the preset `default` run.
 STEPS: dict[str, Step] = {
     "no_repeat_ngram": Step(
-        {"no_repeat_ngram": positive}, {"n": "no_repeat_ngram"}, reads=(*HISTORY_INPUTS, "run_S"), group="edit"
+        {"no_repeat_ngram": positive},
+        {"n": "no_repeat_ngram"},
+        reads=(*HISTORY_INPUTS, "run_S"),
+        group="edit",
     ),
     "logit_bias": Step(
-        {"logit_bias": nonempty}, reads=("bias_V",), indirect=("logit_bias",), parameters=IDS | BIASES, group="edit"
+        {"logit_bias": nonempty},
+        reads=("bias_V",),
+        indirect=("logit_bias",),
+        parameters=IDS | BIASES,
+        group="edit",
     ),
     "sequence_bias": Step(
         {"sequence_bias": nonempty},
@@ -334,10 +448,19 @@ STEPS: dict[str, Step] = {
         group="edit",
     ),
     "allowed_tokens": Step(
-        {"allowed_tokens": nonempty}, reads=("ids_S",), indirect=("allowed_tokens",), parameters=IDS, group="edit"
+        {"allowed_tokens": nonempty},
+        reads=("ids_S",),
+        indirect=("allowed_tokens",),
+        parameters=IDS,
+        group="edit",
     ),
     "banned_tokens": Step(
-        {"banned_tokens": nonempty}, reads=("ids_S",), indirect=("banned_tokens",), parameters=IDS, group="edit", function="ban"
+        {"banned_tokens": nonempty},
+        reads=("ids_S",),
+        indirect=("banned_tokens",),
+        parameters=IDS,
+        group="edit",
+        function="ban",
     ),
     "bad_words": Step(
         {"bad_words": nonempty},
@@ -354,7 +477,10 @@ STEPS: dict[str, Step] = {
         group="edit",
     ),
     "encoder_repetition_penalty": Step(
-        {"encoder_repetition_penalty": not_one}, {"penalty": "encoder_repetition_penalty"}, reads=("prompt_V",), group="penalty"
+        {"encoder_repetition_penalty": not_one},
+        {"penalty": "encoder_repetition_penalty"},
+        reads=("prompt_V",),
+        group="penalty",
     ),
     "repetition_penalty": Step(
         {"repetition_penalty": not_one},
@@ -372,7 +498,11 @@ STEPS: dict[str, Step] = {
     ),
     "dry": Step(
         {"dry_multiplier": positive},
-        {"multiplier": "dry_multiplier", "base": "dry_base", "allowed_length": "dry_allowed_length"},
+        {
+            "multiplier": "dry_multiplier",
+            "base": "dry_base",
+            "allowed_length": "dry_allowed_length",
+        },
         reads=("repeated_V",),
         indirect=("dry_range", "dry_breakers"),
         parameters={"range": (CountOrZero, 0), "breakers": (Tokens, ())},
@@ -383,22 +513,46 @@ STEPS: dict[str, Step] = {
         {"low": "dynatemp_low", "high": "dynatemp_high", "exponent": "dynatemp_exponent"},
     ),
     "temperature": Step({"temperature": not_one}, {"t": "temperature"}),
-    "smoothing": Step({"smoothing_factor": positive}, {"factor": "smoothing_factor", "curve": "smoothing_curve"}),
+    "smoothing": Step(
+        {"smoothing_factor": positive}, {"factor": "smoothing_factor", "curve": "smoothing_curve"}
+    ),
     "top_k": Step({"top_k": positive}, {"k": "top_k", "ties": "ties"}, keeps="likeliest"),
     "top_p": Step(
-        {"top_p": below_one}, {"p": "top_p", "rule": "top_p_rule", "ties": "ties"}, reads=("rest",), keeps="likeliest"
+        {"top_p": below_one},
+        {"p": "top_p", "rule": "top_p_rule", "ties": "ties"},
+        reads=("rest",),
+        keeps="likeliest",
     ),
     "min_p": Step({"min_p": positive}, {"p": "min_p"}, keeps="likeliest"),
     "top_a": Step({"top_a": positive}, {"a": "top_a"}, reads=("rest",), keeps="likeliest"),
     "tail_free": Step({"tail_free": below_one}, {"z": "tail_free"}, reads=("size",), by_row=True),
-    "typical": Step({"typical": below_one}, {"p": "typical", "ties": "ties"}, reads=("rest",), keeps="typical"),
-    "epsilon_cutoff": Step({"epsilon_cutoff": positive}, {"eps": "epsilon_cutoff"}, reads=("rest",), keeps="likeliest"),
-    "eta_cutoff": Step({"eta_cutoff": positive}, {"eps": "eta_cutoff"}, reads=("rest",), keeps="likeliest"),
-    "top_n_sigma": Step({"top_n_sigma": positive}, {"n": "top_n_sigma"}, reads=("rest",), keeps="likeliest"),
-    "min_k": Step({"min_k": not_negative}, {"tau": "min_k"}, reads=("rest",), keeps="likeliest", by_row=True),
-    "p_less": Step({"p_less": equals("plain")}, reads=("rest",), indirect=("p_less",), keeps="likeliest"),
-    "p_less_norm": Step({"p_less": equals("norm")}, reads=("size", "rest"), indirect=("p_less",), keeps="likeliest"),
-    "top_h": Step({"top_h": below_one}, {"alpha": "top_h", "rule": "top_h_rule"}, reads=("rest",), keeps="likeliest"),
+    "typical": Step(
+        {"typical": below_one}, {"p": "typical", "ties": "ties"}, reads=("rest",), keeps="typical"
+    ),
+    "epsilon_cutoff": Step(
+        {"epsilon_cutoff": positive}, {"eps": "epsilon_cutoff"}, reads=("rest",), keeps="likeliest"
+    ),
+    "eta_cutoff": Step(
+        {"eta_cutoff": positive}, {"eps": "eta_cutoff"}, reads=("rest",), keeps="likeliest"
+    ),
+    "top_n_sigma": Step(
+        {"top_n_sigma": positive}, {"n": "top_n_sigma"}, reads=("rest",), keeps="likeliest"
+    ),
+    "min_k": Step(
+        {"min_k": not_negative}, {"tau": "min_k"}, reads=("rest",), keeps="likeliest", by_row=True
+    ),
+    "p_less": Step(
+        {"p_less": equals("plain")}, reads=("rest",), indirect=("p_less",), keeps="likeliest"
+    ),
+    "p_less_norm": Step(
+        {"p_less": equals("norm")}, reads=("size", "rest"), indirect=("p_less",), keeps="likeliest"
+    ),
+    "top_h": Step(
+        {"top_h": below_one},
+        {"alpha": "top_h", "rule": "top_h_rule"},
+        reads=("rest",),
+        keeps="likeliest",
+    ),
     "xtc": Step(
         {"xtc_probability": positive},
         {"threshold": "xtc_threshold", "probability": "xtc_probability"},
@@ -446,18 +600,23 @@ MIROSTAT_STEPS = tuple(name for name, step in STEPS.items() if "mu" in step.read
 
 
 def step_prerequisites(key: str) -> tuple[Needs, ...]:
-    """Returns the prerequisite of a step's setting: at least one of the steps that use the setting is on.
+    """Returns the prerequisite of a step's setting: at least one of the steps that use the setting
+    is on.
 
     The tuple is empty for a setting that itself switches a step on.
     """
     owners = [step for step in STEPS.values() if key in step.settings]
     if not owners or any(key in step.on for step in owners):
         return ()
-    return (Needs(*((f"generation.{switch}", on) for step in owners for switch, on in step.on.items())),)
+    return (
+        Needs(*((f"generation.{switch}", on) for step in owners for switch, on in step.on.items())),
+    )
 
 
 class Bounds(NamedTuple):
-    """The range of a numeric type, both ends included. The range of a number > 0 begins at the smallest normal float32."""
+    """The range of a numeric type, both ends included. The range of a number > 0 begins at the
+    smallest normal float32.
+    """
 
     low: float
     high: float
@@ -482,5 +641,7 @@ def number_bounds(kind: object) -> Bounds | None:
 
 
 NUMBER_BOUNDS: dict[str, Bounds] = {
-    key: bounds for key, setting in SETTINGS.items() if (bounds := number_bounds(setting.kind)) is not None
+    key: bounds
+    for key, setting in SETTINGS.items()
+    if (bounds := number_bounds(setting.kind)) is not None
 }

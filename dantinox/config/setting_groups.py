@@ -1,4 +1,6 @@
-"""Groups of related settings inside the large sections, for help pages and searches. `field` names the group of a setting."""
+"""Groups of related settings inside the large sections, for help pages and searches. `field` names
+the group of a setting.
+"""
 
 from typing import NamedTuple
 
@@ -24,7 +26,9 @@ GROUPS = {
     "window": SettingGroup("attention", "Sliding-window layers"),
     "scores": SettingGroup("attention", "Attention scores, biases, gate and kernel"),
     "latent": SettingGroup("attention", "Multi-head latent attention (MLA)"),
-    "layer_heads": SettingGroup("attention", "Heads of full-attention layers, and shared keys and values"),
+    "layer_heads": SettingGroup(
+        "attention", "Heads of full-attention layers, and shared keys and values"
+    ),
     "objective": SettingGroup("training", "Objective and starting weights"),
     "batches": SettingGroup("training", "Steps, batch size and seed"),
     "optimizer": SettingGroup("training", "Optimizer, learning rate and its schedule"),
@@ -32,7 +36,9 @@ GROUPS = {
     "request": SettingGroup("generation", "Length, samples, seed and end of a sequence"),
     "loops": SettingGroup("generation", "Detection of text that repeats itself"),
     "decoding": SettingGroup("generation", "KV cache, precision and devices of decoding"),
-    "speculation": SettingGroup("generation", "Speculative decoding: draft tokens that are verified several at a time"),
+    "speculation": SettingGroup(
+        "generation", "Speculative decoding: draft tokens that are verified several at a time"
+    ),
     "guidance": SettingGroup("generation", "Classifier-free guidance"),
     "beams": SettingGroup("generation", "Beam search"),
     "steps": SettingGroup("generation", "Greedy decoding, and the order of sampling steps"),
@@ -44,5 +50,7 @@ GROUPS = {
     "watermark": SettingGroup("generation", "SynthID watermark"),
     "thresholds": SettingGroup("router", "Presets, thresholds and base values"),
     "strategies": SettingGroup("router", "Numbers of the strategies clarify, explore and resample"),
-    "adaptive": SettingGroup("router", "Numbers of the strategy adaptive, and the scores of its candidates"),
+    "adaptive": SettingGroup(
+        "router", "Numbers of the strategy adaptive, and the scores of its candidates"
+    ),
 }

@@ -24,14 +24,17 @@ class SettingRecord(NamedTuple):
       section: the YAML section, such as `training`.
       group: the group inside the section, such as `optimizer`; empty in a section without groups.
       name: the key in the YAML file, such as `lr`.
-      type: the type with its range or choices, such as `number > 0` or `integer in [1, 2^31), or null`.
+      type: the type with its range or choices, such as `number > 0` or
+        `integer in [1, 2^31), or null`.
       range: the range of a number without its type, such as `> 0`; empty for other types.
       choices: the values of an enumeration.
       default: the default as a JSON value (a tuple is a list).
-      prerequisites: conditions on other settings; the setting has no effect unless all of them hold.
+      prerequisites: conditions on other settings; the setting has no effect unless all of them
+        hold.
       help: one line that describes the setting.
       aliases: other dotted paths of the same setting.
-      arity: number of values of its flag: `one`, `many`, or `switch` for a flag that may be given without a value.
+      arity: number of values of its flag: `one`, `many`, or `switch` for a flag that may be given
+        without a value.
     """
 
     section: str
@@ -53,7 +56,9 @@ class SettingRecord(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The short flag, such as `--lr`. A name that occurs in two sections needs the dotted path instead."""
+        """The short flag, such as `--lr`. A name that occurs in two sections needs the dotted path
+        instead.
+        """
         return f"--{flat_name(self.key)}"
 
     @property
@@ -73,14 +78,19 @@ def setting_records() -> tuple[SettingRecord, ...]:
     records = []
     for section, definition in _sections(schema).items():
         for name, content in definition["properties"].items():
-            records.append(_record(section, name, content, tuple(aliases.get(f"{section}.{name}", ()))))
+            records.append(
+                _record(section, name, content, tuple(aliases.get(f"{section}.{name}", ())))
+            )
     return tuple(records)
 
 
 @cache
 def section_titles() -> dict[str, str]:
     """Returns a mapping: section → one-sentence description."""
-    return {section: definition["description"].split("\n")[0] for section, definition in _sections(_schema()).items()}
+    return {
+        section: definition["description"].split("\n")[0]
+        for section, definition in _sections(_schema()).items()
+    }
 
 
 @cache
@@ -91,13 +101,24 @@ def _schema() -> dict[str, Any]:
 
 def _sections(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns section → its schema; a reference ends with the name of the definition."""
-    return {name: schema["$defs"][part["$ref"].rpartition("/")[2]] for name, part in schema["properties"].items()}
+    return {
+        name: schema["$defs"][part["$ref"].rpartition("/")[2]]
+        for name, part in schema["properties"].items()
+    }
 
 
-def _record(section: str, name: str, content: dict[str, Any], aliases: tuple[str, ...]) -> SettingRecord:
-    """Returns the record of a setting; `content` is its JSON schema. The options are the types that are not null."""
+def _record(
+    section: str, name: str, content: dict[str, Any], aliases: tuple[str, ...]
+) -> SettingRecord:
+    """Returns the record of a setting; `content` is its JSON schema. The options are the types that
+    are not null.
+    """
     options = [option for option in content.get("anyOf", [content]) if option.get("type") != "null"]
-    is_number = len(options) == 1 and options[0].get("type") in ("integer", "number") and "enum" not in options[0]
+    is_number = (
+        len(options) == 1
+        and options[0].get("type") in ("integer", "number")
+        and "enum" not in options[0]
+    )
     arity: Literal["one", "many", "switch"] = "one"
     if any(option.get("type") in ("array", "object") for option in options):
         arity = "many"
@@ -147,14 +168,18 @@ def type_in_words(schema: dict[str, Any], *, articles: bool = True) -> str:
         return article("a") + f"list (each {inner(schema['items'])})"
     if kind == "object":
         values = schema["additionalProperties"]  # the schema of the values, or true
-        return article("a") + (f"mapping (each {inner(values)})" if isinstance(values, dict) else "mapping")
+        return article("a") + (
+            f"mapping (each {inner(values)})" if isinstance(values, dict) else "mapping"
+        )
     if kind in ARTICLES:
         return f"{article(ARTICLES[kind])}{kind} {range_text(schema)}".rstrip()
     return TYPE_NAMES[kind or ""]
 
 
 def range_text(schema: dict[str, Any]) -> str:
-    """Returns the range of the schema of a number, such as `in [0, 1]` or `> 0`; empty without limits."""
+    """Returns the range of the schema of a number, such as `in [0, 1]` or `> 0`; empty without
+    limits.
+    """
     low = schema.get("minimum")
     high = schema.get("maximum")
     above = schema.get("exclusiveMinimum")

@@ -1,4 +1,6 @@
-"""Reads and writes YAML config files, with line numbers, overrides, aliases and one-sentence validation errors."""
+"""Reads and writes YAML config files, with line numbers, overrides, aliases and one-sentence
+validation errors.
+"""
 
 import difflib
 import json
@@ -14,13 +16,31 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dantinox.config.model_config import WEIGHT_FIELDS
-from dantinox.config.names import ALIASES, FORMER_DEFAULTS, FORMER_NAMES, OTHER_NAMES, REQUEST_SECTIONS, SAME_NAMES, flat_name
+from dantinox.config.names import (
+    ALIASES,
+    FORMER_DEFAULTS,
+    FORMER_NAMES,
+    OTHER_NAMES,
+    REQUEST_SECTIONS,
+    SAME_NAMES,
+    flat_name,
+)
 from dantinox.config.packaged import CONFIGS
-from dantinox.config.sections import FIELDS, NEEDS, SECTIONS, UNCHECKED, Config, find_inactive, flatten_config, reset_settings
+from dantinox.config.sections import (
+    FIELDS,
+    NEEDS,
+    SECTIONS,
+    UNCHECKED,
+    Config,
+    find_inactive,
+    flatten_config,
+    reset_settings,
+)
 from dantinox.config.setting_records import PREREQUISITES, type_in_words
 from dantinox.files import UserError, escape_name, quote, read_text
 
-# A run inherits these sections from training.init_from, or else the second ones from distill.teacher.
+# A run inherits these sections from training.init_from, or else the second ones from
+# distill.teacher.
 INHERITED_SECTIONS: tuple[str, ...] = ("model", "moe", "attention", "tokenizer")
 TAUGHT_SECTIONS = ("tokenizer",)
 
@@ -32,7 +52,9 @@ class _RejectedYAML(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that rejects duplicate keys and aliases of collections, and reads 5e-4 as a number."""
+    """A SafeLoader that rejects duplicate keys and aliases of collections, and reads 5e-4 as a
+    number.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark: yaml.Mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
@@ -40,7 +62,9 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         if is_alias and isinstance(node, yaml.CollectionNode):
             # Nested aliases expand exponentially when they are printed ("billion laughs").
-            raise _RejectedYAML(problem="an alias (*name) may stand for a single value only", problem_mark=mark)
+            raise _RejectedYAML(
+                problem="an alias (*name) may stand for a single value only", problem_mark=mark
+            )
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -49,9 +73,13 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node)
             mark = key_node.start_mark
             if not isinstance(key, str):
-                raise _RejectedYAML(problem=f"a key must be a name, got {quote(key)}", problem_mark=mark)
+                raise _RejectedYAML(
+                    problem=f"a key must be a name, got {quote(key)}", problem_mark=mark
+                )
             if key in seen:
-                problem = f"the key {quote(key)} appears twice, in lines {seen[key]} and {mark.line + 1}"
+                problem = (
+                    f"the key {quote(key)} appears twice, in lines {seen[key]} and {mark.line + 1}"
+                )
                 raise _RejectedYAML(problem=problem, problem_mark=mark)
             seen[key] = mark.line + 1
         return super().construct_mapping(node, deep)
@@ -61,10 +89,15 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):
             raise
-        except Exception:  # PyYAML raises many types, for example for 2024-13-45, !!int "" or an integer of 5,000 digits
+        # PyYAML raises many types, for example for 2024-13-45, !!int "" or an integer of 5,000
+        # digits.
+        except Exception:
             kind = node.tag.rpartition(":")[2]
             value = f"{quote(node.value)} " if isinstance(node, yaml.ScalarNode) else ""
-            raise _RejectedYAML(problem=f"{value}cannot be read as {escape_name(kind)}", problem_mark=node.start_mark) from None
+            raise _RejectedYAML(
+                problem=f"{value}cannot be read as {escape_name(kind)}",
+                problem_mark=node.start_mark,
+            ) from None
 
     def construct_undefined(self, node: yaml.Node) -> Any:
         tag = escape_name(node.tag.replace("tag:yaml.org,2002:", "!!"))
@@ -76,7 +109,9 @@ _Loader.add_constructor(None, _Loader.construct_undefined)  # of every other tag
 
 
 class _Dumper(yaml.SafeDumper):
-    """A SafeDumper whose output `_Loader` reads back unchanged. It quotes "5e-4" and escapes Unicode line breaks."""
+    """A SafeDumper whose output `_Loader` reads back unchanged. It quotes "5e-4" and escapes
+    Unicode line breaks.
+    """
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         style = '"' if any(character in data for character in "\x85\u2028\u2029\ufeff") else None
@@ -84,10 +119,13 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
-# YAML 1.1 requires a point in a number with an exponent. The last argument lists the first characters of such numbers.
+# YAML 1.1 requires a point in a number with an exponent. The last argument lists the first
+# characters of such numbers.
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
     )
 
 
@@ -100,7 +138,8 @@ def parse_value(text: str) -> object:
 
 
 def find_config(name: str | Path) -> Path:
-    """Returns the path of a config file. If there is no such file, returns the path of the packaged config of that name.
+    """Returns the path of a config file. If there is no such file, returns the path of the packaged
+    config of that name.
 
     Raises:
       UserError: neither of them exists, and the name has no suffix.
@@ -129,7 +168,8 @@ def load_config(path: str | Path, overrides: Mapping[str, object] | None = None)
       The validated settings. Settings that the file does not contain have their default.
 
     Raises:
-      UserError: the file cannot be read or is not YAML, or a setting has a wrong name, type or range.
+      UserError: the file cannot be read or is not YAML, or a setting has a wrong name, type or
+        range.
 
     Example:
       >>> config = dantinox.load_config("quickstart", {"training.lr": 5e-4, "training.steps": 100})
@@ -151,8 +191,9 @@ def build_config(
 ) -> Config:
     """Applies overrides to a tree of sections and validates the result.
 
-    An override that has no effect with the other settings is an error. If settings of the tree have no effect, the function
-    prints one warning for each reason. A setting that equals its default is never reported.
+    An override that has no effect with the other settings is an error. If settings of the tree have
+    no effect, the function prints one warning for each reason. A setting that equals its default is
+    never reported.
 
     Args:
       tree: section → name → value.
@@ -162,7 +203,8 @@ def build_config(
       origin: the source of the overrides, for messages.
 
     Raises:
-      UserError: a setting has a wrong name, type or range, settings contradict each other, or an override has no effect.
+      UserError: a setting has a wrong name, type or range, settings contradict each other, or an
+        override has no effect.
     """
     config, unused = validate_settings(tree, overrides or {}, where or {}, source, origin)
     warn_inactive(unused, where or {}, source)
@@ -170,10 +212,14 @@ def build_config(
 
 
 def load_training(path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
-    """Loads the config of a new training run, like `load_config` but with the defaults of `build_training`."""
+    """Loads the config of a new training run, like `load_config` but with the defaults of
+    `build_training`.
+    """
     path = find_config(path)
     tree, lines = read_yaml(path)
-    return build_training(tree, overrides, {key: f"{path}, line {line}" for key, line in lines.items()}, str(path))
+    return build_training(
+        tree, overrides, {key: f"{path}, line {line}" for key, line in lines.items()}, str(path)
+    )
 
 
 def build_training(
@@ -183,19 +229,23 @@ def build_training(
     source: str = "",
     origin: str = "command line",
 ) -> Config:
-    """Validates the settings of a new training run. Model and tokenizer settings default to those of `training.init_from`.
+    """Validates the settings of a new training run. Model and tokenizer settings default to those
+    of `training.init_from`.
 
     Without `training.init_from`, tokenizer settings default to those of the run `distill.teacher`.
 
     Raises:
-      UserError: as for `build_config`, or a setting contradicts the weights of the run `training.init_from`.
+      UserError: as for `build_config`, or a setting contradicts the weights of the run
+        `training.init_from`.
     """
     overrides = overrides or {}
     where = where or {}
 
     def given(section: str, name: str) -> object:
         content = tree.get(section)
-        return overrides.get(f"{section}.{name}", content.get(name) if isinstance(content, dict) else None)
+        return overrides.get(
+            f"{section}.{name}", content.get(name) if isinstance(content, dict) else None
+        )
 
     start = given("training", "init_from")
     sections = INHERITED_SECTIONS
@@ -207,7 +257,12 @@ def build_training(
     if not is_path or not file.is_file():  # the code that reads the weights reports the error
         return build_config(tree, overrides, where, source, origin)
     base = load_config(file)
-    written = {f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys} | set(overrides)
+    written = {
+        f"{section}.{key}"
+        for section, keys in tree.items()
+        if isinstance(keys, dict)
+        for key in keys
+    } | set(overrides)
     inherited = {section: getattr(base, section).model_dump(mode="json") for section in sections}
     filled: dict[str, object] = {**tree, **inherited}
     for section, keys in tree.items():
@@ -216,24 +271,34 @@ def build_training(
     config, unused = validate_settings(filled, overrides, where, source, origin)
     contradictable = sorted(key for key in written if key.partition(".")[0] in sections)
     _check_start(base, config, contradictable, where | dict.fromkeys(overrides, origin), str(start))
-    # A setting without effect is reported if it was written. If it is inherited, it is silently reset.
+    # A setting without effect is reported if it was written. If it is inherited, it is silently
+    # reset.
     warn_inactive({key: reason for key, reason in unused.items() if key in written}, where, source)
     return reset_settings(config, [key for key in unused if key not in written])
 
 
 def inherit_settings(config: Config) -> Config:
-    """Returns `config`, completed by settings of the run `training.init_from`, or of the teacher, if there is such a run.
+    """Returns `config`, completed by settings of the run `training.init_from`, or of the teacher,
+    if there is such a run.
 
-    Model and tokenizer settings that `config` does not set are copied from that run; of a teacher, only tokenizer settings.
+    Model and tokenizer settings that `config` does not set are copied from that run; of a teacher,
+    only tokenizer settings.
 
     Raises:
       UserError: as for `build_training`.
     """
-    return build_training(config.model_dump(mode="json", exclude_unset=True)) if config.tokenizer_run else config
+    return (
+        build_training(config.model_dump(mode="json", exclude_unset=True))
+        if config.tokenizer_run
+        else config
+    )
 
 
-def _check_start(base: Config, config: Config, keys: Iterable[str], where: Mapping[str, str], source: str) -> None:
-    """Raises a UserError if one of the settings `keys` contradicts the weights or the tokenizer of the run `source`.
+def _check_start(
+    base: Config, config: Config, keys: Iterable[str], where: Mapping[str, str], source: str
+) -> None:
+    """Raises a UserError if one of the settings `keys` contradicts the weights or the tokenizer of
+    the run `source`.
 
     Args:
       base: the settings of that run.
@@ -244,26 +309,42 @@ def _check_start(base: Config, config: Config, keys: Iterable[str], where: Mappi
         section, _, name = key.partition(".")
         if before.get(key) == after.get(key):
             continue
-        changed = base.model_copy(update={section: getattr(base, section).model_copy(update={name: after[key]})})
+        changed = base.model_copy(
+            update={section: getattr(base, section).model_copy(update={name: after[key]})}
+        )
         if section == "tokenizer":
             contradicts = config.tokenizer.tokenizer_type != "file"
         else:
             contradicts = _weight_fields(changed) != _weight_fields(base)
         if contradicts:
-            role = "whose weights the training starts from" if config.training.init_from else "the teacher"
+            role = (
+                "whose weights the training starts from"
+                if config.training.init_from
+                else "the teacher"
+            )
             conflict = f"{key} is {quote(before[key])} in {source}, {role}"
             place = f" ({where[key]})" if key in where else ""
-            raise UserError(f"{conflict}, got {quote(after[key])}: leave it out{place}", key=key, value=after[key])
+            raise UserError(
+                f"{conflict}, got {quote(after[key])}: leave it out{place}",
+                key=key,
+                value=after[key],
+            )
 
 
 def _weight_fields(config: Config) -> list[Any]:
     """Returns the values of the architecture fields that the weights determine."""
-    model = config.architecture(1)  # the sections do not contain the size of the vocabulary, which is not compared here
+    model = config.architecture(
+        1
+    )  # the sections do not contain the size of the vocabulary, which is not compared here
     return [getattr(model, name) for name in WEIGHT_FIELDS]
 
 
 def validate_settings(
-    tree: Mapping[str, object], overrides: Mapping[str, object], where: dict[str, str], source: str, origin: str
+    tree: Mapping[str, object],
+    overrides: Mapping[str, object],
+    where: dict[str, str],
+    source: str,
+    origin: str,
 ) -> tuple[Config, dict[str, str]]:
     """Returns the validated config, and dotted path → reason for each setting without effect.
 
@@ -296,34 +377,47 @@ def validate_settings(
     return config, unused
 
 
-def _flatten_tree(tree: Mapping[str, object], where: Mapping[str, str], source: str, origin: str) -> dict[str, object]:
-    """Returns dotted path → value of every setting in a tree of sections; the names are not checked.
+def _flatten_tree(
+    tree: Mapping[str, object], where: Mapping[str, str], source: str, origin: str
+) -> dict[str, object]:
+    """Returns dotted path → value of every setting in a tree of sections; the names are not
+    checked.
 
     Raises:
       UserError: a section does not exist or is not a mapping, or the settings are in no section.
     """
     if len(tree) > 1 and not any(section in SECTIONS for section in tree):
-        unsectioned = next((key for key in (*FIELDS, *ALIASES) if key.partition(".")[2] in tree), None)
+        unsectioned = next(
+            (key for key in (*FIELDS, *ALIASES) if key.partition(".")[2] in tree), None
+        )
         if unsectioned:
             section, _, name = unsectioned.partition(".")
             raise UserError(
-                f"{source or origin} has no sections, like a config of DantinoX 0: write {name} under {section}: and so on "
-                "(`dantinox init FILE` writes an example, `dantinox import` converts a run of DantinoX 0)"
+                f"{source or origin} has no sections, like a config of DantinoX 0: write {name}"
+                f" under {section}: and so on (`dantinox init FILE` writes an example, `dantinox"
+                " import` converts a run of DantinoX 0)"
             )
     written: dict[str, object] = {}
     for section, content in tree.items():
         if section not in SECTIONS:
-            raise UserError(f"no section {escape_name(section)}{_nearest_section(section)}{_place(section, where, source)}")
+            nearest = _nearest_section(section)
+            place = _place(section, where, source)
+            raise UserError(f"no section {escape_name(section)}{nearest}{place}")
         if content is None:
             continue
         if not isinstance(content, dict):
-            raise UserError(f"{section} must be a section of keys, got {quote(content)}{_place(section, where, source)}")
+            raise UserError(
+                f"{section} must be a section of keys, got"
+                f" {quote(content)}{_place(section, where, source)}"
+            )
         written |= {f"{section}.{key}": value for key, value in content.items()}
     return written
 
 
 def _shorten_warmup(config: Config, place: str) -> Config:
-    """Resets a warm-up that is longer than the training, with a warning, if an override has shortened the training."""
+    """Resets a warm-up that is longer than the training, with a warning, if an override has
+    shortened the training.
+    """
     warmup = config.training.warmup_steps or 0
     steps = config.training.steps
     if steps is None or warmup <= steps:
@@ -342,19 +436,31 @@ def warn_inactive(unused: Mapping[str, str], where: Mapping[str, str], source: s
         if len(keys) > 1:
             listed = f"{', '.join(keys[:-1])} and {keys[-1]}"
             verb = "have"
-        warnings.warn(f"{listed} {verb} no effect {reason}{_place(keys[0], where, source)}", stacklevel=3)
+        warnings.warn(
+            f"{listed} {verb} no effect {reason}{_place(keys[0], where, source)}", stacklevel=3
+        )
 
 
 def check_text(key: str, value: object, where: dict[str, str], source: str) -> None:
-    """Raises a UserError for a string with lone surrogates, or for a path that is empty or contains NUL."""
-    is_path = key.endswith("path") or key in ("training.init_from", "distill.teacher", "kv.calibration", "data.chat_template")
+    """Raises a UserError for a string with lone surrogates, or for a path that is empty or contains
+    NUL.
+    """
+    is_path = key.endswith("path") or key in (
+        "training.init_from",
+        "distill.teacher",
+        "kv.calibration",
+        "data.chat_template",
+    )
     for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
             continue
         surrogate = any("\ud800" <= character <= "\udfff" for character in text)
         if surrogate or (is_path and (not text or "\0" in text)):
             expected = "valid Unicode text" if surrogate else "a path"
-            sentence = f"{escape_name(key)} must be {expected}, got {quote(text)}{_place(key, where, source)}"
+            sentence = (
+                f"{escape_name(key)} must be {expected}, got"
+                f" {quote(text)}{_place(key, where, source)}"
+            )
             raise UserError(sentence, key=key, value=text)
 
 
@@ -362,21 +468,36 @@ def dump_config(config: Config, complete: bool = False) -> str:
     """Returns the settings as YAML text, which `load_config` reads back unchanged.
 
     Args:
-      complete: whether to write every setting. If false, defaults of the sections `REQUEST_SECTIONS` are left out.
+      complete: whether to write every setting. If false, defaults of the sections
+        `REQUEST_SECTIONS` are left out.
     """
     left_out = () if complete else REQUEST_SECTIONS
-    dumped = {name: getattr(config, name).model_dump(mode="json", exclude_defaults=name in left_out) for name in SECTIONS}
-    return yaml.dump({name: keys for name, keys in dumped.items() if keys}, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    dumped = {
+        name: getattr(config, name).model_dump(mode="json", exclude_defaults=name in left_out)
+        for name in SECTIONS
+    }
+    return yaml.dump(
+        {name: keys for name, keys in dumped.items() if keys},
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+    )
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
     """Returns dotted path → (old, new) for every setting in which two configs differ."""
     values = flatten_config(new)
-    return {key: (value, values[key]) for key, value in flatten_config(old).items() if value != values[key]}
+    return {
+        key: (value, values[key])
+        for key, value in flatten_config(old).items()
+        if value != values[key]
+    }
 
 
 def json_schema() -> str:
-    """Returns the JSON schema of the YAML files, for editors and for `dantinox.config.setting_records`."""
+    """Returns the JSON schema of the YAML files, for editors and for
+    `dantinox.config.setting_records`.
+    """
     schema = Config.model_json_schema()
     schema["description"] = schema["description"].split("\n")[0]
     for section, kind in SECTIONS.items():
@@ -395,15 +516,24 @@ def allowed_values(key: str) -> str:
 
 
 def nearest_key(name: str) -> str:
-    """Returns the dotted path of the setting that is most similar to a misspelled path or key, or an empty string."""
+    """Returns the dotted path of the setting that is most similar to a misspelled path or key, or
+    an empty string.
+    """
     by_name = {flat_name(key): key for key in FIELDS}
     section, _, last = name[:100].lower().rpartition(".")
     if last in OTHER_NAMES:
         return OTHER_NAMES[last]
-    section_names = [key.partition(".")[2] for key in FIELDS if section and key.startswith(section + ".")]
+    section_names = [
+        key.partition(".")[2] for key in FIELDS if section and key.startswith(section + ".")
+    ]
     with_prefix = [name for name in by_name if len(last) > 2 and name.startswith(last)]
-    # The first of these that finds a name: similar in the same section, with the same beginning, similar in any section.
-    matches = difflib.get_close_matches(last, section_names, 1) or with_prefix or difflib.get_close_matches(last, by_name, 1)
+    # The first of these that finds a name: similar in the same section, with the same beginning,
+    # similar in any section.
+    matches = (
+        difflib.get_close_matches(last, section_names, 1)
+        or with_prefix
+        or difflib.get_close_matches(last, by_name, 1)
+    )
     if not matches:
         similar = difflib.get_close_matches(last, OTHER_NAMES, 1)
         return OTHER_NAMES[similar[0]] if similar else ""
@@ -422,17 +552,23 @@ def _nearest_section(name: str) -> str:
     if keys or name in OTHER_NAMES:  # a setting written outside of its section
         return f", did you mean {' or '.join(keys or [OTHER_NAMES[name]])}?"
     matches = difflib.get_close_matches(name[:60].lower(), list(SECTIONS), 1)
-    return f", did you mean {matches[0]}?" if matches else f": the sections are {', '.join(SECTIONS)}"
+    return (
+        f", did you mean {matches[0]}?" if matches else f": the sections are {', '.join(SECTIONS)}"
+    )
 
 
 def _place(key: str, where: Mapping[str, str], source: str) -> str:
-    """Returns the place of a setting as the end of a message, such as ` (a.yaml, line 3)`; the default is `source`."""
+    """Returns the place of a setting as the end of a message, such as ` (a.yaml, line 3)`; the
+    default is `source`.
+    """
     place = where.get(key, source)
     return f" ({place})" if place else ""
 
 
 def _conflict_place(key: str, problem: str, where: Mapping[str, str], source: str) -> str:
-    """Returns the place of `key`, or the places of all settings that `problem` names if they are not in one file."""
+    """Returns the place of `key`, or the places of all settings that `problem` names if they are
+    not in one file.
+    """
     named = dict.fromkeys([key, *re.findall(r"[a-z]+\.[a-z_0-9]+", problem)])
     places = {name: where[name] for name in named if name in where}
     if len({place.partition(", line ")[0] for place in places.values()}) > 1:
@@ -440,8 +576,11 @@ def _conflict_place(key: str, problem: str, where: Mapping[str, str], source: st
     return _place(next(iter(places), key), where, source)
 
 
-def _resolve_aliases(settings: Mapping[str, object], where: dict[str, str], source: str) -> dict[str, Any]:
-    """Returns the settings with their current names, and adds their places to `where`. A former name prints one warning.
+def _resolve_aliases(
+    settings: Mapping[str, object], where: dict[str, str], source: str
+) -> dict[str, Any]:
+    """Returns the settings with their current names, and adds their places to `where`. A former
+    name prints one warning.
 
     Raises:
       UserError: a setting is given under two names.
@@ -457,7 +596,11 @@ def _resolve_aliases(settings: Mapping[str, object], where: dict[str, str], sour
             warnings.warn(f"{old} is now called {new}{_place(old, where, source)}", stacklevel=5)
         value = values.pop(old)
         if value is not None and values.get(new) is not None:
-            raise UserError(f"{old} is an alias of {new}: give one of them{_place(old, where, source)}", key=old, value=value)
+            raise UserError(
+                f"{old} is an alias of {new}: give one of them{_place(old, where, source)}",
+                key=old,
+                value=value,
+            )
         if value is not None or new not in values:
             values[new] = value
             if old in where:
@@ -496,11 +639,15 @@ def read_yaml(
         raise UserError(_yaml_sentence(error, path)) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise UserError(f"not valid YAML: the character U+{int(error.character):04X} ({path}, line {line})") from None
+        raise UserError(
+            f"not valid YAML: the character U+{int(error.character):04X} ({path}, line {line})"
+        ) from None
     except RecursionError:
         raise UserError(f"not a {kind}: nested too deep to read ({path})") from None
     if tree is None:
-        raise UserError(f"{path} is empty: a config needs at least one section ({', '.join(sections)})")
+        raise UserError(
+            f"{path} is empty: a config needs at least one section ({', '.join(sections)})"
+        )
     if not isinstance(tree, dict):
         raise UserError(f"{path} must hold sections ({', '.join(sections)}), got {quote(tree)}")
     return tree, lines
@@ -515,7 +662,10 @@ def _parse(text: str) -> tuple[Any, dict[str, int]]:
         for section, content in node.value if isinstance(node, yaml.MappingNode) else ():
             lines[str(section.value)] = section.start_mark.line + 1
             if isinstance(content, yaml.MappingNode):
-                lines |= {f"{section.value}.{key.value}": key.start_mark.line + 1 for key, _ in content.value}
+                lines |= {
+                    f"{section.value}.{key.value}": key.start_mark.line + 1
+                    for key, _ in content.value
+                }
         return (None if node is None else loader.construct_document(node)), lines
     finally:
         loader.dispose()
@@ -524,7 +674,9 @@ def _parse(text: str) -> tuple[Any, dict[str, int]]:
 def _yaml_sentence(error: yaml.MarkedYAMLError, path: Path) -> str:
     """Returns an error of the YAML parser as one sentence with file and line."""
     problem = " ".join(str(error.problem).split())
-    if problem.startswith("but "):  # PyYAML says `expected …` in the context and `but found …` in the problem
+    if problem.startswith(
+        "but "
+    ):  # PyYAML says `expected …` in the context and `but found …` in the problem
         problem = f"{error.context}, {problem}"
     if not isinstance(error, _RejectedYAML):
         problem = f"not valid YAML: {problem}"

@@ -1,6 +1,12 @@
 """Training and generation on many devices. Only this package names mesh axes."""
 
-from dantinox.distributed.layout import ONE_DEVICE, Layout, bytes_per_device, make_layout, mesh_sizes
+from dantinox.distributed.layout import (
+    ONE_DEVICE,
+    Layout,
+    bytes_per_device,
+    make_layout,
+    mesh_sizes,
+)
 from dantinox.distributed.processes import (
     NullOutput,
     StopSync,

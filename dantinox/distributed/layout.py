@@ -1,4 +1,6 @@
-"""Sharded training: the mesh, the shardings of parameters, optimizer state and batches, and the collectives of a step."""
+"""Sharded training: the mesh, the shardings of parameters, optimizer state and batches, and the
+collectives of a step.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +20,15 @@ from dantinox import programs
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
 from dantinox.distributed.mesh_parallelism import MeshParallelism, copy_to_tp, gather_shards
-from dantinox.distributed.rules import AXES, BATCH, SUMMED_OVER_TENSOR, TOKENS, Split, name_in_layer, split_parameter
+from dantinox.distributed.rules import (
+    AXES,
+    BATCH,
+    SUMMED_OVER_TENSOR,
+    TOKENS,
+    Split,
+    name_in_layer,
+    split_parameter,
+)
 from dantinox.model import Transformer, compute_dtype
 from dantinox.model.lora import is_adapter
 from dantinox.model.parallelism import GATHERED, SINGLE_DEVICE, Parallelism
@@ -26,20 +36,28 @@ from dantinox.model.parameters import Parameters, abstract_model
 from dantinox.model.positions import zigzag_chunks
 
 ONE_DEVICE = "one device"
-TOKEN_OBJECTIVES = ("next_token", "sft", "distill")  # the objectives whose loss is a sum over tokens
+TOKEN_OBJECTIVES = (
+    "next_token",
+    "sft",
+    "distill",
+)  # the objectives whose loss is a sum over tokens
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
     """Returns a tree of shapes with the shardings of a second tree of the same structure."""
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
     )
 
 
 def bytes_per_device(tree: Any) -> int:
     """Returns the bytes that one device holds of a tree of shapes with shardings."""
     leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
@@ -80,7 +98,9 @@ class Layout:
 
     def label(self) -> str:
         """Describes the mesh briefly, without axes of size 1."""
-        return format_mesh({axis: size for axis, size in self.sizes.items() if size > 1}) or ONE_DEVICE
+        return (
+            format_mesh({axis: size for axis, size in self.sizes.items() if size > 1}) or ONE_DEVICE
+        )
 
     @property
     def batch_shards(self) -> int:
@@ -108,7 +128,9 @@ class Layout:
         return splits
 
     def check_whole_matrices(self, owner: str = "") -> None:
-        """Checks that the `tensor` axis may split the matrices of the model, see `check_whole_matrices`."""
+        """Checks that the `tensor` axis may split the matrices of the model, see
+        `check_whole_matrices`.
+        """
         check_whole_matrices(self.model, self.sizes["tensor"], owner)
 
     @cached_property
@@ -123,8 +145,13 @@ class Layout:
             inner, layers = name_in_layer(name)
             in_layer = Split(split.compute[layers:], split.storage[layers:])
             if splits.setdefault(inner, in_layer) != in_layer:
-                sizes = ", ".join(f"distributed.{axis} {size}" for axis, size in self.sizes.items() if size > 1)
-                raise UserError(f"{inner} would be sharded differently in layers with different heads: lower {sizes}")
+                sizes = ", ".join(
+                    f"distributed.{axis} {size}" for axis, size in self.sizes.items() if size > 1
+                )
+                raise UserError(
+                    f"{inner} would be sharded differently in layers with different heads: lower"
+                    f" {sizes}"
+                )
         return splits
 
     @property
@@ -132,9 +159,13 @@ class Layout:
         """The parallelism of the model inside the training program."""
         if self.mesh is None:
             return SINGLE_DEVICE
-        return MeshParallelism(gathers=True, groups=self.sizes["expert"], ring=self.row_shards, layout=self)
+        return MeshParallelism(
+            gathers=True, groups=self.sizes["expert"], ring=self.row_shards, layout=self
+        )
 
-    def build_model(self, build: Callable[[Parameters], Transformer], parameters: Parameters) -> Transformer:
+    def build_model(
+        self, build: Callable[[Parameters], Transformer], parameters: Parameters
+    ) -> Transformer:
         """Builds the model from the local shards of the parameters, inside `shard_map`."""
         if self.mesh is None:
             return build(parameters)
@@ -149,7 +180,9 @@ class Layout:
         return model
 
     def gather_parameter(self, name: str, w: jax.Array) -> jax.Array:
-        """All-gathers a parameter from its local shard to the form that the matmul uses; `name` is its name in the layer."""
+        """All-gathers a parameter from its local shard to the form that the matmul uses; `name` is
+        its name in the layer.
+        """
         if name not in self.splits_in_layer:  # the dropout key, which is not a parameter
             return w
         split = self.splits_in_layer[name]
@@ -157,15 +190,30 @@ class Layout:
         if not split.gathered:
             is_head_norm = fnmatch(name, "attention/[qk]_norm/scale") and self.model.latent is None
             has_partial_gradient = is_head_norm or is_adapter(name)
-            return copy_to_tp(w) if has_partial_gradient and not any(split.compute) and tensor > 1 else w
+            return (
+                copy_to_tp(w)
+                if has_partial_gradient and not any(split.compute) and tensor > 1
+                else w
+            )
         # Ternary weights are computed from float32 weights.
-        is_rounded = name.endswith("kernel") and name != "ffn/router/kernel" and self.model.projections == "float"
-        has_identical_gradients = name not in SUMMED_OVER_TENSOR and any("tensor" in names for _, names in split.gathered)
+        is_rounded = (
+            name.endswith("kernel")
+            and name != "ffn/router/kernel"
+            and self.model.projections == "float"
+        )
+        has_identical_gradients = name not in SUMMED_OVER_TENSOR and any(
+            "tensor" in names for _, names in split.gathered
+        )
         dtype = compute_dtype(self.model) if is_rounded and w.dtype == jnp.float32 else w.dtype
-        return checkpoint_name(gather_shards(w, split.gathered, dtype, tensor if has_identical_gradients else 1), GATHERED)
+        return checkpoint_name(
+            gather_shards(w, split.gathered, dtype, tensor if has_identical_gradients else 1),
+            GATHERED,
+        )
 
     def reduce_gradients(self, gradients: Parameters) -> Parameters:
-        """All-reduces the gradients of local shards over the mesh axes over which they are not summed yet."""
+        """All-reduces the gradients of local shards over the mesh axes over which they are not
+        summed yet.
+        """
         if self.mesh is None:
             return gradients
 
@@ -193,33 +241,50 @@ class Layout:
         """
         if self.mesh is None:
             return function
-        return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False
+        )
 
     @cached_property
     def specs(self) -> dict[str, PartitionSpec]:
         """The partition specs of the parameters, for `shard_map`; empty on a single device."""
-        return {} if self.mesh is None else {name: split.spec for name, split in self.splits.items()}
+        return (
+            {} if self.mesh is None else {name: split.spec for name, split in self.splits.items()}
+        )
 
     def shardings(self, tree: Any) -> Any:
         """Returns the shardings of a tree such as the training state.
 
-        Leaves with the name and shape of a parameter are sharded like the parameter, all others are replicated. The
-        result is None if everything is on the default device.
+        Leaves with the name and shape of a parameter are sharded like the parameter, all others are
+        replicated. The result is None if everything is on the default device.
         """
         if self.mesh is None:
-            return None if self.device is None else jax.tree.map(lambda _: SingleDeviceSharding(self.device), tree)
+            return (
+                None
+                if self.device is None
+                else jax.tree.map(lambda _: SingleDeviceSharding(self.device), tree)
+            )
         shapes = self.shapes
 
         def place(path: Any, leaf: Any) -> NamedSharding:
-            names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey) and part.key in shapes]
+            names = [
+                part.key
+                for part in path
+                if isinstance(part, jax.tree_util.DictKey) and part.key in shapes
+            ]
             is_parameter = names and tuple(leaf.shape) == shapes[names[-1]].shape
-            return NamedSharding(self.mesh, self.specs[names[-1]] if is_parameter else PartitionSpec())  # type: ignore[arg-type]
+            spec = self.specs[names[-1]] if is_parameter else PartitionSpec()
+            return NamedSharding(self.mesh, spec)  # type: ignore[arg-type]
 
         return jax.tree_util.tree_map_with_path(place, tree)
 
     def bytes_per_device(self, tree: Any) -> int:
         """Returns the bytes that one device holds of a tree of shapes."""
-        return programs.tree_bytes(tree) if self.mesh is None else bytes_per_device(self.place_shapes(tree))
+        return (
+            programs.tree_bytes(tree)
+            if self.mesh is None
+            else bytes_per_device(self.place_shapes(tree))
+        )
 
     def place_shapes(self, tree: Any) -> Any:
         """Returns a tree of shapes with its shardings."""
@@ -227,7 +292,9 @@ class Layout:
         return tree if places is None else with_shardings(tree, places)
 
     def put_parameters(self, weights: Mapping[str, np.ndarray]) -> Parameters:
-        """Copies weights from host memory to the devices. No device ever holds more than its shards."""
+        """Copies weights from host memory to the devices. No device ever holds more than its
+        shards.
+        """
         if self.mesh is None:
             return {name: jnp.array(array) for name, array in weights.items()}
 
@@ -239,7 +306,9 @@ class Layout:
 
     @property
     def batch_spec(self) -> PartitionSpec:
-        """The partition spec of the arrays of a batch, `[rows, …]`, or `[rows, positions]` if the positions are split."""
+        """The partition spec of the arrays of a batch, `[rows, …]`, or `[rows, positions]` if the
+        positions are split.
+        """
         return PartitionSpec(BATCH) if self.row_shards == 1 else PartitionSpec(BATCH, "sequence")
 
     @property
@@ -258,9 +327,10 @@ class Layout:
     def put_batch(self, read: Callable[..., Any], count: int, accumulated: int = 1) -> Any:
         """Puts a batch on the devices.
 
-        Each process reads only the rows of its devices. The batch has `accumulated` parts, and each part holds the same rows as
-        it would on a single device. The rows of a part are split over all devices in order. If the positions of a row are split
-        too, each device gets its two chunks of the row (`zigzag_chunks`).
+        Each process reads only the rows of its devices. The batch has `accumulated` parts, and each
+        part holds the same rows as it would on a single device. The rows of a part are split over
+        all devices in order. If the positions of a row are split too, each device gets its two
+        chunks of the row (`zigzag_chunks`).
 
         Args:
           read: `read()` returns all rows, `read(numbers)` the rows with these ascending numbers.
@@ -269,9 +339,13 @@ class Layout:
         """
         if self.mesh is None:
             return jax.device_put(read(), self.batch_sharding)
-        order = np.arange(count).reshape(accumulated, self.batch_shards, -1).swapaxes(0, 1).reshape(-1)
+        order = (
+            np.arange(count).reshape(accumulated, self.batch_shards, -1).swapaxes(0, 1).reshape(-1)
+        )
         by_rows: Any = NamedSharding(self.mesh, PartitionSpec(BATCH))
-        local_rows = [order[place[0]] for place in by_rows.addressable_devices_indices_map((count,)).values()]
+        local_rows = [
+            order[place[0]] for place in by_rows.addressable_devices_indices_map((count,)).values()
+        ]
         local_numbers = np.unique(np.concatenate(local_rows))
         part = read(local_numbers)
 
@@ -283,7 +357,9 @@ class Layout:
                 rows = array[np.searchsorted(local_numbers, order[index[0]])]
                 return rows if self.row_shards == 1 else rows[:, index[1]]
 
-            return jax.make_array_from_callback((count, *array.shape[1:]), self.batch_sharding, read_shard)
+            return jax.make_array_from_callback(
+                (count, *array.shape[1:]), self.batch_sharding, read_shard
+            )
 
         return jax.tree.map(put, part)
 
@@ -296,7 +372,9 @@ class Layout:
         """Copies an array to every device."""
         if self.mesh is None:
             return jnp.asarray(array)
-        return jax.make_array_from_callback(array.shape, self.replicated, lambda index: array[index])
+        return jax.make_array_from_callback(
+            array.shape, self.replicated, lambda index: array[index]
+        )
 
 
 def _zigzag_order(length: int, devices: int) -> np.ndarray:
@@ -308,8 +386,8 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
     """Returns the size of each mesh axis for a number of devices.
 
     Raises:
-      UserError: the product of the sizes differs from the number of devices, the sizes do not divide the batch, or an axis is
-        not supported by the model or objective.
+      UserError: the product of the sizes differs from the number of devices, the sizes do not
+        divide the batch, or an axis is not supported by the model or objective.
     """
     t = config.training
     sizes: dict[str, int] = {axis: getattr(config.distributed, axis) for axis in AXES}
@@ -319,23 +397,35 @@ def mesh_sizes(config: Config, model: ModelConfig, devices: int) -> dict[str, in
             sizes[axis] = max(1, devices // fixed)
     mesh = format_mesh(sizes)
     if math.prod(sizes.values()) != devices:
-        raise UserError(f"distributed: {mesh} is a mesh of {math.prod(sizes.values())} devices, but there are {devices}")
+        raise UserError(
+            f"distributed: {mesh} is a mesh of {math.prod(sizes.values())} devices, but there are"
+            f" {devices}"
+        )
     rows = t.batch_size // t.grad_accum
     parts = math.prod(sizes[axis] for axis in BATCH)
     if rows % parts:
         accumulated = f" / training.grad_accum {t.grad_accum}" if t.grad_accum > 1 else ""
         raise UserError(
-            f"training.batch_size {t.batch_size}{accumulated} is {rows} rows, which {parts} devices "
-            f"({mesh}) cannot share equally: make it a multiple of {parts * t.grad_accum}, or set the axes of distributed"
+            f"training.batch_size {t.batch_size}{accumulated} is {rows} rows, which {parts} devices"
+            f" ({mesh}) cannot share equally: make it a multiple of {parts * t.grad_accum}, or set"
+            " the axes of distributed"
         )
     if sizes["tensor"] > 1 and t.objective in PREFERENCE_OBJECTIVES:
-        raise UserError(f"distributed.tensor must be 1 with training.objective: {t.objective}, got {sizes['tensor']}")
+        raise UserError(
+            f"distributed.tensor must be 1 with training.objective: {t.objective}, got"
+            f" {sizes['tensor']}"
+        )
     if sizes["tensor"] > 1 and model.lora is not None and model.lora.held == "nf4":
         blocks = "its blocks of 64 inputs cannot be split between devices"
-        raise UserError(f"distributed.tensor must be 1 with lora.base_weights: nf4, got {sizes['tensor']}: {blocks}")
+        raise UserError(
+            f"distributed.tensor must be 1 with lora.base_weights: nf4, got {sizes['tensor']}:"
+            f" {blocks}"
+        )
     check_whole_matrices(model, sizes["tensor"])
     if sizes["expert"] > 1 and model.experts is None:
-        raise UserError(f"distributed.expert must be 1 for a model without experts, got {sizes['expert']}")
+        raise UserError(
+            f"distributed.expert must be 1 for a model without experts, got {sizes['expert']}"
+        )
     if sizes["sequence"] > 1:
         _check_sequence(sizes["sequence"], config, model)
     return sizes
@@ -354,26 +444,34 @@ def check_whole_matrices(model: ModelConfig, devices: int, owner: str = "") -> N
         return
     key = "model.projections: ternary" if model.projections == "ternary" else "model.sub_norms"
     one = "scales and norms are those of whole matrices and rows"
-    raise UserError(f"distributed.tensor must be 1 with {key}{owner}, got {devices}: {one}", key="distributed.tensor")
+    raise UserError(
+        f"distributed.tensor must be 1 with {key}{owner}, got {devices}: {one}",
+        key="distributed.tensor",
+    )
 
 
 def _check_sequence(devices: int, config: Config, model: ModelConfig) -> None:
     """Raises a UserError if a row cannot be split over this many devices."""
     if config.training.objective not in TOKEN_OBJECTIVES:
         raise UserError(
-            f"distributed.sequence must be 1 with training.objective: {config.training.objective}, got {devices}: "
-            f"it needs {' or '.join(TOKEN_OBJECTIVES)}"
+            f"distributed.sequence must be 1 with training.objective: {config.training.objective},"
+            f" got {devices}: it needs {' or '.join(TOKEN_OBJECTIVES)}"
         )
     if model.kernel not in ("auto", "chunked"):
-        raise UserError(f"attention.kernel must be auto or chunked with distributed.sequence {devices}, got {model.kernel}")
+        raise UserError(
+            f"attention.kernel must be auto or chunked with distributed.sequence {devices}, got"
+            f" {model.kernel}"
+        )
     if config.model.max_context % (2 * devices):
         raise UserError(
-            f"model.max_context must be a multiple of {2 * devices} (two chunks for each of the {devices} devices of "
-            f"distributed.sequence), got {config.model.max_context}"
+            f"model.max_context must be a multiple of {2 * devices} (two chunks for each of the"
+            f" {devices} devices of distributed.sequence), got {config.model.max_context}"
         )
 
 
-def make_layout(config: Config, model: ModelConfig, devices: list[jax.Device] | None = None) -> Layout:
+def make_layout(
+    config: Config, model: ModelConfig, devices: list[jax.Device] | None = None
+) -> Layout:
     """Returns the layout of a training run.
 
     Args:

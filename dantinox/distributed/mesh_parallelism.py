@@ -15,14 +15,18 @@ from dantinox.model.parallelism import Parallelism
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_shards(w: jax.Array, dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: DTypeLike, copies: int) -> jax.Array:
-    """Rounds shards to `dtype` and then all-gathers them. Gradients are reduce-scattered in float32.
+def gather_shards(
+    w: jax.Array, dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: DTypeLike, copies: int
+) -> jax.Array:
+    """Rounds shards to `dtype` and then all-gathers them. Gradients are reduce-scattered in
+    float32.
 
     Args:
       w: the local shard.
       dims: (array axis, mesh axes) to gather.
       dtype: the dtype of the result.
-      copies: the number of devices that compute identical gradients; the sum of the gradients is divided by this number.
+      copies: the number of devices that compute identical gradients; the sum of the gradients is
+        divided by this number.
     """
     w = w.astype(dtype)
     for axis, names in dims:
@@ -30,11 +34,18 @@ def gather_shards(w: jax.Array, dims: tuple[tuple[int, tuple[str, ...]], ...], d
     return w
 
 
-def _gather_backward(dims: tuple[tuple[int, tuple[str, ...]], ...], dtype: DTypeLike, copies: int, _: None, d: jax.Array):
+def _gather_backward(
+    dims: tuple[tuple[int, tuple[str, ...]], ...],
+    dtype: DTypeLike,
+    copies: int,
+    _: None,
+    d: jax.Array,
+):
     d = d.astype(jnp.float32) / copies
     for axis, names in dims:
         d = lax.psum_scatter(d, names, scatter_dimension=axis, tiled=True)
-    # Without the barrier XLA accumulates full gradients and moves the reduce-scatter after the accumulation loop.
+    # Without the barrier XLA accumulates full gradients and moves the reduce-scatter after the
+    # accumulation loop.
     return (lax.optimization_barrier(d),)
 
 
@@ -70,7 +81,9 @@ scale_gradient.defvjp(lambda x, copies: (x, None), lambda copies, _, d: (d / cop
 
 @dataclass(frozen=True, kw_only=True)
 class MeshParallelism(Parallelism):
-    """The collectives of a model inside a `shard_map` over a mesh; `layout` is the `Layout` of the run."""
+    """The collectives of a model inside a `shard_map` over a mesh; `layout` is the `Layout` of the
+    run.
+    """
 
     layout: Any
 
@@ -83,7 +96,8 @@ class MeshParallelism(Parallelism):
         graph, state = nnx.split(block)
         flat = nnx.to_flat_state(state)
         gathered = [
-            (path, leaf.replace(self.layout.gather_parameter("/".join(map(str, path)), leaf[...]))) for path, leaf in flat
+            (path, leaf.replace(self.layout.gather_parameter("/".join(map(str, path)), leaf[...])))
+            for path, leaf in flat
         ]
         return nnx.merge(graph, nnx.from_flat_state(gathered))
 
@@ -99,7 +113,9 @@ class MeshParallelism(Parallelism):
     def local_shard(self, x_N: jax.Array) -> jax.Array:
         if self.tensor == 1:
             return x_N
-        padded = jnp.pad(self.copy_to_tp(x_N), [(0, -len(x_N) % self.tensor)] + [(0, 0)] * (x_N.ndim - 1))
+        padded = jnp.pad(
+            self.copy_to_tp(x_N), [(0, -len(x_N) % self.tensor)] + [(0, 0)] * (x_N.ndim - 1)
+        )
         size = len(padded) // self.tensor
         return lax.dynamic_slice_in_dim(padded, lax.axis_index("tensor") * size, size)
 
@@ -116,7 +132,11 @@ class MeshParallelism(Parallelism):
         return lax.all_gather(x_N, "expert", axis=0, tiled=True) if self.groups > 1 else x_N
 
     def reduce_scatter_tokens(self, y_N: jax.Array) -> jax.Array:
-        return lax.psum_scatter(y_N, "expert", scatter_dimension=0, tiled=True) if self.groups > 1 else y_N
+        return (
+            lax.psum_scatter(y_N, "expert", scatter_dimension=0, tiled=True)
+            if self.groups > 1
+            else y_N
+        )
 
     def first_expert(self, experts: int) -> Any:
         return lax.axis_index("expert") * experts
@@ -125,4 +145,6 @@ class MeshParallelism(Parallelism):
         return lax.axis_index("sequence")
 
     def ring_shift(self, x: Any) -> Any:
-        return lax.ppermute(x, "sequence", [(device, (device + 1) % self.ring) for device in range(self.ring)])
+        return lax.ppermute(
+            x, "sequence", [(device, (device + 1) % self.ring) for device in range(self.ring)]
+        )

@@ -1,7 +1,8 @@
 """The processes of one training run: start-up, barrier, broadcast and all-reduce.
 
-All processes run the same loop over the same steps. Only rank 0 prints and writes files; all processes write checkpoints.
-This module synchronizes the values on which all processes must agree, such as a received signal or the checkpoint to restore.
+All processes run the same loop over the same steps. Only rank 0 prints and writes files; all
+processes write checkpoints. This module synchronizes the values on which all processes must agree,
+such as a received signal or the checkpoint to restore.
 """
 
 import itertools
@@ -28,7 +29,8 @@ RESULT_LAG_STEPS = 2
 
 
 def initialize_processes(config: Config) -> None:
-    """Connects to the other processes if the settings name a coordinator. Must run before JAX initializes its devices.
+    """Connects to the other processes if the settings name a coordinator. Must run before JAX
+    initializes its devices.
 
     Raises:
       UserError: the coordinator cannot be reached.
@@ -37,8 +39,13 @@ def initialize_processes(config: Config) -> None:
     if d.coordinator is None or jax.distributed.is_initialized():
         return
     address = None if d.coordinator == "auto" else d.coordinator  # None: jax detects the cluster
-    jax.config.update("jax_enable_preemption_service", False)  # the service would intercept SIGTERM, which `StopSync` needs
-    timeouts = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": HEARTBEAT_SECONDS}
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # the service would intercept SIGTERM, which `StopSync` needs
+    timeouts = {
+        "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
+        "shutdown_timeout_seconds": HEARTBEAT_SECONDS,
+    }
     try:
         jax.distributed.initialize(address, d.processes, d.process, **timeouts)  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:
@@ -51,7 +58,9 @@ def is_rank0() -> bool:
 
 
 def barrier() -> None:
-    """Waits up to a day for all processes. A collective operation between devices would time out sooner."""
+    """Waits up to a day for all processes. A collective operation between devices would time out
+    sooner.
+    """
     if jax.process_count() == 1:
         return
     from orbax.checkpoint.multihost import get_barrier_sync_fn
@@ -101,11 +110,15 @@ def all_reduce_max(number: int) -> int:
 
 
 def fetch_to_host(tree: Any) -> Any:
-    """Returns a tree of arrays as full NumPy arrays in every process. The arrays are gathered one at a time."""
+    """Returns a tree of arrays as full NumPy arrays in every process. The arrays are gathered one
+    at a time.
+    """
     from jax.experimental.multihost_utils import process_allgather
 
     def to_numpy(array: jax.Array) -> np.ndarray:
-        return np.asarray(array if array.is_fully_addressable else process_allgather(array, tiled=True))
+        return np.asarray(
+            array if array.is_fully_addressable else process_allgather(array, tiled=True)
+        )
 
     return jax.tree.map(to_numpy, tree)
 
@@ -117,7 +130,8 @@ class StopSync:
         self._pending: deque[jax.Array] = deque()
 
     def poll(self, signal: int | None) -> int | None:
-        """Returns the signal that any process reported in the call `RESULT_LAG_STEPS` calls ago, or None.
+        """Returns the signal that any process reported in the call `RESULT_LAG_STEPS` calls ago, or
+        None.
 
         Every process calls it once per step.
 
@@ -137,14 +151,18 @@ class StopSync:
 
 @lru_cache(maxsize=1)
 def _process_mesh() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
-    """Returns a mesh with one device per process, and a function that computes the maximum over it."""
+    """Returns a mesh with one device per process, and a function that computes the maximum over
+    it.
+    """
     first = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([first[number] for number in sorted(first)]), ("process",))
     return mesh, jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 class NullOutput:
-    """Accepts any method call and does nothing: replaces the console and the logs on all ranks but 0."""
+    """Accepts any method call and does nothing: replaces the console and the logs on all ranks but
+    0.
+    """
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

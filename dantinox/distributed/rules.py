@@ -1,9 +1,10 @@
 """The mesh axes, and the table that maps parameter paths to mesh axes.
 
-Every device runs the same program. Devices that differ in `data`, `fsdp` or `expert` have different rows of the batch; devices
-that differ in `sequence` have different positions of the same rows; devices that differ in `tensor` have the same tokens, but
-different heads and features. Weights, gradients and moments are sharded over all axes except `data`. Before a matmul, the
-weights of a layer are all-gathered over `fsdp`, `expert` and `sequence`.
+Every device runs the same program. Devices that differ in `data`, `fsdp` or `expert` have different
+rows of the batch; devices that differ in `sequence` have different positions of the same rows;
+devices that differ in `tensor` have the same tokens, but different heads and features. Weights,
+gradients and moments are sharded over all axes except `data`. Before a matmul, the weights of a
+layer are all-gathered over `fsdp`, `expert` and `sequence`.
 """
 
 from collections.abc import Mapping
@@ -18,11 +19,16 @@ from dantinox.config import UserError
 AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 BATCH = ("data", "fsdp", "expert")  # devices that differ in one of these axes have different rows
 TOKENS = (*BATCH, "sequence")  # devices that differ in one of these axes have different tokens
-STORAGE_AXES = ("fsdp", "expert", "sequence", "tensor")  # parameters are sharded over these axes, if their sizes allow
+STORAGE_AXES = (
+    "fsdp",
+    "expert",
+    "sequence",
+    "tensor",
+)  # parameters are sharded over these axes, if their sizes allow
 # Parameters whose gradients are summed over `tensor` too.
 SUMMED_OVER_TENSOR = (
-    "embed", "embed/kernel", "embed/scale", "position_embed", "per_layer/embed", "per_layer/projection/kernel",
-    "per_layer/norm/scale", "head/kernel", "head/scale", "head_bias",
+    "embed", "embed/kernel", "embed/scale", "position_embed", "per_layer/embed",
+    "per_layer/projection/kernel", "per_layer/norm/scale", "head/kernel", "head/scale", "head_bias",
 )  # fmt: skip
 
 
@@ -31,11 +37,12 @@ class Rule(NamedTuple):
 
     Attributes:
       path: the path of the parameter in its layer, or in the model. `*` matches any part of a name.
-      axes: one letter per array axis, as in the shape suffixes of names; N also stands for the heads of latent attention.
+      axes: one letter per array axis, as in the shape suffixes of names; N also stands for the
+        heads of latent attention.
       compute: maps a letter to the mesh axis over which the matmul itself is sharded.
-      storage: letters of axes that can also be sharded in memory; the first axis of divisible size is used. Axes that are not
-        the shorter side of a matrix come first, because the optimizer Muon then all-reduces small Gram matrices instead of full
-        matrices.
+      storage: letters of axes that can also be sharded in memory; the first axis of divisible size
+        is used. Axes that are not the shorter side of a matrix come first, because the optimizer
+        Muon then all-reduces small Gram matrices instead of full matrices.
     """
 
     path: str
@@ -102,8 +109,8 @@ RULES = (
     Rule("ffn/shared/up/bias", "F", WIDTH, ""),
     Rule("ffn/shared/down/bias", "D", {}, ""),
     Rule("ffn/shared_gate/kernel", "D1", {}, "D"),
-    # For models with adapters: weights in nf4 (B blocks of inputs, C pairs of codes), and tables in int8. Matmuls with them are
-    # not sharded.
+    # For models with adapters: weights in nf4 (B blocks of inputs, C pairs of codes), and tables in
+    # int8. Matmuls with them are not sharded.
     Rule("embed/kernel", "VD", {}, "DV"),
     Rule("embed/scale", "V", {}, ""),
     Rule("head/scale", "V", {}, ""),
@@ -120,8 +127,9 @@ RULES = (
     Rule("layer_input/gate/scale", "BO", {}, "BO"),
     Rule("*/scale_step", "S", {}, ""),
     Rule("*/scale_mean", "", {}, ""),
-    # The scales of other quantized weights, and the matrices A and B and the magnitudes of adapters. These are small, so they
-    # are replicated, except along axes over which the matmul is sharded.
+    # The scales of other quantized weights, and the matrices A and B and the magnitudes of
+    # adapters. These are small, so they are replicated, except along axes over which the matmul is
+    # sharded.
     Rule("attention/qkv/scale", "KGH", HEADS, ""),
     Rule("attention/gate/scale", "KGH", HEADS, ""),
     Rule("layer_input/gate/scale", "P", {}, ""),
@@ -156,7 +164,8 @@ class Split(NamedTuple):
 
     Attributes:
       compute: for each array axis, the mesh axes over which its matmul is sharded.
-      storage: for each array axis, the further mesh axes over which it is sharded in memory and all-gathered before use.
+      storage: for each array axis, the further mesh axes over which it is sharded in memory and
+        all-gathered before use.
     """
 
     compute: tuple[tuple[str, ...], ...]
@@ -165,7 +174,9 @@ class Split(NamedTuple):
     @property
     def spec(self) -> PartitionSpec:
         """The partition spec of the parameter in memory."""
-        return PartitionSpec(*(a + s or None for a, s in zip(self.compute, self.storage, strict=True)))
+        return PartitionSpec(
+            *(a + s or None for a, s in zip(self.compute, self.storage, strict=True))
+        )
 
     @property
     def gathered(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -174,7 +185,11 @@ class Split(NamedTuple):
 
     def axes_of(self, axes: slice) -> tuple[str, ...]:
         """Returns the mesh axes over which the array axes in the slice `axes` are sharded."""
-        return tuple(name for a, s in zip(self.compute[axes], self.storage[axes], strict=True) for name in a + s)
+        return tuple(
+            name
+            for a, s in zip(self.compute[axes], self.storage[axes], strict=True)
+            for name in a + s
+        )
 
     @property
     def axes(self) -> set[str]:
@@ -195,13 +210,17 @@ def find_rule(name: str, ndim: int) -> Rule:
     for rule in RULES:
         if fnmatch(name, rule.path) and len(rule.axes) == ndim:
             return rule
-    raise ValueError(f"no rule for the sharding of {name} with {ndim} axes: add one to dantinox.distributed.rules.RULES")
+    raise ValueError(
+        f"no rule for the sharding of {name} with {ndim} axes: add one to"
+        " dantinox.distributed.rules.RULES"
+    )
 
 
 def split_parameter(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Split:
     """Returns how a parameter of a layer, or of the model, is sharded over a mesh.
 
-    If no array axis is divisible by the size of a storage axis, the parameter is replicated over that mesh axis.
+    If no array axis is divisible by the size of a storage axis, the parameter is replicated over
+    that mesh axis.
 
     Args:
       name: the name of the parameter in its layer, or its path in the model.
@@ -219,7 +238,8 @@ def split_parameter(name: str, shape: tuple[int, ...], sizes: Mapping[str, int])
     for letter, axis in rule.compute.items():
         if remaining[letter] % sizes[axis]:
             raise UserError(
-                f"distributed.{axis} must divide the {remaining[letter]} {NAMES[letter]} of a layer, got {sizes[axis]}"
+                f"distributed.{axis} must divide the {remaining[letter]} {NAMES[letter]} of a"
+                f" layer, got {sizes[axis]}"
             )
         remaining[letter] //= sizes[axis]
         used.add(axis)
@@ -234,6 +254,12 @@ def split_parameter(name: str, shape: tuple[int, ...], sizes: Mapping[str, int])
 
 
 def name_in_layer(name: str) -> tuple[str, int]:
-    """Returns the name of a parameter in its layer (or in the model), and its number of leading layer axes, 0 or 1."""
+    """Returns the name of a parameter in its layer (or in the model), and its number of leading
+    layer axes, 0 or 1.
+    """
     head, _, rest = name.partition("/")
-    return (rest.partition("/")[2], int(head == "rolled")) if head in ("blocks", "rolled") else (name, 0)
+    return (
+        (rest.partition("/")[2], int(head == "rolled"))
+        if head in ("blocks", "rolled")
+        else (name, 0)
+    )

@@ -1,6 +1,7 @@
 """Tensor-parallel generation: shards the weights of a model over several devices.
 
-Unlike in training, weights are never gathered. The residual stream of a token is all-reduced twice per layer.
+Unlike in training, weights are never gathered. The residual stream of a token is all-reduced twice
+per layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +37,8 @@ class TensorParallelism(Parallelism):
     def shard_features(self, x: jax.Array) -> jax.Array:
         """Keeps features sharded.
 
-        Otherwise XLA would gather the quantized gate and up weights, which share one array, before `down`.
+        Otherwise XLA would gather the quantized gate and up weights, which share one array, before
+        `down`.
         """
         spec = PartitionSpec(None, *[None] * (x.ndim - 2), "tensor")
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -45,27 +47,42 @@ class TensorParallelism(Parallelism):
         replicated = PartitionSpec(None)
         by_head = PartitionSpec(None, None, "tensor")
 
-        def sharded(q_BTKGH: Any, k_BTKH: Any, v_BTKH: Any, segments_BT: Any, window: int | None, softmax: Any) -> jax.Array:
+        def sharded(
+            q_BTKGH: Any,
+            k_BTKH: Any,
+            v_BTKH: Any,
+            segments_BT: Any,
+            window: int | None,
+            softmax: Any,
+        ) -> jax.Array:
             sinks = PartitionSpec("tensor")
             inputs = by_head, by_head, by_head, replicated, sinks
 
             def local(q: Any, k: Any, v: Any, segments: Any, sinks_KG: Any) -> jax.Array:
                 return kernel(q, k, v, segments, window, softmax._replace(sinks_KG=sinks_KG))
 
-            sharded_kernel = jax.shard_map(local, mesh=self.mesh, in_specs=inputs, out_specs=by_head, check_vma=False)
+            sharded_kernel = jax.shard_map(
+                local, mesh=self.mesh, in_specs=inputs, out_specs=by_head, check_vma=False
+            )
             return sharded_kernel(q_BTKGH, k_BTKH, v_BTKH, segments_BT, softmax.sinks_KG)
 
         return sharded
 
 
 def max_tensor_parallel(model: ModelConfig, limit: int) -> int:
-    """Returns the largest number of devices, up to `limit`, that divides the heads and features of a model."""
+    """Returns the largest number of devices, up to `limit`, that divides the heads and features of
+    a model.
+    """
     numbers = _sharded_sizes(model).values()
-    return max(count for count in range(1, limit + 1) if not any(number % count for number in numbers))
+    return max(
+        count for count in range(1, limit + 1) if not any(number % count for number in numbers)
+    )
 
 
 def _sharded_sizes(model: ModelConfig) -> dict[str, int]:
-    """Returns the sizes in a layer (such as numbers of heads) that are sharded over devices; the keys describe them."""
+    """Returns the sizes in a layer (such as numbers of heads) that are sharded over devices; the
+    keys describe them.
+    """
     heads = {"key heads": model.kv_heads} if model.latent is None else {"heads": model.n_heads}
     if model.global_kv_heads is not None:
         heads["key heads without a window"] = model.global_kv_heads
@@ -90,7 +107,10 @@ def tensor_mesh(model: ModelConfig, count: int, devices: list[jax.Device] | None
     """
     devices = jax.local_devices() if devices is None else devices
     bounds = [(f"be at most the {len(devices)} devices of this machine", count > len(devices))]
-    bounds += [(f"divide the {number} {what} of a layer", number % count > 0) for what, number in _sharded_sizes(model).items()]
+    bounds += [
+        (f"divide the {number} {what} of a layer", number % count > 0)
+        for what, number in _sharded_sizes(model).items()
+    ]
     for bound, broken in bounds:
         if broken:
             key = "generation.tensor_parallel"
@@ -99,7 +119,9 @@ def tensor_mesh(model: ModelConfig, count: int, devices: list[jax.Device] | None
     return Mesh(np.array(devices[:count]), ("tensor",), axis_types=kinds)
 
 
-def partition_spec(name: str, shape: tuple[int, ...], quantized: bool, tensor: int) -> PartitionSpec:
+def partition_spec(
+    name: str, shape: tuple[int, ...], quantized: bool, tensor: int
+) -> PartitionSpec:
     """Returns the partition spec of a parameter for generation.
 
     Args:
@@ -110,9 +132,15 @@ def partition_spec(name: str, shape: tuple[int, ...], quantized: bool, tensor: i
     """
     inner, _ = name_in_layer(name.replace("/integers/", "/"))
     module, _, leaf = inner.rpartition("/")
-    if inner == "embed" or module == "head":  # tables are sharded by embedding dimension, the output layer by tokens
+    if (
+        inner == "embed" or module == "head"
+    ):  # tables are sharded by embedding dimension, the output layer by tokens
         axis = 0 if quantized else 1
-        return _along(axis, len(shape)) if len(shape) > axis and shape[axis] % tensor == 0 else PartitionSpec()
+        return (
+            _along(axis, len(shape))
+            if len(shape) > axis and shape[axis] % tensor == 0
+            else PartitionSpec()
+        )
     if inner == "per_layer/embed":
         return _along(2, 3) if len(shape) == 3 and shape[2] % tensor == 0 else PartitionSpec()
     if leaf in ("one", "scales"):
@@ -124,7 +152,11 @@ def partition_spec(name: str, shape: tuple[int, ...], quantized: bool, tensor: i
     rule = next(rule for rule in RULES if fnmatch(f"{module}/kernel", rule.path))
     letter = next((letter for letter, axis in rule.compute.items() if axis == "tensor"), "")
     stacked = rule.axes.startswith("E")  # experts have a leading axis
-    inputs = rule.axes[stacked:-1] if module.endswith("attention/out") else rule.axes[stacked : stacked + 1]
+    inputs = (
+        rule.axes[stacked:-1]
+        if module.endswith("attention/out")
+        else rule.axes[stacked : stacked + 1]
+    )
     axis = stacked + (letter in inputs)  # of `[…, outputs, inputs]`
     fits = letter and axis < len(shape) and shape[axis] % tensor == 0
     return _along(axis, len(shape)) if fits else PartitionSpec()
@@ -135,7 +167,9 @@ def _along(axis: int, ndim: int) -> PartitionSpec:
 
 
 def model_shardings(model: Transformer, mesh: Mesh) -> Any:
-    """Returns the shardings of the parameters of a model, quantized or not, in the structure of its `nnx.state`."""
+    """Returns the shardings of the parameters of a model, quantized or not, in the structure of its
+    `nnx.state`.
+    """
     flat = dict(nnx.to_flat_state(nnx.state(model)))
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -143,17 +177,26 @@ def model_shardings(model: Transformer, mesh: Mesh) -> Any:
         spec = partition_spec("/".join(map(str, path)), leaf.shape, quantized, mesh.shape["tensor"])
         return NamedSharding(mesh, spec)
 
-    return nnx.from_flat_state([(path, leaf.replace(place(path, leaf))) for path, leaf in flat.items()])
+    return nnx.from_flat_state(
+        [(path, leaf.replace(place(path, leaf))) for path, leaf in flat.items()]
+    )
 
 
 def weight_shardings(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
     """Returns the shardings of the weights in a file, by path."""
     tensor = mesh.shape["tensor"]
-    return {name: NamedSharding(mesh, partition_spec(name, tuple(leaf.shape), False, tensor)) for name, leaf in shapes.items()}
+    return {
+        name: NamedSharding(mesh, partition_spec(name, tuple(leaf.shape), False, tensor))
+        for name, leaf in shapes.items()
+    }
 
 
-def shard_model(model: Transformer, mesh: Mesh, put: Callable[[Any, Any], Any] = jax.device_put) -> Transformer:
-    """Returns the model with its weights sharded over a mesh; `put(weights, shardings)` places the weights on the devices."""
+def shard_model(
+    model: Transformer, mesh: Mesh, put: Callable[[Any, Any], Any] = jax.device_put
+) -> Transformer:
+    """Returns the model with its weights sharded over a mesh; `put(weights, shardings)` places the
+    weights on the devices.
+    """
     graph, state = nnx.split(model)
     sharded = nnx.merge(graph, put(state, model_shardings(model, mesh)))
     sharded.parallelism = TensorParallelism(mesh=mesh)
@@ -168,7 +211,8 @@ def shard_model_shapes(model: Transformer, mesh: Mesh) -> Transformer:
 def shard_program_arguments(mesh: Mesh, tree: Any) -> Any:
     """Returns the arguments of a program of a sharded model as shapes with shardings.
 
-    Leaves that have a sharding keep it. Caches are sharded by key head, all other leaves are replicated.
+    Leaves that have a sharding keep it. Caches are sharded by key head, all other leaves are
+    replicated.
     """
     by_heads = isinstance(tree, KVCache)
 

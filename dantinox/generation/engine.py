@@ -6,11 +6,12 @@
         for output in engine.step():
             print(output.text, end="")
 
-`serve.AsyncEngine` runs it on a thread. `LoadedModel` decodes prompts that start together with an `OfflineEngine`. After the
-prefill, both run the code of `EngineBase`.
+`serve.AsyncEngine` runs it on a thread. `LoadedModel` decodes prompts that start together with an
+`OfflineEngine`. After the prefill, both run the code of `EngineBase`.
 
-Threads: `step` belongs to one thread. `add`, `reserve`, `prepare`, `cancel` and `load` may be called from any thread. `lock`
-guards the scheduler and the table of jobs, which they all use. `changes` has its own rules.
+Threads: `step` belongs to one thread. `add`, `reserve`, `prepare`, `cancel` and `load` may be
+called from any thread. `lock` guards the scheduler and the table of jobs, which they all use.
+`changes` has its own rules.
 """
 
 import logging
@@ -41,7 +42,9 @@ log = logging.getLogger("dantinox.generation")
 
 
 class Load(NamedTuple):
-    """The load of an engine: slots, busy slots, waiting requests, and the most requests that may wait."""
+    """The load of an engine: slots, busy slots, waiting requests, and the most requests that may
+    wait.
+    """
 
     slots: int
     busy: int
@@ -53,10 +56,11 @@ class Engine(EngineBase[SlotBatch]):
     """Runs requests on a batch whose slots are refilled.
 
     Attributes:
-      idle: whether `step` has nothing to do until a request is added, prepared or cancelled, or a program is ready. An engine
-        that adds responses to the prefix cache is not idle.
-      compile: called with the settings, `echo` and the subset of the sampling steps of a request whose programs are not
-        compiled. The request waits until the batch is `ready` for it. The default compiles the programs immediately.
+      idle: whether `step` has nothing to do until a request is added, prepared or cancelled, or a
+        program is ready. An engine that adds responses to the prefix cache is not idle.
+      compile: called with the settings, `echo` and the subset of the sampling steps of a request
+        whose programs are not compiled. The request waits until the batch is `ready` for it. The
+        default compiles the programs immediately.
       changes: changes the model while it is served.
     """
 
@@ -70,8 +74,8 @@ class Engine(EngineBase[SlotBatch]):
         super().__init__(model, batch, **options)
         self.compile: Callable[[Config, bool, int], None] = batch.compile
         self.changes = ModelChanges(batch, self.lock, lambda: [job.scope for job in self._jobs])
-        # Sequences with the scopes of their requests that have yet to be added to the prefix cache, the newest last, and
-        # the slot of the newest one while it is prefilled.
+        # Sequences with the scopes of their requests that have yet to be added to the prefix cache,
+        # the newest last, and the slot of the newest one while it is prefilled.
         self._sequences: deque[tuple[Sequence[int], PromptScope]] = deque(maxlen=batch.count)
         self._sequence_slot: int | None = None
         self._prefill_oldest = False
@@ -90,8 +94,8 @@ class Engine(EngineBase[SlotBatch]):
         """Adds a request; `step` returns its outputs.
 
         Raises:
-          UserError: the request does not fit the context or exceeds a limit, its settings or its constraint are invalid,
-            or as in `SlotBatch.scope`.
+          UserError: the request does not fit the context or exceeds a limit, its settings or its
+            constraint are invalid, or as in `SlotBatch.scope`.
           QueueFull: the queue is full.
         """
         job = self.reserve(request)
@@ -104,10 +108,15 @@ class Engine(EngineBase[SlotBatch]):
         return job
 
     def reserve(self, request: GenerationRequest) -> Job:
-        """Checks the sizes and adds the request to the queue, where it waits for `prepare`: the fast part of `add`."""
+        """Checks the sizes and adds the request to the queue, where it waits for `prepare`: the
+        fast part of `add`.
+        """
         self._check(request)
         request = self.model.heal(request)
-        job = Job(request, min(request.config.generation.max_new_tokens, self.batch.context - len(request.ids)))
+        job = Job(
+            request,
+            min(request.config.generation.max_new_tokens, self.batch.context - len(request.ids)),
+        )
         with self.lock:
             job.scope = self.batch.scope(request)
             self._scheduler.add(job)
@@ -115,7 +124,8 @@ class Engine(EngineBase[SlotBatch]):
         return job
 
     def prepare(self, job: Job) -> None:
-        """Creates the sampling parameters and the constraint and text of each sample: the slow part of `add` (up to a second).
+        """Creates the sampling parameters and the constraint and text of each sample: the slow part
+        of `add` (up to a second).
 
         Raises:
           UserError: the settings or the constraint are invalid.
@@ -138,28 +148,44 @@ class Engine(EngineBase[SlotBatch]):
         context = self.batch.context
         limit = min(MAX_SAMPLES, self.batch.count)
         if not 1 <= generation.n <= limit:
-            raise UserError(f"generation.n must be in [1, {limit}] in this server, got {generation.n}", key="generation.n")
+            raise UserError(
+                f"generation.n must be in [1, {limit}] in this server, got {generation.n}",
+                key="generation.n",
+            )
         needed = generation.n * request.rows_per_sample
         if needed > self.batch.count:
-            message = f"generation.n is {generation.n}, which needs {needed} slots with these settings, but this server has"
+            message = (
+                f"generation.n is {generation.n}, which needs {needed} slots with these settings,"
+                " but this server has"
+            )
             raise UserError(f"{message} {self.batch.count}", key="generation.n")
         if length < 1 or (length >= context and generation.max_new_tokens > 0) or length > context:
-            raise UserError(f"the prompt has {length} tokens and must leave room in the context of {context}: shorten it")
+            raise UserError(
+                f"the prompt has {length} tokens and must leave room in the context of {context}:"
+                " shorten it"
+            )
         self.model.check_ids(request.ids)
         if request.logprobs is not None and not 0 <= request.logprobs <= MAX_ALTERNATIVES:
-            raise UserError(f"logprobs must be in [0, {MAX_ALTERNATIVES}] in this server, got {request.logprobs}")
+            raise UserError(
+                f"logprobs must be in [0, {MAX_ALTERNATIVES}] in this server, got"
+                f" {request.logprobs}"
+            )
         if request.logit_processor not in (None, self.batch.logit_processor):
-            raise UserError("logit_processor is an argument of the SlotBatch, and all of its requests use it")
+            raise UserError(
+                "logit_processor is an argument of the SlotBatch, and all of its requests use it"
+            )
         if request.echo and request.logprobs is None:
             raise UserError("echo reports log-probabilities of the prompt: set logprobs too")
 
     # --- only the thread of `step`
 
     def step(self) -> list[Output]:
-        """Admits requests, prefills prompts, dispatches the next chunk and returns the outputs of the previous one.
+        """Admits requests, prefills prompts, dispatches the next chunk and returns the outputs of
+        the previous one.
 
         Raises:
-          Exception: any error, unless the engine isolates its requests; then only after `MAX_FAILURES` failing steps in a row.
+          Exception: any error, unless the engine isolates its requests; then only after
+            `MAX_FAILURES` failing steps in a row.
         """
         try:
             self._step()
@@ -204,10 +230,14 @@ class Engine(EngineBase[SlotBatch]):
         self.batch.reset()
 
     def _admit(self) -> None:
-        """Gives free slots to waiting requests whose programs are compiled, and starts to compile those of the others."""
+        """Gives free slots to waiting requests whose programs are compiled, and starts to compile
+        those of the others.
+        """
         while True:
             with self.lock:
-                waiting = [job for job in self._scheduler.waiting if job.prepared and not self._ready(job)]
+                waiting = [
+                    job for job in self._scheduler.waiting if job.prepared and not self._ready(job)
+                ]
             for job in waiting:
                 with self._isolate_errors(job):
                     self.compile(job.request.config, job.request.echo, job.subset)
@@ -221,8 +251,9 @@ class Engine(EngineBase[SlotBatch]):
     def _assign_prompts(self, job: Job) -> None:
         """Assigns the prompts of a job to the slots that it has got.
 
-        With n samples, the first n slots are those of their main rows, and every n-th slot after them is that of a row that
-        follows. The prompts are prefilled in the slots of the first sample.
+        With n samples, the first n slots are those of their main rows, and every n-th slot after
+        them is that of a row that follows. The prompts are prefilled in the slots of the first
+        sample.
         """
         slots = self._scheduler.slots_of(job)
         n = job.samples
@@ -238,14 +269,18 @@ class Engine(EngineBase[SlotBatch]):
         return self.batch.ready(job.params.program, job.request.echo, job.subset)
 
     def _prefill_prompts(self) -> None:
-        """Prefills at most one chunk of a prompt, or up to `MAX_PREFILL_CHUNKS` if more requests are in prefill than decoding.
+        """Prefills at most one chunk of a prompt, or up to `MAX_PREFILL_CHUNKS` if more requests
+        are in prefill than decoding.
 
-        Chunks of several prompts share a pass. A pass that takes the time of one chunk counts as one chunk.
+        Chunks of several prompts share a pass. A pass that takes the time of one chunk counts as
+        one chunk.
 
-        If no request is decoding, it prefills one chunk per prompt. `step` then returns, so that new requests are admitted.
+        If no request is decoding, it prefills one chunk per prompt. `step` then returns, so that
+        new requests are admitted.
 
-        Every second chunk belongs to the oldest prompt, and the others to the prompt with the fewest tokens left. So a short
-        prompt does not wait for a long one that came before it, and the long one makes progress.
+        Every second chunk belongs to the oldest prompt, and the others to the prompt with the
+        fewest tokens left. So a short prompt does not wait for a long one that came before it, and
+        the long one makes progress.
         """
         batch = self.batch
         prefilling = self._scheduler.prefilling
@@ -255,7 +290,9 @@ class Engine(EngineBase[SlotBatch]):
             chunks = max(1, min(MAX_PREFILL_CHUNKS, len(prefilling) // decoding))
         while prefilling and chunks > 0:
             if not decoding and self._pending is None:
-                batch.wait()  # otherwise a request that arrives now would wait for all chunks in the queue of the device
+                # Otherwise a request that arrives now would wait for all chunks in the queue of the
+                # device.
+                batch.wait()
             jobs = self._next_prompts(batch.pass_size(min(chunks, len(prefilling))))
             chunks -= 1 if batch.wide_passes else len(jobs)
             for job, left in zip(jobs, self._prefill_together(jobs), strict=True):
@@ -275,7 +312,9 @@ class Engine(EngineBase[SlotBatch]):
         return jobs
 
     def _prefill_together(self, jobs: Sequence[Job]) -> list[int | None]:
-        """Prefills a chunk of each prompt; returns the tokens left of each job, or None for each job if the pass has failed."""
+        """Prefills a chunk of each prompt; returns the tokens left of each job, or None for each
+        job if the pass has failed.
+        """
         slots = [self._prompt_slots(job)[0] for job in jobs]
         try:
             if len(slots) == 1:
@@ -290,7 +329,9 @@ class Engine(EngineBase[SlotBatch]):
         return [self._prefill_left(job) for job in jobs]
 
     def _prompt_slots(self, job: Job) -> list[int]:
-        """Returns the slots of the prompts of a job that are not prefilled, and at least one of them."""
+        """Returns the slots of the prompts of a job that are not prefilled, and at least one of
+        them.
+        """
         slots = self._scheduler.slots_of(job)[:: job.samples]
         return [slot for slot in slots if self.batch.prefill_left(slot) > 0] or slots[:1]
 
@@ -300,8 +341,9 @@ class Engine(EngineBase[SlotBatch]):
     def _add_responses(self) -> None:
         """Prefills one chunk of an earlier prompt and its response if the engine has no requests.
 
-        The keys that decoding writes differ in their last bits from those of a prefill, so the prefix cache cannot use them. A
-        request that arrives interrupts the prefill; the chunks before it are already in the prefix cache.
+        The keys that decoding writes differ in their last bits from those of a prefill, so the
+        prefix cache cannot use them. A request that arrives interrupts the prefill; the chunks
+        before it are already in the prefix cache.
         """
         batch = self.batch
         if self._jobs or self._is_computing or not self._sequences:
@@ -334,7 +376,9 @@ class Engine(EngineBase[SlotBatch]):
         with self.lock:
             self._scheduler.finish_prefill(job)
         for slot in copies:
-            for source, to in zip([first, *job.followers[first]], [slot, *job.followers[slot]], strict=True):
+            for source, to in zip(
+                [first, *job.followers[first]], [slot, *job.followers[slot]], strict=True
+            ):
                 self.batch.copy_prompt(source, to)
         self._start_rows(job)
 
@@ -370,7 +414,8 @@ class Engine(EngineBase[SlotBatch]):
         steps = min(super()._steps(jobs, remaining), *remaining.values())
         if self._scheduler.prefilling:
             return min(steps, STEPS_WHILE_PREFILLING)
-        # A chunk of only one token returns the first token sooner. But if requests wait for slots, throughput matters more.
+        # A chunk of only one token returns the first token sooner. But if requests wait for slots,
+        # throughput matters more.
         has_first_token = any(not job.text_of(slot).tokens for slot, job in jobs.items())
         return 1 if has_first_token and not self._scheduler.waiting else steps
 

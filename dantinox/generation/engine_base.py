@@ -1,6 +1,7 @@
 """`EngineBase`: decodes the rows of jobs on a batch, and turns their tokens into outputs.
 
-`Engine` admits requests and prefills their prompts on a batch whose slots are refilled. Offline, all rows start together.
+`Engine` admits requests and prefills their prompts on a batch whose slots are refilled. Offline,
+all rows start together.
 """
 
 import contextlib
@@ -42,7 +43,8 @@ class EngineBase(Generic[B]):
     """Decodes jobs that hold the slots of a batch.
 
     Attributes:
-      counters: totals by name: `finished`, `cancelled`, `failed`, `new_tokens`, and `Feature.counts`.
+      counters: totals by name: `finished`, `cancelled`, `failed`, `new_tokens`, and
+        `Feature.counts`.
     """
 
     def __init__(
@@ -60,10 +62,13 @@ class EngineBase(Generic[B]):
 
         Args:
           queue: the most requests that may wait for a slot.
-          chunk_seconds: the approximate duration of a chunk; None: every chunk has `max_steps` ≤ 32 tokens.
-          dispatch_ahead: dispatch a chunk before the previous one is returned, so that the device does not wait for the host.
-          isolate: after an unexpected exception, end only the request that raised it and continue. If the exception belongs to
-            no single request, all running requests end. Without `isolate`, `step` raises the exception.
+          chunk_seconds: the approximate duration of a chunk; None: every chunk has `max_steps` ≤ 32
+            tokens.
+          dispatch_ahead: dispatch a chunk before the previous one is returned, so that the device
+            does not wait for the host.
+          isolate: after an unexpected exception, end only the request that raised it and continue.
+            If the exception belongs to no single request, all running requests end. Without
+            `isolate`, `step` raises the exception.
         """
         self.model = model
         self.batch = batch
@@ -77,7 +82,9 @@ class EngineBase(Generic[B]):
         self._dispatch_ahead = dispatch_ahead
         self._isolate = isolate
         self._step_seconds = 0.01  # running mean of the seconds per token
-        self._collected = time.monotonic()  # when the last chunk was collected, or the last step without one began
+        self._collected = (
+            time.monotonic()
+        )  # when the last chunk was collected, or the last step without one began
         self._pending: PendingChunk | None = None
         self._pending_jobs: dict[int, Job] = {}
         self._outputs: list[Output] = []
@@ -106,7 +113,8 @@ class EngineBase(Generic[B]):
         self._before_dispatch()
         pending = self._pending
         jobs = self._pending_jobs
-        # Dispatch the next chunk before collecting the previous one, unless that decides which tokens are allowed next.
+        # Dispatch the next chunk before collecting the previous one, unless that decides which
+        # tokens are allowed next.
         if pending is not None and (not self._dispatch_ahead or self._constrained()):
             self._pending = None
             self._pending_jobs = {}
@@ -199,7 +207,9 @@ class EngineBase(Generic[B]):
         """Starts to decode a sample."""
 
     def _restart(self, job: Job, slot: int) -> None:
-        """Decodes a row again from the last token that its guides have kept. Tokens that are being computed are dropped."""
+        """Decodes a row again from the last token that its guides have kept. Tokens that are being
+        computed are dropped.
+        """
         raise NotImplementedError
 
     def _constrained(self) -> bool:
@@ -210,7 +220,9 @@ class EngineBase(Generic[B]):
         for slot in self.batch.remaining():
             job = self._scheduler.holders[slot]
             text = None if job is None else job.text_of(slot)
-            if text is not None and (text.mask is not None or (text.guides and not self.batch.can_restart)):
+            if text is not None and (
+                text.mask is not None or (text.guides and not self.batch.can_restart)
+            ):
                 return True
         return False
 
@@ -240,10 +252,16 @@ class EngineBase(Generic[B]):
             with self._isolate_errors(job):
                 job.stats.counts.update(output.counts)
                 self.counters.update(output.counts)
-                self._add_tokens(job, output.slot, output.tokens.tolist(), output.done, output.steps)
+                self._add_tokens(
+                    job, output.slot, output.tokens.tolist(), output.done, output.steps
+                )
 
-    def _add_tokens(self, job: Job, slot: int, ids: list[int], done: bool = True, steps: StepInfo | None = None) -> None:
-        """Adds tokens to a sample. Releases the slot when the sample ends, and ends the job when its last sample ends."""
+    def _add_tokens(
+        self, job: Job, slot: int, ids: list[int], done: bool = True, steps: StepInfo | None = None
+    ) -> None:
+        """Adds tokens to a sample. Releases the slot when the sample ends, and ends the job when
+        its last sample ends.
+        """
         text = job.text_of(slot)
         old_length = len(text.tokens)
         masked = text.mask is not None

@@ -1,4 +1,6 @@
-"""`Job`, a request that the engine has accepted, and `Output`, what a step of the engine returns."""
+"""`Job`, a request that the engine has accepted, and `Output`, what a step of the engine
+returns.
+"""
 
 import time
 from collections.abc import Sequence
@@ -22,7 +24,8 @@ class Output(NamedTuple):
     Attributes:
       parts: new text, one part per token if the request reports log-probabilities.
       ids: the new tokens; `steps` holds their reports.
-      finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last output of the sample.
+      finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last output of the
+        sample.
       stop_string: the stop string that ended the sample, or None.
       ended: whether the request has ended; `error` is set if it failed.
     """
@@ -73,7 +76,9 @@ class Job:
         self.subset = ALL_STEPS
         self.prepared = False
         self.cancelled = False
-        self.error: Exception | None = None  # an error in the preparation of the request or in its prefix match
+        self.error: Exception | None = (
+            None  # an error in the preparation of the request or in its prefix match
+        )
         self._start_time = time.monotonic()
 
     def seconds(self) -> float:

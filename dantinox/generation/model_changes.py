@@ -1,4 +1,6 @@
-"""`ModelChanges`: new weights and adapters, which a step of the engine applies between two programs."""
+"""`ModelChanges`: new weights and adapters, which a step of the engine applies between two
+programs.
+"""
 
 import threading
 from collections.abc import Callable
@@ -26,11 +28,16 @@ class NewAdapter(NamedTuple):
 class ModelChanges:
     """Weights and adapters that have been prepared, and wait for the next step of an engine.
 
-    Any thread may call `replace_weights`, `load_adapter`, `fail_waiting` and `unload_adapter`. Only the thread of
-    `Engine.step` may call `add_waiting` and `install_weights`.
+    Any thread may call `replace_weights`, `load_adapter`, `fail_waiting` and `unload_adapter`. Only
+    the thread of `Engine.step` may call `add_waiting` and `install_weights`.
     """
 
-    def __init__(self, batch: SlotBatch, lock: threading.RLock, scopes_in_use: Callable[[], list[PromptScope]]):
+    def __init__(
+        self,
+        batch: SlotBatch,
+        lock: threading.RLock,
+        scopes_in_use: Callable[[], list[PromptScope]],
+    ):
         """Creates an empty set of changes.
 
         Args:
@@ -55,7 +62,8 @@ class ModelChanges:
         return self._batch.adapters
 
     def replace_weights(self, weights: SplitModel) -> "Future[None]":
-        """Replaces the weights as soon as no request holds a slot. Until then, requests that wait are not admitted.
+        """Replaces the weights as soon as no request holds a slot. Until then, requests that wait
+        are not admitted.
 
         Args:
           weights: the result of `SlotBatch.prepare_weights`.
@@ -72,8 +80,9 @@ class ModelChanges:
         """Makes an adapter available to later requests.
 
         Returns:
-          A future that ends when the next step has copied the matrices. It raises a UserError if the name is invalid or in use,
-          or if no place is free: the place of a removed adapter is free when the last of its requests has ended.
+          A future that ends when the next step has copied the matrices. It raises a UserError if
+          the name is invalid or in use, or if no place is free: the place of a removed adapter is
+          free when the last of its requests has ended.
 
         Raises:
           UserError: the batch has no place for adapters, or the rank is too large.
@@ -84,7 +93,9 @@ class ModelChanges:
         return new.copied
 
     def fail_waiting(self, error: Exception) -> None:
-        """Ends the futures of `load_adapter` and `replace_weights`, if no further step will apply the changes."""
+        """Ends the futures of `load_adapter` and `replace_weights`, if no further step will apply
+        the changes.
+        """
         with self._lock:
             weights = self._weights
             self._weights = None
@@ -119,7 +130,9 @@ class ModelChanges:
                 continue
             try:
                 with self._lock:
-                    number = self._adapters.free_number(name, [scope.adapter.number for scope in self._scopes_in_use()])
+                    number = self._adapters.free_number(
+                        name, [scope.adapter.number for scope in self._scopes_in_use()]
+                    )
                 self._adapters.insert(name, number, digest, arrays)
                 copied.set_result(None)
             except Exception as error:

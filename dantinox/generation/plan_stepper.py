@@ -11,14 +11,21 @@ from dantinox.model import Transformer
 
 
 def plan_stepper(
-    config: Config, bundle: ModelBundle, model: Transformer, rows: int, slots: int, *, constrained: bool = False
+    config: Config,
+    bundle: ModelBundle,
+    model: Transformer,
+    rows: int,
+    slots: int,
+    *,
+    constrained: bool = False,
 ) -> tuple[Stepper, Constants]:
     """Returns the stepper of a batch and its constants.
 
     Args:
       model: the prepared model of `bundle`.
       rows, slots: the size of the cache.
-      constrained: whether the tokens that a row may get next depend on all tokens before them. Then there are no drafts.
+      constrained: whether the tokens that a row may get next depend on all tokens before them. Then
+        there are no drafts.
 
     Raises:
       UserError: as in `ModelBundle.draft_model`.

@@ -12,7 +12,9 @@ from dantinox.generation.guides.guide import Reasoning
 from dantinox.sampling.logit_processor import LogitProcessor
 from dantinox.sampling.params import ScoreFn
 
-TokenRecord = dict[str, Any]  # JSON record of a token: `id`, and perhaps `text` and reports (see `generation.api.trace`)
+TokenRecord = dict[
+    str, Any
+]  # JSON record of a token: `id`, and perhaps `text` and reports (see `generation.api.trace`)
 
 
 @dataclass(frozen=True)
@@ -21,23 +23,29 @@ class GenerationRequest:
 
     Attributes:
       ids: the tokens of the prompt, at least one.
-      config: all settings. The engine generates `generation.n` samples of at most `max_new_tokens` each.
-      logprobs: the number of alternatives to report per token; 0 reports only the generated token, None nothing.
+      config: all settings. The engine generates `generation.n` samples of at most `max_new_tokens`
+        each.
+      logprobs: the number of alternatives to report per token; 0 reports only the generated token,
+        None nothing.
       echo: also report the prompt tokens; needs `logprobs`.
       constraint: the constraint on the output; None: no constraint.
-      healed: the tokens that token healing has removed from the end of the prompt, see `ModelBundle.heal`; None: it has not
-        looked at the prompt.
-      reasoning: the reasoning in the output, for its budget and for a constraint that must not apply inside it.
+      healed: the tokens that token healing has removed from the end of the prompt, see
+        `ModelBundle.heal`; None: it has not looked at the prompt.
+      reasoning: the reasoning in the output, for its budget and for a constraint that must not
+        apply inside it.
       visible_ids: special tokens whose names appear in the text.
-      begun: the number of tokens at the end of `ids` that are the beginning of the output. The constraint and the budget of the
-        reasoning include them.
+      begun: the number of tokens at the end of `ids` that are the beginning of the output. The
+        constraint and the budget of the reasoning include them.
       prompt: the text of the prompt, if known; it is copied to the `Result`.
-      score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not supported in a server.
-      logit_processor: edits the logits, as in `LoadedModel.generate`; None: the processor of the batch, if it has one.
+      score_fn, show_candidates: settings of the entropy router, as in `LoadedModel.generate`; not
+        supported in a server.
+      logit_processor: edits the logits, as in `LoadedModel.generate`; None: the processor of the
+        batch, if it has one.
       lora: the name of the adapter; None: the base model.
-      negative_ids: with guidance, the tokens of the negative prompt; None: those of `generation.negative_prompt`.
-      salt: only requests with an equal salt share keys in the prefix cache of a server, so that the time of a response reveals
-        nothing about the prompts of others.
+      negative_ids: with guidance, the tokens of the negative prompt; None: those of
+        `generation.negative_prompt`.
+      salt: only requests with an equal salt share keys in the prefix cache of a server, so that the
+        time of a response reveals nothing about the prompts of others.
     """
 
     ids: tuple[int, ...]
@@ -59,7 +67,9 @@ class GenerationRequest:
 
     @property
     def rows_per_sample(self) -> int:
-        """The rows of each sample in a batch: with guidance two, of which the second one reads the negative prompt."""
+        """The rows of each sample in a batch: with guidance two, of which the second one reads the
+        negative prompt.
+        """
         return 2 if has_guidance(self.config) else 1
 
     @property
@@ -77,8 +87,10 @@ class Delta(NamedTuple):
     Attributes:
       sample: the index of the sample, from 0.
       text: new text of the response; "" if the new tokens do not complete any text yet.
-      tokens: one record per new token: its `id`, and its `text` and the reports if log-probabilities were requested.
-      finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last delta of the sample, else None.
+      tokens: one record per new token: its `id`, and its `text` and the reports if
+        log-probabilities were requested.
+      finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last delta of the sample,
+        else None.
       stop_string: in the last delta, the stop string that ended the sample, or None.
     """
 
@@ -94,11 +106,13 @@ class RequestStats:
     """Statistics of a request; complete once it has ended.
 
     Attributes:
-      prompt_tokens, reused_tokens: the number of prompt tokens, and of those the number that came from the prefix cache.
-      new_tokens, reasoning_tokens: the number of generated tokens of all samples, and of those the tokens of the reasoning.
+      prompt_tokens, reused_tokens: the number of prompt tokens, and of those the number that came
+        from the prefix cache.
+      new_tokens, reasoning_tokens: the number of generated tokens of all samples, and of those the
+        tokens of the reasoning.
       counts: what the features of the rows have counted, by name.
-      queued_seconds, first_token_seconds, seconds: the time from the arrival of the request to its slot, to its first token,
-        and to its end.
+      queued_seconds, first_token_seconds, seconds: the time from the arrival of the request to its
+        slot, to its first token, and to its end.
     """
 
     prompt_tokens: int

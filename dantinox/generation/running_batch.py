@@ -1,4 +1,6 @@
-"""`RunningBatch`: rows that are decoded together, chunk by chunk; the base class of `StaticBatch` and `SlotBatch`."""
+"""`RunningBatch`: rows that are decoded together, chunk by chunk; the base class of `StaticBatch`
+and `SlotBatch`.
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,16 +21,19 @@ Counts = dict[str, int]  # `Feature.counts` of one row
 
 
 def restart_slots(width: int) -> int:
-    """Returns the most tokens that a row may have written beyond the token from which it is restarted.
+    """Returns the most tokens that a row may have written beyond the token from which it is
+    restarted.
 
-    These are the tokens that its guides hold back, those of the chunk that is collected, and those of the chunk that was
-    dispatched before; `width` is that of the stepper.
+    These are the tokens that its guides hold back, those of the chunk that is collected, and those
+    of the chunk that was dispatched before; `width` is that of the stepper.
     """
     return MAX_HELD_TOKENS + 2 * DECODE_CHUNK * width
 
 
 def pad_end_ids(ids: Sequence[Sequence[int]], width: int = 1) -> np.ndarray:
-    """Returns the ids that end each row, int32 `[rows, E]`, padded with `NO_ID`; E is at least `width`."""
+    """Returns the ids that end each row, int32 `[rows, E]`, padded with `NO_ID`; E is at least
+    `width`.
+    """
     longest = max((len(row) for row in ids), default=0)
     ids_BE = np.full((len(ids), max(width, longest)), NO_ID, np.int32)
     for ids_E, row in zip(ids_BE, ids, strict=True):
@@ -60,11 +65,19 @@ class RowStatus(NamedTuple):
 
     @classmethod
     def of(cls, state: DecodeState) -> "RowStatus":
-        return cls(state.done_B, {name: count_B for feature in state.features for name, count_B in feature.counts.items()})
+        return cls(
+            state.done_B,
+            {
+                name: count_B
+                for feature in state.features
+                for name, count_B in feature.counts.items()
+            },
+        )
 
 
 class HostChunk(NamedTuple):
-    """A chunk on the host: tokens `[B, N]`, their mask (false for padding), the status of the rows, and the reports.
+    """A chunk on the host: tokens `[B, N]`, their mask (false for padding), the status of the rows,
+    and the reports.
 
     `recurrent` holds arrays `[B, N]`: the `SamplerState.recurrent` after each token.
     """
@@ -81,13 +94,16 @@ class Row:
     """The state of a row on the host.
 
     Attributes:
-      program: the key of the program that decodes the row; None before decoding starts and after it ends.
-      remaining: how many new tokens the row may still get, not counting the chunks that are already dispatched. A dispatched
-        chunk counts one token per step until it is collected.
+      program: the key of the program that decodes the row; None before decoding starts and after it
+        ends.
+      remaining: how many new tokens the row may still get, not counting the chunks that are already
+        dispatched. A dispatched chunk counts one token per step until it is collected.
       reports: whether to return a `StepInfo` with the tokens.
       counts: what the features have counted since the start of the row.
-      followers: the slots of the rows that follow this row and end with it. They have no `program` here.
-      history: `SamplerState.recurrent` after each generated token, for a restart; empty dicts if there is none.
+      followers: the slots of the rows that follow this row and end with it. They have no `program`
+        here.
+      history: `SamplerState.recurrent` after each generated token, for a restart; empty dicts if
+        there is none.
     """
 
     program: Hashable = None
@@ -100,11 +116,15 @@ class Row:
     def add_history(self, slot: int, count: int, recurrent: dict[str, np.ndarray]) -> None:
         """Appends the history of `count` tokens of a chunk."""
         columns = {name: values_BN[slot, :count].tolist() for name, values_BN in recurrent.items()}
-        self.history += [{name: values[i] for name, values in columns.items()} for i in range(count)]
+        self.history += [
+            {name: values[i] for name, values in columns.items()} for i in range(count)
+        ]
 
 
 class ChunkPart(NamedTuple):
-    """What one program computes in a chunk: its output, the status of its rows, and its rows by slot."""
+    """What one program computes in a chunk: its output, the status of its rows, and its rows by
+    slot.
+    """
 
     emitted: Emitted
     status: RowStatus
@@ -119,11 +139,13 @@ class PendingChunk(NamedTuple):
 
 
 class RunningBatch:
-    """The rows of a batch, their cache, and for each decode program the sampling parameters and the state of all rows.
+    """The rows of a batch, their cache, and for each decode program the sampling parameters and the
+    state of all rows.
 
     Attributes:
       count: the number of rows.
-      caches: keys and values of all rows; donated to each program that writes them. Empty before they exist.
+      caches: keys and values of all rows; donated to each program that writes them. Empty before
+        they exist.
       can_restart: whether a row can be decoded again from an earlier token.
     """
 
@@ -134,13 +156,16 @@ class RunningBatch:
         self.caches: Caches = ()
         self._rows = [Row() for _ in range(count)]
         self._states: dict[Hashable, tuple[Any, DecodeState]] = {}
-        # Changes are collected on the host and written to the device in one operation before the next chunk.
+        # Changes are collected on the host and written to the device in one operation before the
+        # next chunk.
         self._stopped: dict[Hashable, set[int]] = {}
         self._masks: dict[Hashable, np.ndarray] = {}
 
     @property
     def cache_is_valid(self) -> bool:
-        """Whether the caches still exist. A program that fails may already have consumed a donated cache."""
+        """Whether the caches still exist. A program that fails may already have consumed a donated
+        cache.
+        """
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.caches))
 
     @property
@@ -149,15 +174,23 @@ class RunningBatch:
         return bool(self.remaining())
 
     def remaining(self) -> dict[int, int]:
-        """Returns, for each decoding slot, how many new tokens its row may get, not counting chunks already dispatched."""
-        return {slot: row.remaining for slot, row in enumerate(self._rows) if row.program is not None and row.remaining > 0}
+        """Returns, for each decoding slot, how many new tokens its row may get, not counting chunks
+        already dispatched.
+        """
+        return {
+            slot: row.remaining
+            for slot, row in enumerate(self._rows)
+            if row.program is not None and row.remaining > 0
+        }
 
     def counts(self, slot: int) -> Counts:
         """Returns what the features of the row in a slot have counted since its start."""
         return self._rows[slot].counts
 
     def set_token_mask(self, slot: int, bits_W: np.ndarray | None) -> None:
-        """Restricts the next token of a slot: bit i mod 32 of word ⌊i/32⌋ stands for token i; None allows all tokens."""
+        """Restricts the next token of a slot: bit i mod 32 of word ⌊i/32⌋ stands for token i; None
+        allows all tokens.
+        """
         program = self._rows[slot].program
         if program is not None:
             if program not in self._masks:
@@ -182,9 +215,11 @@ class RunningBatch:
         raise NotImplementedError
 
     def dispatch(self, steps: int) -> PendingChunk:
-        """Starts a chunk of at most `steps` ≤ 32 steps for all decoding rows and returns without waiting for the device.
+        """Starts a chunk of at most `steps` ≤ 32 steps for all decoding rows and returns without
+        waiting for the device.
 
-        A row that reaches its limit in this chunk counts as finished immediately, so its slot may be refilled.
+        A row that reaches its limit in this chunk counts as finished immediately, so its slot may
+        be refilled.
         """
         self._write_changes()
         remaining = self.remaining()
@@ -200,7 +235,9 @@ class RunningBatch:
         return PendingChunk(parts, steps)
 
     def collect(self, pending: PendingChunk) -> list[SlotOutput]:
-        """Waits for a chunk and returns the tokens of its rows, without the rows that were stopped in the meantime."""
+        """Waits for a chunk and returns the tokens of its rows, without the rows that were stopped
+        in the meantime.
+        """
         outputs = []
         for part in pending.parts:
             chunk = self._fetch(part)
@@ -220,17 +257,23 @@ class RunningBatch:
         return outputs
 
     def _add_counts(self, row: Row, slot: int, status: RowStatus, extra: int) -> Counts:
-        """Updates a row after a chunk with `extra` tokens more than steps; returns what the features counted in the chunk."""
+        """Updates a row after a chunk with `extra` tokens more than steps; returns what the
+        features counted in the chunk.
+        """
         row.remaining = max(0, row.remaining - max(0, extra))
         before = row.counts
         row.counts = {name: int(count_B[slot]) for name, count_B in status.counts.items()}
         return {name: count - before.get(name, 0) for name, count in row.counts.items()}
 
     def _fetch(self, part: ChunkPart) -> HostChunk:
-        """Waits for the output of a program and copies it to the host, without reports if no row needs them."""
+        """Waits for the output of a program and copies it to the host, without reports if no row
+        needs them.
+        """
         emitted, status, rows = part
         info = emitted.info if any(row.reports for row in rows.values()) else None
-        return HostChunk(*jax.device_get((emitted.tokens, emitted.active, status, info, emitted.recurrent)))
+        return HostChunk(
+            *jax.device_get((emitted.tokens, emitted.active, status, info, emitted.recurrent))
+        )
 
     def _write_changes(self) -> None:
         for program, allowed_BW in self._masks.items():

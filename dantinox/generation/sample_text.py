@@ -1,4 +1,6 @@
-"""`SampleText`: detokenization, stop strings, guides and finish reason of one sample, on the host."""
+"""`SampleText`: detokenization, stop strings, guides and finish reason of one sample, on the
+host.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,14 +22,18 @@ from dantinox.text import Tokenizer
 
 
 class TextPart(NamedTuple):
-    """New text, and the largest entropy of its tokens in bits; None if the tokens have no reports."""
+    """New text, and the largest entropy of its tokens in bits; None if the tokens have no
+    reports.
+    """
 
     text: str
     entropy: float | None = None
 
 
 class _Queued(NamedTuple):
-    """A token that may still be discarded: its text, its report, and copies of the guides before it, if they are needed."""
+    """A token that may still be discarded: its text, its report, and copies of the guides before
+    it, if they are needed.
+    """
 
     token: int
     text: str
@@ -40,13 +46,15 @@ class SampleText:
     """Converts the tokens of one continuation to text and decides where it ends.
 
     Attributes:
-      tokens: the tokens of the continuation, including the EOS token, without those that a guide may still discard.
+      tokens: the tokens of the continuation, including the EOS token, without those that a guide
+        may still discard.
       finish_reason: `eos`, `stop`, `loop` or `length` once it has ended.
       guides: the guides of the sample.
       mask: the tokens that the guides allow next; None: all.
-      released_steps: the reports of the tokens that the last call of `add_tokens` has added to `tokens`; None without reports.
-      must_restart: whether the last call of `add_tokens` discarded tokens or changed the mask. The tokens that the device has
-        computed since are then invalid.
+      released_steps: the reports of the tokens that the last call of `add_tokens` has added to
+        `tokens`; None without reports.
+      must_restart: whether the last call of `add_tokens` discarded tokens or changed the mask. The
+        tokens that the device has computed since are then invalid.
     """
 
     def __init__(
@@ -70,15 +78,21 @@ class SampleText:
         self.finish_reason: str | None = None
         self.guides = [*guides]
         self.must_restart = False
-        self._holds = any(isinstance(guide, TextBan) for guide in guides)  # whether tokens wait in the queue
-        self._keeps_copies = self._holds and len(guides) > 1  # the other guides must return to an earlier state
+        self._holds = any(
+            isinstance(guide, TextBan) for guide in guides
+        )  # whether tokens wait in the queue
+        self._keeps_copies = (
+            self._holds and len(guides) > 1
+        )  # the other guides must return to an earlier state
         self._queue: list[_Queued] = []
-        # These three belong to the current call of `add_tokens`: its results, the reports of the tokens that it releases, and
-        # whether its tokens have reports.
+        # These three belong to the current call of `add_tokens`: its results, the reports of the
+        # tokens that it releases, and whether its tokens have reports.
         self._parts: list[TextPart] = []
         self._released: list[StepInfo] = []
         self._reports = False
-        self._is_plain = not guides and reasoning is None and not section.stop  # every token is released at once
+        self._is_plain = (
+            not guides and reasoning is None and not section.stop
+        )  # every token is released at once
         self.released_steps: StepInfo | None = None
         self._limit = limit
         self.mask = self._next_mask() if guides else None
@@ -88,8 +102,11 @@ class SampleText:
         self._keep_stop = section.keep_stop
         self._min_tokens = section.min_tokens
         self._loop_settings = section if section.loop_stop else None
-        # Decode the new tokens as a continuation of the prompt, because some tokenizers drop a space at the start of a text.
-        self._new_detokenizer = partial(response_detokenizer, tokenizer, prompt, healed, visible_ids)
+        # Decode the new tokens as a continuation of the prompt, because some tokenizers drop a
+        # space at the start of a text.
+        self._new_detokenizer = partial(
+            response_detokenizer, tokenizer, prompt, healed, visible_ids
+        )
         self._detokenizer = self._new_detokenizer()
         self._stops = StopFinder(section.stop, section.keep_stop)
         self._entropy = 0.0  # the largest entropy since the last part
@@ -114,8 +131,11 @@ class SampleText:
         """Whether a guide allows no further token."""
         return any(guide.done for guide in self.guides)
 
-    def add_tokens(self, ids: Sequence[int], done: bool, steps: StepInfo | None = None) -> list[TextPart]:
-        """Adds new tokens, ignoring tokens after the end of the text, and returns the text that has become final.
+    def add_tokens(
+        self, ids: Sequence[int], done: bool, steps: StepInfo | None = None
+    ) -> list[TextPart]:
+        """Adds new tokens, ignoring tokens after the end of the text, and returns the text that has
+        become final.
 
         With `steps`, the text is returned in parts, each with its entropy.
 
@@ -137,19 +157,29 @@ class SampleText:
             if self.finish_reason is not None or self.must_restart:
                 break
             self._push(token, entropy, steps, place)
-        if self.must_restart and len(self.all_tokens) >= self._limit:  # there is nothing left to decode
+        if (
+            self.must_restart and len(self.all_tokens) >= self._limit
+        ):  # there is nothing left to decode
             self.must_restart = False
             done = True
         done = done and not self.must_restart
-        self._release(0 if done or self.complete else max((guide.held for guide in self.guides), default=0))
+        self._release(
+            0 if done or self.complete else max((guide.held for guide in self.guides), default=0)
+        )
         self._finish(done)
         if self.guides and self.finish_reason is None:
             self.mask = self._next_mask()
         self.released_steps = self._steps_of(steps, len(self.tokens) - before)
-        return self._parts if steps is not None else [TextPart("".join(part.text for part in self._parts))]
+        return (
+            self._parts
+            if steps is not None
+            else [TextPart("".join(part.text for part in self._parts))]
+        )
 
     def _add_plain_tokens(self, ids: Sequence[int], done: bool) -> str:
-        """Adds tokens without reports to a sample without guides, reasoning and stop strings, and returns the new text."""
+        """Adds tokens without reports to a sample without guides, reasoning and stop strings, and
+        returns the new text.
+        """
         self.released_steps = None
         if self.finish_reason is None:
             self.tokens += ids
@@ -163,7 +193,9 @@ class SampleText:
     def _next_mask(self) -> np.ndarray | None:
         mask = combine_masks([guide.mask() for guide in self.guides])
         if mask is not None and not mask.any():
-            raise UserError("no token satisfies the bans and the constraint of the request together")
+            raise UserError(
+                "no token satisfies the bans and the constraint of the request together"
+            )
         return mask
 
     def _steps_of(self, steps: StepInfo | None, count: int) -> StepInfo | None:
@@ -171,7 +203,11 @@ class SampleText:
         if not self._holds:  # they are the first new tokens
             first: StepInfo | None = jax.tree.map(lambda x: x[:count], steps)
             return first
-        return jax.tree.map(lambda *parts: np.stack(parts), *self._released) if self._released else None
+        return (
+            jax.tree.map(lambda *parts: np.stack(parts), *self._released)
+            if self._released
+            else None
+        )
 
     def _push(self, token: int, entropy: float, steps: StepInfo | None, place: int) -> None:
         """Adds a token to the queue, unless a guide discards it, perhaps with tokens before it."""
@@ -195,7 +231,9 @@ class SampleText:
             self._release(0)
 
     def _discard(self, count: int, place: int) -> None:
-        """Removes the last tokens of the queue; `place` is the index of the guide that has discarded them."""
+        """Removes the last tokens of the queue; `place` is the index of the guide that has
+        discarded them.
+        """
         before = self._queue[-count].before  # the guides before the first of these tokens
         del self._queue[-count:]
         if before:
@@ -204,7 +242,9 @@ class SampleText:
         self._detokenizer.push(self.all_tokens)
 
     def _release(self, held: int) -> None:
-        """Moves tokens from the queue to `tokens`, except the last `held`, and their text to the parts."""
+        """Moves tokens from the queue to `tokens`, except the last `held`, and their text to the
+        parts.
+        """
         count = max(0, len(self._queue) - held)
         released = self._queue[:count]
         self._queue = self._queue[count:]
@@ -229,7 +269,9 @@ class SampleText:
             self._entropy = 0.0
 
     def _finish(self, done: bool) -> None:
-        """If the continuation has ended, sets the finish reason and adds the remaining text to the parts."""
+        """If the continuation has ended, sets the finish reason and adds the remaining text to the
+        parts.
+        """
         if self.finish_reason is not None or not (done or self.complete):
             return
         text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
@@ -240,6 +282,8 @@ class SampleText:
         elif self.complete or last in self._eos:
             self.finish_reason = "eos"
         else:
-            looped = self._loop_settings is not None and ends_in_loop(self.tokens, self._loop_settings)
+            looped = self._loop_settings is not None and ends_in_loop(
+                self.tokens, self._loop_settings
+            )
             self.finish_reason = "loop" if looped else "length"
         self._add_part(text)

@@ -1,4 +1,6 @@
-"""The request queue: assigns free slots in order of arrival; raises `QueueFull` if too many requests wait."""
+"""The request queue: assigns free slots in order of arrival; raises `QueueFull` if too many
+requests wait.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -21,8 +23,9 @@ J = TypeVar("J", bound=Job)
 class Scheduler(Generic[J]):
     """Holds jobs in a queue until they get slots. Jobs with slots are prefilled and then decode.
 
-    If the first job in the queue needs more slots than are free, the jobs after it wait too; otherwise it might never get its
-    slots. But a job whose program is still being compiled does not block the jobs after it.
+    If the first job in the queue needs more slots than are free, the jobs after it wait too;
+    otherwise it might never get its slots. But a job whose program is still being compiled does not
+    block the jobs after it.
 
     Attributes:
       waiting: the jobs without slots, oldest first.
@@ -67,7 +70,9 @@ class Scheduler(Generic[J]):
         if slots > len(self.holders):
             raise ValueError(f"a job of {slots} slots does not fit {len(self.holders)} slots")
         free = self.free
-        waiting = 0  # without the jobs that fit into the free slots, because these start immediately
+        waiting = (
+            0  # without the jobs that fit into the free slots, because these start immediately
+        )
         for needed in [*(job.slots for job in self.waiting), slots]:
             free -= needed
             waiting += free < 0
@@ -80,7 +85,8 @@ class Scheduler(Generic[J]):
         self.waiting.append(job)
 
     def admit(self, ready: Callable[[J], bool]) -> J | None:
-        """Assigns the slots that have been free longest to the next job and returns it; None if no job can start.
+        """Assigns the slots that have been free longest to the next job and returns it; None if no
+        job can start.
 
         Args:
           ready: whether the program of a job is compiled.

@@ -1,4 +1,6 @@
-"""`SlotPlan`: number, context, prefill chunks and caches of the slots of a server, chosen before any program is compiled."""
+"""`SlotPlan`: number, context, prefill chunks and caches of the slots of a server, chosen before
+any program is compiled.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ from dantinox.platform import get_platform
 from dantinox.programs import free_bytes, tree_bytes
 from dantinox.sampling.params import next_power_of_two
 
-# Tokens per prefill chunk. Longer chunks were not faster on a CPU, and decoding would have to wait longer for one of them.
+# Tokens per prefill chunk. Longer chunks were not faster on a CPU, and decoding would have to wait
+# longer for one of them.
 SLOT_PREFILL_CHUNK = 64
 MIN_PADDED_CHUNK = 16
 DEFAULT_SLOTS = 8
@@ -47,7 +50,8 @@ class SlotPlan:
       prefill_chunk: the most prompt tokens in a chunk.
       lengths: the padded lengths of chunks, ascending; there is a program for each.
       prefill_rows: the most chunks in a prefill pass.
-      prefers_passes: whether a pass over several chunks takes about the time of a single chunk, as on an accelerator.
+      prefers_passes: whether a pass over several chunks takes about the time of a single chunk, as
+        on an accelerator.
       make_caches: returns empty caches for a number of rows.
       cache_shapes: the shapes of the caches of all slots.
       usable_bytes: the free memory without that of the programs; None: unknown.
@@ -69,24 +73,30 @@ class SlotPlan:
 
     @property
     def compressed(self) -> bool:
-        """Whether slots hold fewer tokens than their text. Such a slot must be cleared before a new request."""
+        """Whether slots hold fewer tokens than their text. Such a slot must be cleared before a new
+        request.
+        """
         return self.cache_shapes[0].compressed
 
     @property
     def has_rings(self) -> bool:
         """Whether a layer holds only the tokens of its window."""
-        return any(isinstance(layer, RingLayer) for cache in self.cache_shapes for layer in cache.layers)
+        return any(
+            isinstance(layer, RingLayer) for cache in self.cache_shapes for layer in cache.layers
+        )
 
 
-def plan_slots(model: ModelBundle, options: EngineOptions, config: Config) -> tuple[SlotPlan, SplitModel]:
+def plan_slots(
+    model: ModelBundle, options: EngineOptions, config: Config
+) -> tuple[SlotPlan, SplitModel]:
     """Returns the plan and the prepared weights.
 
     Args:
       config: the settings of the server for weights and caches.
 
     Raises:
-      UserError: the context is longer than that of the model, a server does not support these settings, or not even one slot
-        fits into memory.
+      UserError: the context is longer than that of the model, a server does not support these
+        settings, or not even one slot fits into memory.
     """
     architecture = model.model.config
     context = architecture.max_context if options.context is None else options.context
@@ -97,7 +107,9 @@ def plan_slots(model: ModelBundle, options: EngineOptions, config: Config) -> tu
     adapters = None
     if model.loras or options.max_loras:
         rows = options.slots or DEFAULT_SLOTS
-        adapters = AdapterSlots(architecture, model.loras, order, options.max_loras, options.max_lora_rank, rows)
+        adapters = AdapterSlots(
+            architecture, model.loras, order, options.max_loras, options.max_lora_rank, rows
+        )
     # The limit of the options is for defaults: explicit slots may take all memory.
     free = free_bytes(options.memory if options.slots is None else None)
     usable = None if free is None else _without_programs(free, architecture)
@@ -110,8 +122,9 @@ def plan_slots(model: ModelBundle, options: EngineOptions, config: Config) -> tu
     chunk = COMPRESSED_PREFILL_CHUNK if compressed else SLOT_PREFILL_CHUNK
     chunk = min(chunk, next_power_of_two(context, MIN_PADDED_CHUNK))
     platform = get_platform(architecture.platform)
-    # The bits of a chunk must not depend on the chunks beside it. The tokens of experts share tiles, and the measurement that
-    # tests the others (`PrefillBatch.measure_rows`) uses no adapter.
+    # The bits of a chunk must not depend on the chunks beside it. The tokens of experts share
+    # tiles, and the measurement that tests the others (`PrefillBatch.measure_rows`) uses no
+    # adapter.
     one_row = compressed or architecture.experts is not None or adapters is not None
     requested = platform.prefill_rows if options.prefill_rows is None else options.prefill_rows
     prefill_rows = 1 if one_row else min(requested, count)
@@ -139,34 +152,46 @@ def _check_options(options: EngineOptions, config: Config, context: int, max_con
     if not 2 <= context <= max_context:
         raise UserError(f"context must be in [2, {max_context}], got {context}")
     if config.generation.tensor_parallel > 1:
-        raise UserError(f"generation.tensor_parallel must be 1 in a server, got {config.generation.tensor_parallel}")
+        raise UserError(
+            "generation.tensor_parallel must be 1 in a server, got"
+            f" {config.generation.tensor_parallel}"
+        )
     if options.prefill_rows is not None and not 1 <= options.prefill_rows <= MAX_PREFILL_ROWS:
-        raise UserError(f"prefill_rows must be in [1, {MAX_PREFILL_ROWS}], got {options.prefill_rows}")
+        raise UserError(
+            f"prefill_rows must be in [1, {MAX_PREFILL_ROWS}], got {options.prefill_rows}"
+        )
     if not config.generation.use_cache:
         raise UserError("generation.use_cache must be true in a server, got false")
 
 
-def _cache_maker(architecture: ModelConfig, plan: CachePlan, stepper: Stepper, constants: Constants) -> Callable[[int], Caches]:
+def _cache_maker(
+    architecture: ModelConfig, plan: CachePlan, stepper: Stepper, constants: Constants
+) -> Callable[[int], Caches]:
     """Returns a function from a number of rows to their empty caches."""
     segmented = get_platform(architecture.platform).segmented_cache
     # Tokens in pending chunks, which a restart drops, must not overwrite the window before them.
     plan = plan._replace(extra=restart_slots(stepper.width))
     plans = [(architecture, plan), *stepper.cache_plans(constants)]
     compiled = jax.jit(make_cache, static_argnums=range(7))  # all arguments are static
-    return lambda rows: tuple(compiled(config, rows, *cache_plan, segmented) for config, cache_plan in plans)
+    return lambda rows: tuple(
+        compiled(config, rows, *cache_plan, segmented) for config, cache_plan in plans
+    )
 
 
 def _chunk_lengths(longest: int) -> tuple[int, ...]:
     """Returns the padded lengths of prefill chunks, ascending."""
     lengths = [MIN_PADDED_CHUNK]
-    factor = 2 if longest <= SLOT_PREFILL_CHUNK else 4  # fewer programs for the long chunks of a compressed cache
+    factor = (
+        2 if longest <= SLOT_PREFILL_CHUNK else 4
+    )  # fewer programs for the long chunks of a compressed cache
     while lengths[-1] < longest:
         lengths.append(min(factor * lengths[-1], longest))
     return tuple(lengths)
 
 
 def _without_programs(free: int, architecture: ModelConfig) -> int:
-    """Returns the free memory without that of the compiler and the programs, and at least a part of it.
+    """Returns the free memory without that of the compiler and the programs, and at least a part of
+    it.
 
     On an accelerator it returns all of it, because XLA keeps these in the memory of the host.
     """
@@ -177,8 +202,11 @@ def _without_programs(free: int, architecture: ModelConfig) -> int:
     return max(free - needed, free // USABLE_SHARE)
 
 
-def _fitting_slots(architecture: ModelConfig, plan: CachePlan, context: int, usable: int | None, count: int | None) -> int:
-    """Returns `count`, or if it is None the number of slots whose caches fit into a share of the usable memory.
+def _fitting_slots(
+    architecture: ModelConfig, plan: CachePlan, context: int, usable: int | None, count: int | None
+) -> int:
+    """Returns `count`, or if it is None the number of slots whose caches fit into a share of the
+    usable memory.
 
     Raises:
       UserError: not even one slot fits, or `count` slots need more than the usable memory.
@@ -187,8 +215,9 @@ def _fitting_slots(architecture: ModelConfig, plan: CachePlan, context: int, usa
     if count is not None:
         if usable is not None and count * needed > usable:
             raise UserError(
-                f"the caches of {count} requests of {context} tokens take {count * needed / 1e9:.1f} GB, but the programs "
-                f"leave only {usable / 1e9:.1f} GB of free memory: set fewer slots or a shorter context"
+                f"the caches of {count} requests of {context} tokens take"
+                f" {count * needed / 1e9:.1f} GB, but the programs leave only {usable / 1e9:.1f} GB"
+                " of free memory: set fewer slots or a shorter context"
             )
         return count
     if usable is None:
@@ -196,7 +225,8 @@ def _fitting_slots(architecture: ModelConfig, plan: CachePlan, context: int, usa
     fitting = usable // MEMORY_SHARE // needed
     if fitting < 1:
         raise UserError(
-            f"the cache of one request of {context} tokens takes {needed / 1e9:.1f} GB, over half of the "
-            f"{usable / 1e9:.1f} GB of free memory that the programs leave: set a shorter context"
+            f"the cache of one request of {context} tokens takes {needed / 1e9:.1f} GB, over half"
+            f" of the {usable / 1e9:.1f} GB of free memory that the programs leave: set a shorter"
+            " context"
         )
     return int(min(DEFAULT_SLOTS, fitting))

@@ -1,4 +1,6 @@
-"""`PrefillBatch`: the part of `SlotBatch` that assigns prompts to slots and prefills them chunk by chunk."""
+"""`PrefillBatch`: the part of `SlotBatch` that assigns prompts to slots and prefills them chunk by
+chunk.
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -8,8 +10,18 @@ import jax
 import numpy as np
 
 from dantinox.generation.decode.features import Constants
-from dantinox.generation.decode.prompt_scope import NO_SCOPE, PromptScope, scope_constants, scope_features
-from dantinox.generation.decode.slot_programs import int32, prefill_part, slot_checksums, write_cache_row
+from dantinox.generation.decode.prompt_scope import (
+    NO_SCOPE,
+    PromptScope,
+    scope_constants,
+    scope_features,
+)
+from dantinox.generation.decode.slot_programs import (
+    int32,
+    prefill_part,
+    slot_checksums,
+    write_cache_row,
+)
 from dantinox.generation.decode.split_model import SplitModel
 from dantinox.generation.prefix.prefix_cache import PrefixCache, PrefixStatus
 from dantinox.generation.running_batch import Row, RunningBatch
@@ -49,10 +61,11 @@ class SlotRow(Row):
     Attributes:
       scope: what the keys of the request depend on besides its tokens.
       length: the number of tokens to prefill.
-      cacheable: how many of them, from the first on, belong into the prefix cache. They are computed by the program for whole
-        chunks, or by programs with bitwise equal results.
+      cacheable: how many of them, from the first on, belong into the prefix cache. They are
+        computed by the program for whole chunks, or by programs with bitwise equal results.
       prefilled: the number of tokens in the slot; of these, `reused` came from the prefix cache.
-      prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not requested.
+      prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not
+        requested.
       subset: the index of the smallest decode program for the row, see `sampling.step_subsets`.
     """
 
@@ -90,15 +103,21 @@ class PrefillBatch(RunningBatch):
         self._prefixes: PrefixCache | None = None
         self._empty_row = plan.make_caches(1) if plan.compressed else None
         # The numbers of rows of the programs for whole chunks, ascending.
-        self._row_counts: tuple[int, ...] = (1,) if plan.prefill_rows == 1 else (1, plan.prefill_rows)
+        self._row_counts: tuple[int, ...] = (
+            (1,) if plan.prefill_rows == 1 else (1, plan.prefill_rows)
+        )
 
     @property
     def wide_passes(self) -> bool:
-        """Whether a pass over several chunks takes about the time of a single chunk, as on an accelerator."""
+        """Whether a pass over several chunks takes about the time of a single chunk, as on an
+        accelerator.
+        """
         return self.plan.prefers_passes and self._row_counts[-1] > 1
 
     def pass_size(self, chunks: int) -> int:
-        """Returns how many chunks the next pass may process if `chunks` chunks may be processed before the next decode step."""
+        """Returns how many chunks the next pass may process if `chunks` chunks may be processed
+        before the next decode step.
+        """
         most = self._row_counts[-1]
         return most if most <= chunks or self.wide_passes else 1
 
@@ -107,13 +126,17 @@ class PrefillBatch(RunningBatch):
         """The blocks of the prefix cache; all numbers are 0 without one."""
         return PrefixStatus() if self._prefixes is None else self._prefixes.status
 
-    def assign_prompt(self, slot: int, ids: Sequence[int], echo: bool = False, scope: PromptScope = NO_SCOPE) -> None:
-        """Assigns a prompt to a slot and discards the previous request of the slot. Call `prefill` next.
+    def assign_prompt(
+        self, slot: int, ids: Sequence[int], echo: bool = False, scope: PromptScope = NO_SCOPE
+    ) -> None:
+        """Assigns a prompt to a slot and discards the previous request of the slot. Call `prefill`
+        next.
 
         The tokens that the prefix cache contains are copied to the slot.
 
         Args:
-          echo: report the prompt tokens. Their keys are not reused and not stored, because another program computes them.
+          echo: report the prompt tokens. Their keys are not reused and not stored, because another
+            program computes them.
           scope: what the keys depend on besides the tokens.
         """
         length = len(ids) - 1
@@ -128,15 +151,21 @@ class PrefillBatch(RunningBatch):
         self._load_prefix(slot)
 
     def _load_prefix(self, slot: int) -> None:
-        """Copies the tokens of a prompt that the prefix cache has, and the slot does not, to the slot."""
+        """Copies the tokens of a prompt that the prefix cache has, and the slot does not, to the
+        slot.
+        """
         row = self._rows[slot]
         if self._prefixes is not None and self.caches and row.prefilled < row.cacheable:
-            self.caches, found = self._prefixes.load(self.caches, slot, row.ids[: row.cacheable], row.scope.key, row.prefilled)
+            self.caches, found = self._prefixes.load(
+                self.caches, slot, row.ids[: row.cacheable], row.scope.key, row.prefilled
+            )
             row.reused += max(0, found - row.prefilled)
             row.prefilled = max(found, row.prefilled)
 
     def assign_sequence(self, slot: int, ids: Sequence[int], scope: PromptScope = NO_SCOPE) -> bool:
-        """Assigns a sequence whose whole blocks `prefill` then adds to the prefix cache; returns whether any is missing."""
+        """Assigns a sequence whose whole blocks `prefill` then adds to the prefix cache; returns
+        whether any is missing.
+        """
         if self._prefixes is None:
             return False
         length = len(ids) // self._prefixes.size * self._prefixes.size
@@ -147,23 +176,31 @@ class PrefillBatch(RunningBatch):
 
     @property
     def _same_bits(self) -> tuple[int, ...]:
-        """The lengths of the programs that compute bitwise the same keys as the program for whole chunks, which is the last."""
+        """The lengths of the programs that compute bitwise the same keys as the program for whole
+        chunks, which is the last.
+        """
         shorter = () if self._prefixes is None else self._prefixes.same_bits
         return *shorter, self.prefill_chunk
 
     def prefill(self, slot: int) -> int:
-        """Prefills the next chunk of a prompt and returns the number of tokens left to prefill, see `prefill_together`."""
+        """Prefills the next chunk of a prompt and returns the number of tokens left to prefill, see
+        `prefill_together`.
+        """
         return self.prefill_together([slot])[0]
 
     def prefill_together(self, slots: Sequence[int]) -> list[int]:
-        """Prefills the next chunk of each of several prompts, and returns for each the number of tokens left to prefill.
+        """Prefills the next chunk of each of several prompts, and returns for each the number of
+        tokens left to prefill.
 
-        Chunks of the full length share a pass. The unused rows of a wide pass prefill further chunks of the prompts.
+        Chunks of the full length share a pass. The unused rows of a wide pass prefill further
+        chunks of the prompts.
 
-        Before that, it copies the tokens that other slots have added to the prefix cache in the meantime, and afterwards it
-        adds the new ones. A prompt whose next chunk is also that of a prompt before it in `slots` waits for this copy. A prompt
-        has the same keys with and without the prefix cache: the cache holds only tokens that the program for whole chunks
-        computed, or a program with the same bits. The other tokens are computed by the same program in both cases.
+        Before that, it copies the tokens that other slots have added to the prefix cache in the
+        meantime, and afterwards it adds the new ones. A prompt whose next chunk is also that of a
+        prompt before it in `slots` waits for this copy. A prompt has the same keys with and without
+        the prefix cache: the cache holds only tokens that the program for whole chunks computed, or
+        a program with the same bits. The other tokens are computed by the same program in both
+        cases.
 
         The last token of a prompt is not prefilled, because the first decode step processes it.
         """
@@ -184,7 +221,9 @@ class PrefillBatch(RunningBatch):
         return chunk.length == self.prefill_chunk and not chunk.reports
 
     def _next_chunks(self, slots: Sequence[int]) -> list[Chunk]:
-        """Returns the next chunk of each slot, and further chunks for the unused rows of a wide pass."""
+        """Returns the next chunk of each slot, and further chunks for the unused rows of a wide
+        pass.
+        """
         chunks = list[Chunk]()
         prefixes = set()
         for slot in slots:
@@ -192,11 +231,14 @@ class PrefillBatch(RunningBatch):
             row = self._rows[slot]
             chunk = self._chunk_at(slot, row.prefilled)
             prefix = row.scope.key, row.ids[: chunk.end]
-            is_shared = self._prefixes is not None and row.prefilled < row.cacheable and prefix in prefixes
+            is_shared = (
+                self._prefixes is not None and row.prefilled < row.cacheable and prefix in prefixes
+            )
             if chunk.size > 0 and not is_shared:
                 prefixes.add(prefix)
                 chunks.append(chunk)
-        # The prefix cache would store a chunk in a ring buffer after the next chunk has overwritten it.
+        # The prefix cache would store a chunk in a ring buffer after the next chunk has overwritten
+        # it.
         if self.wide_passes and not self.plan.has_rings:
             for chunk in chunks:  # includes the chunks that this loop appends
                 following = self._chunk_at(chunk.slot, chunk.end)
@@ -214,7 +256,14 @@ class PrefillBatch(RunningBatch):
             lengths = self._same_bits
         size = min(end - start, self.prefill_chunk)
         length = next(length for length in lengths if length >= size)
-        return Chunk(slot, row.ids[start : start + size + 1], start, size, length, row.prompt_reports is not None)
+        return Chunk(
+            slot,
+            row.ids[start : start + size + 1],
+            start,
+            size,
+            length,
+            row.prompt_reports is not None,
+        )
 
     def _prefill_pass(self, chunks: Sequence[Chunk]) -> None:
         """Prefills chunks in one pass, and adds them to the prefix cache."""
@@ -222,10 +271,14 @@ class PrefillBatch(RunningBatch):
         for chunk in chunks:
             row = self._rows[chunk.slot]
             if row.prompt_reports is not None:
-                row.prompt_reports.append(jax.tree.map(lambda x, size=chunk.size: np.asarray(x)[:size], info))
+                row.prompt_reports.append(
+                    jax.tree.map(lambda x, size=chunk.size: np.asarray(x)[:size], info)
+                )
             row.prefilled = chunk.end
             if self._prefixes is not None and self.caches and row.prefilled <= row.cacheable:
-                self._prefixes.store(self.caches, chunk.slot, row.ids[: row.prefilled], row.scope.key, chunk.start)
+                self._prefixes.store(
+                    self.caches, chunk.slot, row.ids[: row.prefilled], row.scope.key, chunk.start
+                )
 
     def prefill_left(self, slot: int) -> int:
         """Returns the number of tokens left to prefill."""
@@ -243,8 +296,12 @@ class PrefillBatch(RunningBatch):
         """Returns the length of the program for a chunk of `count` tokens."""
         return next(length for length in self.plan.lengths if length >= count)
 
-    def prefill_tokens(self, slot: int, ids: Sequence[int], start: int, count: int, length: int) -> None:
-        """Prefills `count` tokens of a slot from position `start` on, with the program for chunks of this length."""
+    def prefill_tokens(
+        self, slot: int, ids: Sequence[int], start: int, count: int, length: int
+    ) -> None:
+        """Prefills `count` tokens of a slot from position `start` on, with the program for chunks
+        of this length.
+        """
         self._run_chunks([Chunk(slot, ids, start, count, length)])
 
     def _run_chunks(self, chunks: Sequence[Chunk], rows: int | None = None) -> StepInfo | None:
@@ -272,15 +329,19 @@ class PrefillBatch(RunningBatch):
             scopes[r] = self._rows[chunk.slot].scope
         features = scope_features(self.adapters, scopes)
         args = slot_R, tokens_RT, start_R, size_R, next_RT, features, self._constants
-        self.caches, info = self._programs["prefill", first.length, first.reports, rows](self._model, self.caches, *args)
+        self.caches, info = self._programs["prefill", first.length, first.reports, rows](
+            self._model, self.caches, *args
+        )
         return info  # type: ignore[no-any-return]
 
     def measure_rows(self) -> tuple[int, ...]:
-        """Returns the numbers of rows of the programs for whole chunks that compute the same bits, ascending.
+        """Returns the numbers of rows of the programs for whole chunks that compute the same bits,
+        ascending.
 
-        Random sequences are prefilled by the programs for one row and for several rows. If their keys differ in any bit, every
-        pass must have the same number of rows. This number is 1, unless a pass over several chunks takes about the time of one
-        chunk, and the row of a chunk in such a pass changes no bit.
+        Random sequences are prefilled by the programs for one row and for several rows. If their
+        keys differ in any bit, every pass must have the same number of rows. This number is 1,
+        unless a pass over several chunks takes about the time of one chunk, and the row of a chunk
+        in such a pass changes no bit.
         """
         most = self._row_counts[-1]
         length = self.prefill_chunk
@@ -304,7 +365,9 @@ class PrefillBatch(RunningBatch):
         if checksums(chunks, 1, 1) == together:
             return (1, most)
         by_slot = sorted(chunks, key=lambda chunk: -chunk.slot)
-        if self.plan.prefers_passes and checksums(chunks, 1, most) == together == checksums(by_slot, most, most):
+        if self.plan.prefers_passes and checksums(chunks, 1, most) == together == checksums(
+            by_slot, most, most
+        ):
             return (most,)
         return (1,)
 
@@ -312,7 +375,13 @@ class PrefillBatch(RunningBatch):
         zero_R = np.zeros(rows, np.int32)
         tokens_RT = np.zeros((rows, length), np.int32)
         chunks = zero_R, tokens_RT, zero_R, zero_R, tokens_RT
-        args = self._model, self.plan.cache_shapes, *chunks, scope_features(self.adapters, [NO_SCOPE] * rows), self._constants
+        args = (
+            self._model,
+            self.plan.cache_shapes,
+            *chunks,
+            scope_features(self.adapters, [NO_SCOPE] * rows),
+            self._constants,
+        )
         report = min(MAX_ALTERNATIVES, self.plan.architecture.vocab_size) if reports else None
         return prefill_part.lower(*args, stepper=self.plan.stepper, report=report)
 
@@ -322,7 +391,9 @@ class PrefillBatch(RunningBatch):
         return {**self.plan.stepper_constants, **scope_constants(self.adapters)}
 
     def prompt_steps(self, slot: int) -> StepInfo | None:
-        """Returns the reports of the prompt tokens after the first one, `[len(ids) − 1, …]`; None for a prompt of one token."""
+        """Returns the reports of the prompt tokens after the first one, `[len(ids) − 1, …]`; None
+        for a prompt of one token.
+        """
         reports = self._rows[slot].prompt_reports
         return jax.tree.map(lambda *parts: np.concatenate(parts), *reports) if reports else None
 
@@ -334,4 +405,6 @@ class PrefillBatch(RunningBatch):
     def _copy(self, slot: int, to: int) -> None:
         programs = self._programs["copy",]
         slots = (int32(slot), int32(to))
-        self.caches = jax.tree.map(lambda leaf: programs[leaf.shape, leaf.dtype](leaf, *slots), self.caches)
+        self.caches = jax.tree.map(
+            lambda leaf: programs[leaf.shape, leaf.dtype](leaf, *slots), self.caches
+        )

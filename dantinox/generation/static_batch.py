@@ -1,4 +1,6 @@
-"""`StaticBatch`: the batch of offline generation. All prompts are padded, prefilled in one call, and decoded to the end."""
+"""`StaticBatch`: the batch of offline generation. All prompts are padded, prefilled in one call,
+and decoded to the end.
+"""
 
 import warnings
 from collections import deque
@@ -28,7 +30,15 @@ from dantinox.generation.decode.generate_toks import (
 )
 from dantinox.generation.decode.split_model import split_model
 from dantinox.generation.run_timer import RunTimer, Times
-from dantinox.generation.running_batch import PendingChunk, Recurrent, Row, RowStatus, RunningBatch, pad_end_ids, restart_slots
+from dantinox.generation.running_batch import (
+    PendingChunk,
+    Recurrent,
+    Row,
+    RowStatus,
+    RunningBatch,
+    pad_end_ids,
+    restart_slots,
+)
 from dantinox.model import KVCache, Transformer
 from dantinox.platform import get_platform
 from dantinox.sampling import SamplingParams, StepInfo, init_state
@@ -58,16 +68,20 @@ class ToShapes(Protocol):
 
 
 def padded_length(length: int) -> int:
-    """Returns the padded length: the next power of two, at least 16; above 512 also 1.5 times a power of two.
+    """Returns the padded length: the next power of two, at least 16; above 512 also 1.5 times a
+    power of two.
 
-    Every padded length needs a compiled program, so there are few of them: ten between 257 and 8,192.
+    Every padded length needs a compiled program, so there are few of them: ten between 257 and
+    8,192.
     """
     power = next_power_of_two(length, 16)
     return 3 * power // 4 if power > 512 and length <= 3 * power // 4 else power
 
 
 def stack_prompts(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the prompts as an array `[P, T]`, padded with zeros to the longest one, and their lengths `[P]`."""
+    """Returns the prompts as an array `[P, T]`, padded with zeros to the longest one, and their
+    lengths `[P]`.
+    """
     lengths_P = np.array([len(ids) for ids in prompts], np.int32)
     prompt_PT = np.zeros((len(prompts), lengths_P.max()), np.int32)
     for prompt_T, ids in zip(prompt_PT, prompts, strict=True):
@@ -75,7 +89,9 @@ def stack_prompts(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndar
     return prompt_PT, lengths_P
 
 
-def pad_prompts(prompt_PT: np.ndarray, lengths_P: np.ndarray, pad: Callable[[int], int]) -> np.ndarray:
+def pad_prompts(
+    prompt_PT: np.ndarray, lengths_P: np.ndarray, pad: Callable[[int], int]
+) -> np.ndarray:
     """Returns the prompts with zeros after their end, in the padded length."""
     P, T = prompt_PT.shape
     padded_PT = np.zeros((P, pad(T)), np.int32)
@@ -83,7 +99,9 @@ def pad_prompts(prompt_PT: np.ndarray, lengths_P: np.ndarray, pad: Callable[[int
     return padded_PT
 
 
-def slots_needed(lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], int] = padded_length) -> int:
+def slots_needed(
+    lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], int] = padded_length
+) -> int:
     """Returns the cache slots per row: the padded length of the longest row.
 
     Row i has `lengths[i]` prompt tokens and up to `limits[i]` new tokens.
@@ -91,8 +109,11 @@ def slots_needed(lengths: np.ndarray, limits: np.ndarray, pad: Callable[[int], i
     return pad(int(np.max(lengths + limits)))
 
 
-def clamp_to_context(lengths_B: np.ndarray, requested_B: np.ndarray, max_context: int) -> np.ndarray:
-    """Returns the new tokens per row, reduced to what fits into the context; prints one warning if any row is reduced.
+def clamp_to_context(
+    lengths_B: np.ndarray, requested_B: np.ndarray, max_context: int
+) -> np.ndarray:
+    """Returns the new tokens per row, reduced to what fits into the context; prints one warning if
+    any row is reduced.
 
     Raises:
       UserError: a prompt fills the context.
@@ -101,15 +122,16 @@ def clamp_to_context(lengths_B: np.ndarray, requested_B: np.ndarray, max_context
     full_B = (room_B <= 0) & (requested_B > 0)
     if full_B.any():
         raise UserError(
-            f"the prompt has {int(lengths_B[full_B].max())} tokens and fills the model's context of {max_context}: shorten it"
+            f"the prompt has {int(lengths_B[full_B].max())} tokens and fills the model's context of"
+            f" {max_context}: shorten it"
         )
     room_B = np.maximum(room_B, 0)
     excess = int(np.max(requested_B - room_B, initial=0))
     if excess > 0:
         row = int(np.argmax(requested_B - room_B))
         warnings.warn(
-            f"the context of {max_context} tokens leaves room for {room_B[row]} new tokens after a prompt of "
-            f"{lengths_B[row]}: {excess} fewer than requested",
+            f"the context of {max_context} tokens leaves room for {room_B[row]} new tokens after a"
+            f" prompt of {lengths_B[row]}: {excess} fewer than requested",
             stacklevel=3,
         )
     limits_B: np.ndarray = np.minimum(requested_B, room_B)
@@ -117,7 +139,9 @@ def clamp_to_context(lengths_B: np.ndarray, requested_B: np.ndarray, max_context
 
 
 class DecodedChunk(NamedTuple):
-    """The new tokens of all rows: `tokens[b, :counts[b]]` for row b. `done` marks the rows that have ended."""
+    """The new tokens of all rows: `tokens[b, :counts[b]]` for row b. `done` marks the rows that
+    have ended.
+    """
 
     tokens: np.ndarray
     counts: np.ndarray
@@ -134,7 +158,8 @@ class StaticOptions:
       plan: the plan of the cache; None: an uncompressed cache in the dtype of the model.
       pad: function from the length of the longest prompt to the padded length.
       samples: the rows of each prompt.
-      main_rows: the number of rows M that return tokens. Row r + k · M, for k ≥ 1, follows row r. None: all rows.
+      main_rows: the number of rows M that return tokens. Row r + k · M, for k ≥ 1, follows row r.
+        None: all rows.
       features: the features of the rows, except those of the stepper.
       constants: the arrays of the features and the stepper that all rows share.
       constrained: whether `set_token_mask` and `restart` may be called.
@@ -155,13 +180,15 @@ class StaticOptions:
 
 
 class StaticBatch(RunningBatch):
-    """A batch of prompts that start together, in a program that contains only the sampling steps that their settings use.
+    """A batch of prompts that start together, in a program that contains only the sampling steps
+    that their settings use.
 
-    `OfflineEngine` runs the batch. Code that works on token ids needs no engine: it calls `run`, or `start` for the
-    first step and `advance` for the next tokens.
+    `OfflineEngine` runs the batch. Code that works on token ids needs no engine: it calls `run`, or
+    `start` for the first step and `advance` for the next tokens.
 
     Attributes:
-      echo: log-probabilities `[P, T]` of the prompt tokens, if requested; available after the first chunk.
+      echo: log-probabilities `[P, T]` of the prompt tokens, if requested; available after the first
+        chunk.
       before_dispatch: called before each chunk; it may assign new `params`.
       times: the times of `run`, after its end.
     """
@@ -192,7 +219,9 @@ class StaticBatch(RunningBatch):
         lengths_B = np.repeat(lengths_P, options.samples)
         plan = options.plan
         if plan is None:
-            plan = CachePlan(slots_needed(lengths_B, limits_B, options.pad), jnp.dtype(model.dtype).name)
+            plan = CachePlan(
+                slots_needed(lengths_B, limits_B, options.pad), jnp.dtype(model.dtype).name
+            )
         width = options.stepper.width
         plan = plan._replace(extra=restart_slots(width) if options.constrained else width - 1)
         self.can_restart = options.constrained and plan.compression is None
@@ -202,14 +231,21 @@ class StaticBatch(RunningBatch):
         tokens_BT = np.repeat(padded_PT, options.samples, axis=0)
         state = self._initial_state(tokens_BT, lengths_B, params, limits_B, eos_ids, options)
         if options.constrained:
-            params = replace(params, allowed_bits=jax.device_put(all_allowed(self.count, self._vocab_size)))
+            params = replace(
+                params, allowed_bits=jax.device_put(all_allowed(self.count, self._vocab_size))
+            )
         self._states[PROGRAM_NAME] = params, state
         self._model = split_model(model)
         self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))
         self._program = generation_program(get_platform(model.config.platform))
         shared: dict[str, Any] = {"constants": options.constants, "stepper": options.stepper}
         self._options = {**shared, "report": options.report}
-        self._prefill_options = {**shared, "plan": plan, "samples": options.samples, "echo": options.echo}
+        self._prefill_options = {
+            **shared,
+            "plan": plan,
+            "samples": options.samples,
+            "echo": options.echo,
+        }
         self._prefilled = False
 
     def _initial_state(
@@ -221,7 +257,9 @@ class StaticBatch(RunningBatch):
         eos_ids: Sequence[Sequence[int]],
         options: StaticOptions,
     ) -> DecodeState:
-        """Returns the state after the prompts `tokens_BT` of all rows, whose lengths are `lengths_B`."""
+        """Returns the state after the prompts `tokens_BT` of all rows, whose lengths are
+        `lengths_B`.
+        """
         T = tokens_BT.shape[1]
         widths_B = np.full(self.count, options.stepper.width)
         sequence_BS = np.pad(tokens_BT, ((0, 0), (0, max(0, self._capacity - T))))
@@ -231,7 +269,9 @@ class StaticBatch(RunningBatch):
             "remaining_B": np.asarray(limits_B, np.int32),
             "done_B": np.asarray(limits_B <= 0),
             "eos_BE": pad_end_ids(eos_ids),
-            "features": options.features + options.stepper.features(sequence_BS, lengths_B, widths_B),
+            "features": (
+                options.features + options.stepper.features(sequence_BS, lengths_B, widths_B)
+            ),
         }
         valid_BT = np.arange(T) < lengths_B[:, None]
         return DecodeState(
@@ -240,7 +280,9 @@ class StaticBatch(RunningBatch):
         )
 
     def _make_rows(self, limits_B: np.ndarray, options: StaticOptions) -> list[Row]:
-        """Returns the rows on the host; a row that follows another one has no program of its own."""
+        """Returns the rows on the host; a row that follows another one has no program of its
+        own.
+        """
         main_rows = options.main_rows or self.count
         rows = [Row() for _ in limits_B]
         for slot, limit in enumerate(limits_B[:main_rows].tolist()):
@@ -279,11 +321,15 @@ class StaticBatch(RunningBatch):
         if self._options["report"] is None:
             return None
         shapes = emitted_shapes(self._vocab_size, self.state, self.params, self._options["report"])
-        empty: StepInfo | None = jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), shapes.info)
+        empty: StepInfo | None = jax.tree.map(
+            lambda x: np.zeros((0, *x.shape[1:]), x.dtype), shapes.info
+        )
         return empty
 
     def dispatch(self, steps: int) -> PendingChunk:
-        """Starts a chunk, as in `RunningBatch`. The first chunk prefills the prompts and has one step."""
+        """Starts a chunk, as in `RunningBatch`. The first chunk prefills the prompts and has one
+        step.
+        """
         prefills = not self._prefilled
         self.before_dispatch()
         if prefills:
@@ -291,7 +337,9 @@ class StaticBatch(RunningBatch):
         return super().dispatch(1 if prefills else steps)
 
     def _prefill(self) -> None:
-        prefilled: Prefilled = _prefill_toks(self._model, self._prompt, self.state.features, **self._prefill_options)
+        prefilled: Prefilled = _prefill_toks(
+            self._model, self._prompt, self.state.features, **self._prefill_options
+        )
         self.caches = prefilled.caches
         self.echo = None if prefilled.echo is None else np.asarray(prefilled.echo)
         self._prefilled = True
@@ -310,14 +358,20 @@ class StaticBatch(RunningBatch):
             self._replace_state(follower, [*ids, *tokens[prompt_length:]], generated, limit, {})
         previous.program = None  # so that its pending chunks are dropped
 
-    def _replace_state(self, slot: int, tokens: Sequence[int], generated: int, limit: int, recurrent: Recurrent) -> None:
-        """Replaces the state of a row by that after these tokens, the last `generated` of which are generated."""
+    def _replace_state(
+        self, slot: int, tokens: Sequence[int], generated: int, limit: int, recurrent: Recurrent
+    ) -> None:
+        """Replaces the state of a row by that after these tokens, the last `generated` of which are
+        generated.
+        """
         params, state = self._states[PROGRAM_NAME]
         tokens_1S = np.zeros((1, self._capacity), np.int32)
         tokens_1S[0, : len(tokens)] = tokens
         names = sorted(state.sampler.recurrent)
         values = {name: np.asarray([recurrent.get(name, np.nan)], np.float32) for name in names}
-        row_params, end_ids_1E, features = _read_row((params, state.eos_BE, state.features), np.int32(slot))
+        row_params, end_ids_1E, features = _read_row(
+            (params, state.eos_BE, state.features), np.int32(slot)
+        )
         initial = _compiled_init_row(
             row_params,
             tokens_1S,
@@ -334,18 +388,24 @@ class StaticBatch(RunningBatch):
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
-        self.caches, state, emitted = self._program(self._model, self.caches, state, params, np.int32(steps), **self._options)
+        self.caches, state, emitted = self._program(
+            self._model, self.caches, state, params, np.int32(steps), **self._options
+        )
         self._states[program] = params, state
         return emitted, RowStatus.of(state)
 
     # --- without an engine
 
-    def run(self, steps: int = DECODE_CHUNK, *, dispatch_ahead: bool = False) -> Iterator[DecodedChunk]:
-        """Decodes to the end and yields chunks. The first chunk has one step. Yields nothing if no row may decode.
+    def run(
+        self, steps: int = DECODE_CHUNK, *, dispatch_ahead: bool = False
+    ) -> Iterator[DecodedChunk]:
+        """Decodes to the end and yields chunks. The first chunk has one step. Yields nothing if no
+        row may decode.
 
         Args:
           steps: tokens per chunk, at most 32.
-          dispatch_ahead: dispatch a chunk before the previous one is returned, so that the device does not wait for the host.
+          dispatch_ahead: dispatch a chunk before the previous one is returned, so that the device
+            does not wait for the host.
         """
         if not self.has_work:
             return
@@ -380,13 +440,17 @@ class StaticBatch(RunningBatch):
 
     def _to_chunk(self, pending: PendingChunk) -> DecodedChunk:
         if not pending.parts:
-            return DecodedChunk(np.zeros((self.count, 0), np.int32), np.zeros(self.count, int), self.done, None)
+            return DecodedChunk(
+                np.zeros((self.count, 0), np.int32), np.zeros(self.count, int), self.done, None
+            )
         running = ~self.done
         (part,) = pending.parts  # of the only program
         fetched = self._fetch(part)
         counts_B = np.where(running, fetched.active_BN.sum(1), 0)
         for slot in np.flatnonzero(running):
-            self._add_counts(self._rows[slot], int(slot), fetched.status, int(counts_B[slot]) - pending.steps)
+            self._add_counts(
+                self._rows[slot], int(slot), fetched.status, int(counts_B[slot]) - pending.steps
+            )
         for slot in np.flatnonzero(fetched.status.done_B):
             self._rows[slot].program = None
         N = max(pending.steps, int(counts_B.max()))
@@ -394,13 +458,20 @@ class StaticBatch(RunningBatch):
         return DecodedChunk(fetched.tokens_BN[:, :N], counts_B, self.done, info)
 
     def trace(self, to_shapes: ToShapes) -> tuple[jax.stages.Traced, jax.stages.Traced]:
-        """Traces the programs of prefill and decoding without lowering them; the model may hold shapes instead of arrays.
+        """Traces the programs of prefill and decoding without lowering them; the model may hold
+        shapes instead of arrays.
 
         Args:
           to_shapes: maps arrays and shapes to shapes for the target device.
         """
-        model, prompt, state, params = to_shapes((self._model, self._prompt, self.state, self.params))
-        prefill = _prefill_toks.jitted_fn.trace(model, prompt, state.features, **self._prefill_options)
+        model, prompt, state, params = to_shapes(
+            (self._model, self._prompt, self.state, self.params)
+        )
+        prefill = _prefill_toks.jitted_fn.trace(
+            model, prompt, state.features, **self._prefill_options
+        )
         prefilled, _ = prefill.out_info
         caches, steps = to_shapes((prefilled.caches, jnp.int32(0)))
-        return prefill, _generate_toks.jitted_fn.trace(model, caches, state, params, steps, **self._options)
+        return prefill, _generate_toks.jitted_fn.trace(
+            model, caches, state, params, steps, **self._options
+        )

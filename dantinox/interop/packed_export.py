@@ -15,8 +15,9 @@ Key = tuple[str, bytes]  # the format and the hash of the values of a row
 class StoredRows:
     """The packed rows of a run, found by their values.
 
-    A row of an exported matrix is a row of a packed parameter, in an order that depends on the family. Quantizing its float32
-    values again would change them. So the blocks of a row are searched by the format and the hash of these values.
+    A row of an exported matrix is a row of a packed parameter, in an order that depends on the
+    family. Quantizing its float32 values again would change them. So the blocks of a row are
+    searched by the format and the hash of these values.
     """
 
     def __init__(self, packed: Mapping[str, StoredArray]):
@@ -28,7 +29,9 @@ class StoredRows:
                 self._rows |= zip(_keys(kind, values), rows, strict=True)
 
     def find(self, kind: str, array: np.ndarray) -> np.ndarray | None:
-        """Returns the blocks of a matrix, uint8 `[rows, bytes]`; None if the run lacks a row in this format."""
+        """Returns the blocks of a matrix, uint8 `[rows, bytes]`; None if the run lacks a row in
+        this format.
+        """
         if not self._rows or array.dtype != np.float32:
             return None
         rows = []

@@ -1,7 +1,9 @@
-"""Import of quantized GGUF tensors without conversion: the rows of a tensor become the outputs of a packed parameter.
+"""Import of quantized GGUF tensors without conversion: the rows of a tensor become the outputs of a
+packed parameter.
 
-A parameter joins rows of one or several tensors, in an order that depends on the family. To find the order, tensors whose
-values are the numbers of their rows, or of their columns, go through the same conversion as the weights.
+A parameter joins rows of one or several tensors, in an order that depends on the family. To find
+the order, tensors whose values are the numbers of their rows, or of their columns, go through the
+same conversion as the weights.
 """
 
 import itertools
@@ -32,7 +34,8 @@ class RowSources(NamedTuple):
 
     Attributes:
       names: the tensors in the file.
-      tensor_O, row_O: the index in `names` and the row in that tensor, for every row `[*lead, *shape_out]` of the parameter.
+      tensor_O, row_O: the index in `names` and the row in that tensor, for every row
+        `[*lead, *shape_out]` of the parameter.
     """
 
     names: tuple[str, ...]
@@ -41,14 +44,18 @@ class RowSources(NamedTuple):
 
 
 class PackedPart(NamedTuple):
-    """A part of a packed parameter: its format, its shape `[*lead, *outputs, bytes]`, and the origin of its rows."""
+    """A part of a packed parameter: its format, its shape `[*lead, *outputs, bytes]`, and the
+    origin of its rows.
+    """
 
     kind: str
     shape: tuple[int, ...]
     sources: RowSources
 
 
-def pack_parameters(source: Source, model: ModelConfig, arrays: LazyArrays) -> tuple[LazyArrays, dict[str, list[str]]]:
+def pack_parameters(
+    source: Source, model: ModelConfig, arrays: LazyArrays
+) -> tuple[LazyArrays, dict[str, list[str]]]:
     """Replaces parameters by packed arrays where the file has them in a format of `FORMATS`.
 
     Args:
@@ -57,8 +64,8 @@ def pack_parameters(source: Source, model: ModelConfig, arrays: LazyArrays) -> t
       arrays: the parameters that `from_hf` returns.
 
     Returns:
-      The arrays with the names of a weights file, and the quantized parameters that become bfloat16, with the ggml types that
-      prevent packing.
+      The arrays with the names of a weights file, and the quantized parameters that become
+      bfloat16, with the ggml types that prevent packing.
     """
     blocks = source.blocks
     assert blocks is not None
@@ -80,7 +87,9 @@ def pack_parameters(source: Source, model: ModelConfig, arrays: LazyArrays) -> t
                 part_name = packed_name(name, index, part.kind)
                 parts[part_name] = part
                 kinds[part_name] = Tensor(part.shape, "uint8")
-        elif quantized := sorted({blocks.kinds[stored] for stored in read_tensors} - PLAIN_DTYPES.keys()):
+        elif quantized := sorted(
+            {blocks.kinds[stored] for stored in read_tensors} - PLAIN_DTYPES.keys()
+        ):
             kinds[name] = tensor._replace(dtype="bfloat16")
             widened[name] = [kind for kind in quantized if kind not in FORMATS] or quantized
         else:
@@ -97,7 +106,9 @@ def pack_parameters(source: Source, model: ModelConfig, arrays: LazyArrays) -> t
 
 
 class _RowFinder:
-    """Finds the origin of the rows of each parameter. Layers with equal tensors are converted once."""
+    """Finds the origin of the rows of each parameter. Layers with equal tensors are converted
+    once.
+    """
 
     def __init__(self, source: Source, blocks: StoredBlocks, model: ModelConfig):
         self.source = source
@@ -108,10 +119,16 @@ class _RowFinder:
         self.signatures: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for name, shape in blocks.shapes.items():
             match = LAYER.match(name)
-            self.signatures.setdefault(match[1] if match else "", []).append((LAYER.sub("", name), shape))
+            self.signatures.setdefault(match[1] if match else "", []).append(
+                (LAYER.sub("", name), shape)
+            )
 
-    def __call__(self, parameter: str, layout: Layout | None) -> tuple[tuple[str, ...], RowSources | None]:
-        """Returns the tensors that a parameter reads, and the origin of its rows, or None if it does not consist of rows."""
+    def __call__(
+        self, parameter: str, layout: Layout | None
+    ) -> tuple[tuple[str, ...], RowSources | None]:
+        """Returns the tensors that a parameter reads, and the origin of its rows, or None if it
+        does not consist of rows.
+        """
         match = re.match(r"blocks/(\d+)/", parameter)
         layer = match[1] if match else ""
         signature = tuple(sorted(self.signatures.get(layer, [])))
@@ -122,9 +139,13 @@ class _RowFinder:
         names_here = tuple(LAYER.sub(f"blk.{layer}.", name) for name in names)
         return names_here, None if sources is None else sources._replace(names=names_here)
 
-    def _trace(self, parameter: str, layout: Layout | None) -> tuple[tuple[str, ...], RowSources | None]:
+    def _trace(
+        self, parameter: str, layout: Layout | None
+    ) -> tuple[tuple[str, ...], RowSources | None]:
         """Converts the numbers of rows and columns instead of weights, see `__call__`."""
-        starts: dict[str, int] = {}  # the number of the first row of each tensor; rows are numbered across tensors
+        starts: dict[
+            str, int
+        ] = {}  # the number of the first row of each tensor; rows are numbered across tensors
 
         def row_numbers(name: str) -> np.ndarray:
             shape = self.blocks.shapes[name]
@@ -159,20 +180,30 @@ class _RowFinder:
         def read(name: str, expert: int | None) -> np.ndarray:
             return numbers(name) if expert is None else numbers(name)[expert]
 
-        return from_hf(self.source.config, self.model, self.blocks.convert(read), "float32")[parameter]
+        return from_hf(self.source.config, self.model, self.blocks.convert(read), "float32")[
+            parameter
+        ]
 
 
-def _split_rows(blocks: StoredBlocks, sources: RowSources, layout: Layout) -> list[PackedPart] | None:
-    """Splits a parameter into parts of one format each, slices along one axis of the outputs; None: this is not possible."""
+def _split_rows(
+    blocks: StoredBlocks, sources: RowSources, layout: Layout
+) -> list[PackedPart] | None:
+    """Splits a parameter into parts of one format each, slices along one axis of the outputs; None:
+    this is not possible.
+    """
     kinds = [blocks.kinds[name] for name in sources.names]
     if any(kind not in FORMATS or layout.row % FORMATS[kind].values for kind in kinds):
         return None
-    kind_O = np.array([kinds.index(kind) for kind in kinds])[sources.tensor_O]  # the first tensor of the same format
+    kind_O = np.array([kinds.index(kind) for kind in kinds])[
+        sources.tensor_O
+    ]  # the first tensor of the same format
 
     def part(index: tuple[slice, ...]) -> PackedPart:
         kind = kinds[kind_O[index].flat[0]]
         part_sources = RowSources(sources.names, sources.tensor_O[index], sources.row_O[index])
-        return PackedPart(kind, (*part_sources.tensor_O.shape, FORMATS[kind].row_bytes(layout.row)), part_sources)
+        return PackedPart(
+            kind, (*part_sources.tensor_O.shape, FORMATS[kind].row_bytes(layout.row)), part_sources
+        )
 
     lead = len(layout.lead)
     if kind_O.ndim == lead:  # a table, which has no axes of outputs
@@ -183,7 +214,10 @@ def _split_rows(blocks: StoredBlocks, sources: RowSources, layout: Layout) -> li
             kind_S = slices_SO[:, 0]
             edges = [i for i in range(1, len(kind_S)) if kind_S[i] != kind_S[i - 1]]
             before = (slice(None),) * axis
-            return [part((*before, slice(start, stop))) for start, stop in itertools.pairwise([0, *edges, len(kind_S)])]
+            return [
+                part((*before, slice(start, stop)))
+                for start, stop in itertools.pairwise([0, *edges, len(kind_S)])
+            ]
     return None
 
 

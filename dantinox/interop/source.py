@@ -1,4 +1,6 @@
-"""`Source`: a checkpoint of any supported format. Settings, tensors and tokenizer keys have Hugging Face's names."""
+"""`Source`: a checkpoint of any supported format. Settings, tensors and tokenizer keys have Hugging
+Face's names.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +15,8 @@ from dantinox.text import Tokenizer
 
 
 class LazyArrays(Mapping[str, np.ndarray]):
-    """A mapping from names to arrays. Every access computes or reads the array again; nothing is cached.
+    """A mapping from names to arrays. Every access computes or reads the array again; nothing is
+    cached.
 
     Attributes:
       tensors: the shape and dtype of each array.
@@ -38,7 +41,8 @@ def storage_dtype(parameter: str, requested: str, found: set[str]) -> str:
 
     Args:
       parameter: the path of the parameter.
-      requested: the dtype of matrices. `auto` is bfloat16 if `found` contains only bfloat16, else float32.
+      requested: the dtype of matrices. `auto` is bfloat16 if `found` contains only bfloat16, else
+        float32.
       found: the dtypes of the parameter's tensors in the checkpoint.
     """
     if parameter != "embed" and not parameter.endswith(("/embed", "/kernel")):
@@ -55,8 +59,8 @@ class StoredBlocks(NamedTuple):
       kinds: the ggml type of each tensor.
       shapes: the shape of each tensor in NumPy's axis order.
       raw: takes the name of a tensor; returns its bytes, `[rows, bytes of a row]`.
-      convert: takes a function that reads a tensor of the file, or the slice of one expert; returns the checkpoint's tensors
-        (see `Source.tensors`).
+      convert: takes a function that reads a tensor of the file, or the slice of one expert; returns
+        the checkpoint's tensors (see `Source.tensors`).
     """
 
     kinds: Mapping[str, str]
@@ -72,14 +76,18 @@ class Source:
     Attributes:
       path: the checkpoint's path, for messages.
       format: `hf` or `gguf`, for `origin.json`.
-      config: the model settings, with the keys of transformers' `config.json`; `model_type` is the family.
+      config: the model settings, with the keys of transformers' `config.json`; `model_type` is the
+        family.
       tensors: the tensors, with transformers' names. bfloat16 arrays have the dtype of `ml_dtypes`.
       tokenizer: the text of a `tokenizer.json`.
-      tokenizer_config: the keys of transformers' `tokenizer_config.json`: `bos_token`, `eos_token`, `pad_token` (special tokens
-        as strings) and `add_bos_token`. An absent key is looked up in `generation_config`, then in the tokenizer.
+      tokenizer_config: the keys of transformers' `tokenizer_config.json`: `bos_token`, `eos_token`,
+        `pad_token` (special tokens as strings) and `add_bos_token`. An absent key is looked up in
+        `generation_config`, then in the tokenizer.
       chat_template: the Jinja template in the checkpoint.
-      generation_config: `eos_token_id` (one id or a list), `bos_token_id`, `pad_token_id`, and sampling defaults.
-      skipped: one line about the parts of the checkpoint that are not imported; None if everything is imported.
+      generation_config: `eos_token_id` (one id or a list), `bos_token_id`, `pad_token_id`, and
+        sampling defaults.
+      skipped: one line about the parts of the checkpoint that are not imported; None if everything
+        is imported.
       blocks: the tensors as they are stored, if some of them are quantized in ggml's types.
     """
 
@@ -100,10 +108,11 @@ class ExportBundle(NamedTuple):
 
     Attributes:
       config: the settings of the run.
-      hf_config, generation_config, tokenizer_config: the contents of `config.json` and of those JSON files.
+      hf_config, generation_config, tokenizer_config: the contents of `config.json` and of those
+        JSON files.
       tensors: the tensors, with transformers' names and the dtypes of the run's parameters.
-      dtypes: the dtype of each tensor in the checkpoint from which the run was imported. For a run that was not imported, the
-        dtype in the run.
+      dtypes: the dtype of each tensor in the checkpoint from which the run was imported. For a run
+        that was not imported, the dtype in the run.
       tokenizer, chat_template: the tokenizer of the run, and its Jinja template or None.
     """
 

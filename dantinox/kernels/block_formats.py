@@ -1,7 +1,8 @@
 """The block formats of packed weights, those of GGUF files, and their conversion to float32 in JAX.
 
-The block layouts are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h`). A row of weights consists of whole blocks
-and is stored as uint8. `unpack` gives the same bits as `dantinox.interop.gguf.ggml_types.dequantize`.
+The block layouts are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h`). A row of
+weights consists of whole blocks and is stored as uint8. `unpack` gives the same bits as
+`dantinox.interop.gguf.ggml_types.dequantize`.
 """
 
 from collections.abc import Callable
@@ -58,13 +59,17 @@ def _float16(pair: jax.Array) -> jax.Array:
 
 
 def _fields(packed: jax.Array, width: int) -> jax.Array:
-    """Unpacks fields of `width` bits, the lowest first: `[..., n]` bytes → `[..., 8 / width, n]`."""
+    """Unpacks fields of `width` bits, the lowest first: `[..., n]` bytes →
+    `[..., 8 / width, n]`.
+    """
     shifts = jnp.arange(0, 8, width, dtype=jnp.uint8)[:, None]
     return packed[..., None, :] >> shifts & jnp.uint8((1 << width) - 1)
 
 
 def _groups(packed: jax.Array, size: int, width: int) -> jax.Array:
-    """Splits bytes into groups of `size` and unpacks each group: `[..., n]` → `[..., fields, size]`, groups first."""
+    """Splits bytes into groups of `size` and unpacks each group: `[..., n]` →
+    `[..., fields, size]`, groups first.
+    """
     fields = _fields(packed.reshape(*packed.shape[:-1], -1, size), width)
     return fields.reshape(*packed.shape[:-1], -1, size)
 
@@ -110,9 +115,11 @@ def _q8_0(b: jax.Array) -> jax.Array:
 
 
 def _scales_and_minima(b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the scales and minima of the eight groups of a Q4_K or Q5_K block, each `[..., 8, 1]`."""
-    # Groups 0 to 3 have their 6 bits in one byte. Groups 4 to 7 have the lower 4 bits in `rest`, and
-    # the upper 2 bits above the 6 bits of another group.
+    """Returns the scales and minima of the eight groups of a Q4_K or Q5_K block, each
+    `[..., 8, 1]`.
+    """
+    # Groups 0 to 3 have their 6 bits in one byte. Groups 4 to 7 have the lower 4 bits in `rest`,
+    # and the upper 2 bits above the 6 bits of another group.
     low, high, rest = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     lowest_6_bits = jnp.uint8(63)
     lowest_4_bits = jnp.uint8(15)
@@ -129,7 +136,9 @@ def _q4_k(b: jax.Array) -> jax.Array:
 
 def _q5_k(b: jax.Array) -> jax.Array:
     scales, minima = _scales_and_minima(b)
-    return scales * (_groups(b[..., 48:], 32, 4) | _fields(b[..., 16:48], 1) << jnp.uint8(4)) - minima
+    return (
+        scales * (_groups(b[..., 48:], 32, 4) | _fields(b[..., 16:48], 1) << jnp.uint8(4)) - minima
+    )
 
 
 def _q6_k(b: jax.Array) -> jax.Array:
@@ -141,7 +150,9 @@ def _q6_k(b: jax.Array) -> jax.Array:
 
 
 def _tq1_0(b: jax.Array) -> jax.Array:
-    """A byte is a fraction of 256. Multiplication by 3 moves the next digit in base 3 in front of the point."""
+    """A byte is a fraction of 256. Multiplication by 3 moves the next digit in base 3 in front of
+    the point.
+    """
 
     def digits(part: jax.Array, count: int) -> jax.Array:
         powers = jnp.array([1, 3, 9, 27, 81][:count], jnp.uint8)[:, None]
@@ -153,7 +164,9 @@ def _tq1_0(b: jax.Array) -> jax.Array:
 
 
 def _tq2_0(b: jax.Array) -> jax.Array:
-    return _float16(b[..., 64:]) * _subtract(_groups(b[..., :64], 32, 2).reshape(*b.shape[:-1], -1), 1)
+    return _float16(b[..., 64:]) * _subtract(
+        _groups(b[..., :64], 32, 2).reshape(*b.shape[:-1], -1), 1
+    )
 
 
 FORMATS = {

@@ -1,4 +1,5 @@
-"""Builds the wheel `dantinox-kernels`: the kernels of this architecture, compiled for the installed version of jaxlib.
+"""Builds the wheel `dantinox-kernels`: the kernels of this architecture, compiled for the installed
+version of jaxlib.
 
 python -m dantinox.kernels.build_wheel dist
 """
@@ -20,7 +21,8 @@ from dantinox.kernels.native_library import PACKAGE, compile_kernels, instructio
 def build_wheel(folder: Path, names: Iterable[str] | None = None) -> Path:
     """Compiles the kernels and returns the path of the wheel.
 
-    The wheel has the version of `dantinox`. With another version of jaxlib its files are not used, see `library_name`.
+    The wheel has the version of `dantinox`. With another version of jaxlib its files are not used,
+    see `library_name`.
 
     Args:
       folder: the directory of the wheel; it is created.
@@ -45,7 +47,9 @@ def build_wheel(folder: Path, names: Iterable[str] | None = None) -> Path:
         f"Summary: Compiled CPU kernels of DantinoX for jaxlib {version('jaxlib')}\n"
         f"Requires-Dist: dantinox=={release}\n"
     ).encode()
-    files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: dantinox\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
+    files[f"{info}/WHEEL"] = (
+        f"Wheel-Version: 1.0\nGenerator: dantinox\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
+    )
     record = []
     for name, data in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

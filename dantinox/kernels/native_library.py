@@ -1,8 +1,8 @@
 """Compiles, loads and registers the native kernels.
 
-`matmul.cc` is compiled once for each instruction set and stored in the user's cache directory. The package `dantinox-kernels`
-(`make kernels`) contains compiled files, so that no compiler is needed. The environment variable `DANTINOX_KERNELS` limits the
-instruction set or disables the kernels.
+`matmul.cc` is compiled once for each instruction set and stored in the user's cache directory. The
+package `dantinox-kernels` (`make kernels`) contains compiled files, so that no compiler is needed.
+The environment variable `DANTINOX_KERNELS` limits the instruction set or disables the kernels.
 """
 
 import contextlib
@@ -32,12 +32,16 @@ PACKAGE = "dantinox_kernels"
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 300  # time limit
 VARIABLE = "DANTINOX_KERNELS"  # the best instruction set that may be used, or "off"
-# Instruction sets, the best first: the CPU flags that they need, as Linux names them, and the compiler options.
+# Instruction sets, the best first: the CPU flags that they need, as Linux names them, and the
+# compiler options.
 InstructionSets = dict[str, tuple[frozenset[str], tuple[str, ...]]]
 AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 X86_SETS: InstructionSets = {
-    "avx512_bf16": (AVX512 | {"avx512_bf16", "avx512_vnni"}, ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")),
+    "avx512_bf16": (
+        AVX512 | {"avx512_bf16", "avx512_vnni"},
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+    ),
     "avx512": (AVX512, ("-march=x86-64-v4",)),
     "avx2": (AVX2, ("-march=x86-64-v3",)),
 }
@@ -64,12 +68,17 @@ class Kernels(NamedTuple):
 
 
 def instruction_sets() -> InstructionSets:
-    """Returns the instruction sets for which kernels exist on this kind of machine, the best first."""
-    return {"x86_64": X86_SETS, "AMD64": X86_SETS, "aarch64": ARM_SETS, "arm64": ARM_SETS}.get(platform.machine(), {})
+    """Returns the instruction sets for which kernels exist on this kind of machine, the best
+    first.
+    """
+    return {"x86_64": X86_SETS, "AMD64": X86_SETS, "aarch64": ARM_SETS, "arm64": ARM_SETS}.get(
+        platform.machine(), {}
+    )
 
 
 def allowed_sets() -> InstructionSets:
-    """Returns the instruction sets that `DANTINOX_KERNELS` allows: the named one and those below it.
+    """Returns the instruction sets that `DANTINOX_KERNELS` allows: the named one and those below
+    it.
 
     Raises:
       UserError: the variable has an unknown value.
@@ -98,11 +107,17 @@ def load_kernels() -> Kernels:
         return Kernels(None, "native kernels need Linux or macOS, so XLA multiplies the weights")
     allowed = allowed_sets()
     if not allowed and instruction_sets():
-        return Kernels(None, f"{VARIABLE}=off disables the native kernels, so XLA multiplies the weights")
+        return Kernels(
+            None, f"{VARIABLE}=off disables the native kernels, so XLA multiplies the weights"
+        )
     flags = cpu_flags()
     instructions = next((name for name, (needed, _) in allowed.items() if needed <= flags), None)
     if instructions is None:
-        return Kernels(None, f"no native kernels exist for this CPU ({platform.machine()}), so XLA multiplies the weights")
+        return Kernels(
+            None,
+            f"no native kernels exist for this CPU ({platform.machine()}), so XLA multiplies the"
+            " weights",
+        )
     try:
         path = _packaged(instructions) or _compiled(instructions)
         handler = getattr(ctypes.CDLL(str(path)), TARGET)
@@ -117,8 +132,13 @@ class KernelError(Exception):
 
 
 def library_name(instructions: str) -> str:
-    """Returns the file name of the kernels for an instruction set. It changes with the source and the version of jaxlib."""
-    text = SOURCE.read_bytes() + repr((jax.lib.__version__, instruction_sets()[instructions][1])).encode()
+    """Returns the file name of the kernels for an instruction set. It changes with the source and
+    the version of jaxlib.
+    """
+    text = (
+        SOURCE.read_bytes()
+        + repr((jax.lib.__version__, instruction_sets()[instructions][1])).encode()
+    )
     return f"matmul-{instructions}-{hashlib.sha256(text).hexdigest()[:16]}.so"
 
 
@@ -127,7 +147,8 @@ def compile_kernels(instructions: str, path: Path, compiler: str | None = None) 
 
     Args:
       path: the shared library to create; it is replaced atomically.
-      compiler: the C++ compiler; None: the environment variable `CXX`, or the first of `COMPILERS` on the `PATH`.
+      compiler: the C++ compiler; None: the environment variable `CXX`, or the first of `COMPILERS`
+        on the `PATH`.
 
     Raises:
       KernelError: there is no compiler, or it fails.
@@ -143,10 +164,13 @@ def compile_kernels(instructions: str, path: Path, compiler: str | None = None) 
     os.close(file)
     command = [compiler, *options, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", temporary]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+        )
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no output"]
-            raise KernelError(f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])[:200]}")
+            first = next((line for line in lines if "error" in line), lines[0])
+            raise KernelError(f"{compiler} failed: {first[:200]}")
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except FileNotFoundError:
@@ -159,7 +183,9 @@ def compile_kernels(instructions: str, path: Path, compiler: str | None = None) 
 
 
 def _packaged(instructions: str) -> Path | None:
-    """Returns the file of the package `dantinox-kernels`, if it is installed and was built from this source."""
+    """Returns the file of the package `dantinox-kernels`, if it is installed and was built from
+    this source.
+    """
     spec = importlib.util.find_spec(PACKAGE)
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     paths = (Path(folder) / library_name(instructions) for folder in folders)
@@ -176,7 +202,10 @@ def _compiled(instructions: str) -> Path:
                 raise PermissionError(None, "the directory is read-only")
         except OSError as error:
             raise KernelError(f"cannot write {path.parent}: {error.strerror}") from None
-        log.warning("compiling native kernels for %s; this takes up to half a minute and happens once", instructions)
+        log.warning(
+            "compiling native kernels for %s; this takes up to half a minute and happens once",
+            instructions,
+        )
         compile_kernels(instructions, path)
     for file in (path.parent, path):
         facts = file.stat()

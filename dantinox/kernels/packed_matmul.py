@@ -20,7 +20,9 @@ MAX_NATIVE_BFLOAT16_ROWS = 128
 
 @cache
 def native_product(number: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the native product of rows with weights of a format; `vmap` over the rows adds them to one call."""
+    """Returns the native product of rows with weights of a format; `vmap` over the rows adds them
+    to one call.
+    """
 
     @jax.custom_batching.custom_vmap
     def product(rows_RI: jax.Array, weights_OB: jax.Array) -> jax.Array:
@@ -29,7 +31,9 @@ def native_product(number: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
         return jax.ffi.ffi_call(TARGET, shape)(rows_RI, weights_OB, format=np.int64(number))
 
     @product.def_vmap
-    def over_rows(size: int, batched: list[bool], rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, bool]:
+    def over_rows(
+        size: int, batched: list[bool], rows: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, bool]:
         if batched[1]:
             rows = rows if batched[0] else jnp.broadcast_to(rows, (size, *rows.shape))
             return jax.lax.map(lambda pair: product(*pair), (rows, weights)), True
@@ -38,20 +42,23 @@ def native_product(number: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return product
 
 
-def matmul(rows_RI: jax.Array, weights_OB: jax.Array, kind: str | None = None, *, native: bool = False) -> jax.Array:
+def matmul(
+    rows_RI: jax.Array, weights_OB: jax.Array, kind: str | None = None, *, native: bool = False
+) -> jax.Array:
     """Returns rows · weightsᵀ.
 
-    With float32 rows, products and sums are in float32. For ternary weights (TQ1_0 and TQ2_0), the native kernels round the
-    inputs to multiples of 2⁻²² of the power of two above the largest of 256 inputs, and the sums of 256 products are exact.
-    With bfloat16 rows, the weights are rounded to bfloat16 and the sums are in float32. In the native kernels, a result does
-    not depend on the other rows or on the number of threads.
+    With float32 rows, products and sums are in float32. For ternary weights (TQ1_0 and TQ2_0), the
+    native kernels round the inputs to multiples of 2⁻²² of the power of two above the largest of
+    256 inputs, and the sums of 256 products are exact. With bfloat16 rows, the weights are rounded
+    to bfloat16 and the sums are in float32. In the native kernels, a result does not depend on the
+    other rows or on the number of threads.
 
     Args:
       rows_RI: float32 or bfloat16 `[R, I]`.
       weights_OB: packed rows `[O, bytes]` of uint8, or float32, bfloat16 or int8 `[O, I]`.
       kind: the format of packed rows, a key of `FORMATS`; None for other weights.
-      native: use the native kernel. `load_kernels` must have loaded it. It has no gradient. With bfloat16 rows, it needs
-        `Kernels.multiplies_bfloat16` and a multiple of 32 inputs.
+      native: use the native kernel. `load_kernels` must have loaded it. It has no gradient. With
+        bfloat16 rows, it needs `Kernels.multiplies_bfloat16` and a multiple of 32 inputs.
 
     Returns:
       float32 `[R, O]`.

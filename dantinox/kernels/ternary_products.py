@@ -54,9 +54,14 @@ def ternary_matmul(rows_RI: jax.Array, weights_OB: jax.Array, *, native: bool = 
     inputs = rows_RI.shape[1]
     row_bytes = weights_OB.shape[1]
     if rows_RI.dtype != jnp.int8 or weights_OB.dtype != jnp.uint8:
-        raise ValueError(f"expected rows in int8 and weights in uint8, got {rows_RI.dtype} and {weights_OB.dtype}")
+        raise ValueError(
+            f"expected rows in int8 and weights in uint8, got {rows_RI.dtype} and"
+            f" {weights_OB.dtype}"
+        )
     if row_bytes != math.ceil(inputs / BLOCK) * BLOCK_BYTES or inputs > MAX_INPUTS:
-        raise ValueError(f"rows of {inputs} inputs do not fit weights with rows of {row_bytes} bytes")
+        raise ValueError(
+            f"rows of {inputs} inputs do not fit weights with rows of {row_bytes} bytes"
+        )
     if native:
         return native_product(NUMBER)(rows_RI, weights_OB)
     weights_OI = unpack_ternary(weights_OB, inputs)

@@ -1,6 +1,7 @@
 """The attention layer, and scaled dot-product attention over a `Store` of keys and values.
 
-Shapes: B batch, T query time, S key time, D model, K key/value heads, G query heads per key head, H head size.
+Shapes: B batch, T query time, S key time, D model, K key/value heads, G query heads per key head, H
+head size.
 """
 
 import math
@@ -16,7 +17,14 @@ from jax.typing import DTypeLike
 from dantinox.config import ModelConfig
 from dantinox.model.cache_store import AnyStore, ContiguousStore, SegmentedStore, StorePrefix
 from dantinox.model.chunked_attention import QUERY_BLOCK
-from dantinox.model.layers import PLAIN_SOFTMAX, RMSNorm, Softmax, make_linear, make_rms_norm, softcap
+from dantinox.model.layers import (
+    PLAIN_SOFTMAX,
+    RMSNorm,
+    Softmax,
+    make_linear,
+    make_rms_norm,
+    softcap,
+)
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import query_scaling, rotate
 
@@ -27,16 +35,20 @@ Probe = Callable[[jax.Array, jax.Array], Any]
 class Attention(nnx.Module):
     """Causal grouped-query attention.
 
-    `qkv` projects to the queries, keys and values. Its kernel `[D, K, G+2, H]` holds, for each key head, the G query heads, the
-    key and the value. With `k_eq_v` the key is also the value, and the kernel is `[D, K, G+1, H]`. In a layer that reuses the
-    keys and values of another layer the kernel is `[D, K, G, H]`. The kernel of `out` is `[K, G, H, D]`.
+    `qkv` projects to the queries, keys and values. Its kernel `[D, K, G+2, H]` holds, for each key
+    head, the G query heads, the key and the value. With `k_eq_v` the key is also the value, and the
+    kernel is `[D, K, G+1, H]`. In a layer that reuses the keys and values of another layer the
+    kernel is `[D, K, G, H]`. The kernel of `out` is `[K, G, H, D]`.
 
-    Scores are divided by √H. With `query_pre_attn_scalar` = s the divisor is √s instead; for this, the queries are multiplied
-    by √(H / s) first. With `sub_norms` the input of `out` is normalized over all heads (Wang et al. 2022, "Foundation
-    Transformers": Sub-LN). `layer` is the index of the layer, from 0.
+    Scores are divided by √H. With `query_pre_attn_scalar` = s the divisor is √s instead; for this,
+    the queries are multiplied by √(H / s) first. With `sub_norms` the input of `out` is normalized
+    over all heads (Wang et al. 2022, "Foundation Transformers": Sub-LN). `layer` is the index of
+    the layer, from 0.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
+    def __init__(
+        self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float
+    ):
         self.window, keys_and_values = config.windows[layer], config.kv_projections(layer)
         config = config.of_layer(layer)
         D, K, H = config.dim, config.kv_heads, config.head_size
@@ -48,16 +60,33 @@ class Attention(nnx.Module):
         self.out_norm = make_rms_norm(config, (K, G, H)) if config.sub_norms else None
         self.out = linear((K, G, H), (D,), gain=out_gain, bias=config.out_bias)
         self.norm_over_heads = config.qk_norm_scope == "layer"
-        self.q_norm = make_rms_norm(config, (K, G, H) if self.norm_over_heads else H) if config.qk_norm else None
+        self.q_norm = (
+            make_rms_norm(config, (K, G, H) if self.norm_over_heads else H)
+            if config.qk_norm
+            else None
+        )
         norm_keys = config.qk_norm and not self.reuses_kv
-        self.k_norm = make_rms_norm(config, (K, H) if self.norm_over_heads else H) if norm_keys else None
-        self.v_norm = RMSNorm(H, config.norm_epsilon, scaled=False) if config.v_norm and not self.reuses_kv else None
+        self.k_norm = (
+            make_rms_norm(config, (K, H) if self.norm_over_heads else H) if norm_keys else None
+        )
+        self.v_norm = (
+            RMSNorm(H, config.norm_epsilon, scaled=False)
+            if config.v_norm and not self.reuses_kv
+            else None
+        )
         self.norm_after_rope = config.qk_norm_after_rope
-        self.query_gain = 1.0 if config.query_pre_attn_scalar is None else math.sqrt(H / config.query_pre_attn_scalar)
+        self.query_gain = (
+            1.0
+            if config.query_pre_attn_scalar is None
+            else math.sqrt(H / config.query_pre_attn_scalar)
+        )
         self.gate = linear((D,), (K, G, H), bias=config.gate_bias) if config.no_sink else None
         self.query_scaling_beta, scaling = config.query_scaling_beta, config.rope_scaling
         self.original_context = 1 if scaling is None else scaling.original_context
-        self.cap, self.sinks = config.softcap, nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None
+        self.cap, self.sinks = (
+            config.softcap,
+            (nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None),
+        )
 
     def __call__(
         self,
@@ -70,7 +99,8 @@ class Attention(nnx.Module):
     ):
         x_BTD = parallelism.copy_to_tp(x_BTD)
         qkv = self.qkv(x_BTD)
-        # The gradient of a split is a concatenation. That of slices is a sum of padded arrays, which is slower.
+        # The gradient of a split is a concatenation. That of slices is a sum of padded arrays,
+        # which is slower.
         q_BTKGH, *kv = jnp.split(qkv, [*range(self.groups, qkv.shape[-2])], axis=-2)
         q_BTKGH = self._norm_and_rotate(q_BTKGH, self.q_norm, angles, parallelism)
         k_BTKH = v_BTKH = None
@@ -84,15 +114,21 @@ class Attention(nnx.Module):
             gain_BT = query_scaling(positions_BT, self.query_scaling_beta, self.original_context)
             q_BTKGH = (q_BTKGH * gain_BT[..., None, None, None]).astype(q_BTKGH.dtype)
         softmax = Softmax(self.cap, None if self.sinks is None else self.sinks[...])
-        a_BTKGH, layer_cache, probed = layer_cache.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe, softmax)
+        a_BTKGH, layer_cache, probed = layer_cache.attend(
+            q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe, softmax
+        )
         if self.gate is not None:
             a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
         if self.out_norm is not None:
             a_BTKGH = self.out_norm(a_BTKGH)
         return self.out(a_BTKGH, parallelism.reduce_from_tp), layer_cache, probed
 
-    def _norm_and_rotate(self, x: jax.Array, norm: RMSNorm | None, angles: Angles, parallelism: Parallelism) -> jax.Array:
-        """Normalizes queries or keys and applies the rotary embedding, in the order of the config."""
+    def _norm_and_rotate(
+        self, x: jax.Array, norm: RMSNorm | None, angles: Angles, parallelism: Parallelism
+    ) -> jax.Array:
+        """Normalizes queries or keys and applies the rotary embedding, in the order of the
+        config.
+        """
         pmean = (parallelism.pmean_heads,) if self.norm_over_heads else ()
         x = x if norm is None or self.norm_after_rope else norm(x, *pmean)
         x = x if angles is None else rotate(x, angles)
@@ -100,19 +136,25 @@ class Attention(nnx.Module):
 
 
 class AttentionOutput(NamedTuple):
-    """The output of attention, the scores before mask and softmax, and the float32 softmax weights."""
+    """The output of attention, the scores before mask and softmax, and the float32 softmax
+    weights.
+    """
 
     out_BTKGH: jax.Array
     scores_BKGTS: jax.Array
     weights_BKGTS: jax.Array
 
 
-def attention(q_BTKGH: jax.Array, store: AnyStore, valid_BKTS: jax.Array, softmax: Softmax = PLAIN_SOFTMAX) -> AttentionOutput:
-    """Computes scaled dot-product attention (Vaswani et al. 2017, eq. 1) of grouped queries, with a float32 softmax.
+def attention(
+    q_BTKGH: jax.Array, store: AnyStore, valid_BKTS: jax.Array, softmax: Softmax = PLAIN_SOFTMAX
+) -> AttentionOutput:
+    """Computes scaled dot-product attention (Vaswani et al. 2017, eq. 1) of grouped queries, with a
+    float32 softmax.
 
     Args:
-      valid_BKTS: the mask of the keys that each query attends to (the K axis may be 1). A query without valid keys gets
-        the average of all values, or zeros if there are sinks; callers ignore the outputs of these queries.
+      valid_BKTS: the mask of the keys that each query attends to (the K axis may be 1). A query
+        without valid keys gets the average of all values, or zeros if there are sinks; callers
+        ignore the outputs of these queries.
     """
     if not isinstance(store, SegmentedStore):
         return _attention(q_BTKGH, store, valid_BKTS, softmax)
@@ -121,34 +163,50 @@ def attention(q_BTKGH: jax.Array, store: AnyStore, valid_BKTS: jax.Array, softma
         slots = prefix.ends[-1]
         output = _attention(q_BTKGH, prefix, valid_BKTS[..., :slots], softmax)
         padding = [(0, 0)] * 4 + [(0, store.slots - slots)]
-        return AttentionOutput(output.out_BTKGH, jnp.pad(output.scores_BKGTS, padding), jnp.pad(output.weights_BKGTS, padding))
+        return AttentionOutput(
+            output.out_BTKGH,
+            jnp.pad(output.scores_BKGTS, padding),
+            jnp.pad(output.weights_BKGTS, padding),
+        )
 
     return store.apply_to_used(attend_prefix)
 
 
-def _attention(q_BTKGH: jax.Array, store: ContiguousStore, valid_BKTS: jax.Array, softmax: Softmax) -> AttentionOutput:
+def _attention(
+    q_BTKGH: jax.Array, store: ContiguousStore, valid_BKTS: jax.Array, softmax: Softmax
+) -> AttentionOutput:
     B, T, K, G, H = q_BTKGH.shape
-    # One matrix multiplication per key head: with separate T and G axes, XLA would first transpose the whole cache.
+    # One matrix multiplication per key head: with separate T and G axes, XLA would first transpose
+    # the whole cache.
     q_BKMH = q_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     scores_BKMS = store.scores(q_BKMH)
     scores = scores_BKMS.reshape(B, K, G, T, -1)
     scores = scores if softmax.cap is None else softcap(scores, softmax.cap)
     masked = jnp.where(valid_BKTS[:, :, None], scores, jnp.finfo(jnp.float32).min)
-    weights = _softmax_weights(masked, softmax.sinks_KG, store.ends if isinstance(store, StorePrefix) else None)
+    weights = _softmax_weights(
+        masked, softmax.sinks_KG, store.ends if isinstance(store, StorePrefix) else None
+    )
     weights_BKMS = weights.reshape(scores_BKMS.shape)
     out_BKMV = store.weighted_values(weights_BKMS, q_BTKGH.dtype)
-    return AttentionOutput(out_BKMV.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4), scores, weights)
+    return AttentionOutput(
+        out_BKMV.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4), scores, weights
+    )
 
 
-def _softmax_weights(scores_BKGTS: jax.Array, sinks_KG: jax.Array | None, ends: list[int] | None) -> jax.Array:
-    """Computes the softmax over the scores and the sink logits, and returns the weights without those of the sinks.
+def _softmax_weights(
+    scores_BKGTS: jax.Array, sinks_KG: jax.Array | None, ends: list[int] | None
+) -> jax.Array:
+    """Computes the softmax over the scores and the sink logits, and returns the weights without
+    those of the sinks.
 
     With `ends`, the end of each segment, the exponentials are summed segment by segment.
     """
     if sinks_KG is None and ends is None:
         return jax.nn.softmax(scores_BKGTS, axis=-1)
     sinks_KG11 = jnp.float32(-jnp.inf) if sinks_KG is None else sinks_KG[:, :, None, None]
-    largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores_BKGTS, axis=-1, keepdims=True), sinks_KG11))
+    largest = jax.lax.stop_gradient(
+        jnp.maximum(jnp.max(scores_BKGTS, axis=-1, keepdims=True), sinks_KG11)
+    )
     weights = jnp.exp(scores_BKGTS - largest)
     parts = jnp.split(weights, (ends or [])[:-1], axis=-1)
     sums: jax.Array = sum(jnp.sum(part, axis=-1, keepdims=True) for part in parts)  # type: ignore[assignment]
@@ -156,7 +214,9 @@ def _softmax_weights(scores_BKGTS: jax.Array, sinks_KG: jax.Array | None, ends: 
 
 
 def causal_mask(query_BT: jax.Array, key_BKS: jax.Array, window: int | None) -> jax.Array:
-    """Returns the mask `[B, K, T, S]`: causal, limited to the window (which includes the query), without padding keys."""
+    """Returns the mask `[B, K, T, S]`: causal, limited to the window (which includes the query),
+    without padding keys.
+    """
     query, key = query_BT[:, None, :, None], key_BKS[:, :, None, :]
     mask = (key <= query) & (key >= 0)
     return mask if window is None else mask & (query - key < window)
@@ -166,8 +226,9 @@ class StoreReadout(NamedTuple):
     """The result of attention over a store.
 
     Attributes:
-      received_BKS: the attention that each key received from the counted queries: the sum of the weights over queries, averaged
-        over the query heads of the key head; with `use_max` the largest weight. None if no queries are counted.
+      received_BKS: the attention that each key received from the counted queries: the sum of the
+        weights over queries, averaged over the query heads of the key head; with `use_max` the
+        largest weight. None if no queries are counted.
       probed: the result of the probe for the newest query of each row.
     """
 
@@ -187,10 +248,12 @@ def attend(
     softmax: Softmax = PLAIN_SOFTMAX,
     use_max: bool = False,
 ) -> StoreReadout:
-    """Computes attention over a store. Many queries are processed in blocks, which bounds the memory for scores.
+    """Computes attention over a store. Many queries are processed in blocks, which bounds the
+    memory for scores.
 
     Args:
-      key_positions_BKS: the position in each slot (the B and K axes may be 1), negative for an empty slot.
+      key_positions_BKS: the position in each slot (the B and K axes may be 1), negative for an
+        empty slot.
       counted_BT: marks the queries that count for `received_BKS`.
       use_max: compute `received_BKS` as the maximum over queries and query heads.
     """
@@ -206,7 +269,9 @@ def attend(
             counted = jnp.where(counted_BR[:, None, None, :, None], output.weights_BKGTS, 0)
             received_BKS = jnp.maximum(received_BKS, jnp.max(counted, axis=(2, 3)))
         elif received_BKS is not None:
-            received_BKS += jnp.sum(output.weights_BKGTS * (counted_BR / G)[:, None, None, :, None], axis=(2, 3))
+            received_BKS += jnp.sum(
+                output.weights_BKGTS * (counted_BR / G)[:, None, None, :, None], axis=(2, 3)
+            )
         return received_BKS, (output.out_BTKGH, run_probe(probe, output, valid_BKRS, positions_BR))
 
     zero_BKS = None if counted_BT is None else jnp.zeros((B, K, store.slots), jnp.float32)
@@ -214,9 +279,13 @@ def attend(
     if T <= QUERY_BLOCK:
         received_BKS, (out_BTKGH, probed) = attend_block(zero_BKS, queries, probe)
         return StoreReadout(out_BTKGH, received_BKS, probed)
-    received_BKS, (out_nBRKGH, _) = jax.lax.scan(attend_block, zero_BKS, jax.tree.map(_split_into_blocks, queries))
+    received_BKS, (out_nBRKGH, _) = jax.lax.scan(
+        attend_block, zero_BKS, jax.tree.map(_split_into_blocks, queries)
+    )
     out_BTKGH = jnp.moveaxis(out_nBRKGH, 0, 1).reshape(B, -1, K, G, out_nBRKGH.shape[-1])[:, :T]
-    probed = run_probe_on_store(probe, q_BTKGH, store, positions_BT, key_positions_BKS, window, softmax)
+    probed = run_probe_on_store(
+        probe, q_BTKGH, store, positions_BT, key_positions_BKS, window, softmax
+    )
     return StoreReadout(out_BTKGH, received_BKS, probed)
 
 
@@ -227,11 +296,14 @@ def _split_into_blocks(x_BT: jax.Array) -> jax.Array:
     return jnp.moveaxis(padded.reshape(B, -1, QUERY_BLOCK, *x_BT.shape[2:]), 1, 0)
 
 
-def run_probe(probe: Probe | None, output: AttentionOutput, valid_BKTS: jax.Array, positions_BT: jax.Array) -> Any:
-    """Calls the probe for the newest query of each row: `probe(scores_BNS, valid_BS)`, N being the number of query heads.
+def run_probe(
+    probe: Probe | None, output: AttentionOutput, valid_BKTS: jax.Array, positions_BT: jax.Array
+) -> Any:
+    """Calls the probe for the newest query of each row: `probe(scores_BNS, valid_BS)`, N being the
+    number of query heads.
 
-    If the heads have different masks, the second argument is `valid_BNS`. The newest query of a row is its last token that is
-    not padding, or its first token if all tokens are padding.
+    If the heads have different masks, the second argument is `valid_BNS`. The newest query of a row
+    is its last token that is not padding, or its first token if all tokens are padding.
     """
     if probe is None:
         return None
@@ -240,7 +312,9 @@ def run_probe(probe: Probe | None, output: AttentionOutput, valid_BKTS: jax.Arra
     newest_B = jnp.argmax(positions_BT, axis=1)
     scores_BNS = output.scores_BKGTS[rows, :, :, newest_B].reshape(B, K * G, S)
     valid_BKS = valid_BKTS[rows, :, newest_B]
-    return probe(scores_BNS, valid_BKS[:, 0] if valid_BKS.shape[1] == 1 else jnp.repeat(valid_BKS, G, axis=1))
+    return probe(
+        scores_BNS, valid_BKS[:, 0] if valid_BKS.shape[1] == 1 else jnp.repeat(valid_BKS, G, axis=1)
+    )
 
 
 def run_probe_on_store(
@@ -252,11 +326,15 @@ def run_probe_on_store(
     window: int | None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Any:
-    """Recomputes the scores of the newest queries and calls `run_probe`; for kernels that do not return scores."""
+    """Recomputes the scores of the newest queries and calls `run_probe`; for kernels that do not
+    return scores.
+    """
     if probe is None:
         return None
     rows = jnp.arange(q_BTKGH.shape[0])
     newest_B = jnp.argmax(positions_BT, axis=1)
     q_B1KGH, positions_B1 = (x[rows, newest_B][:, None] for x in (q_BTKGH, positions_BT))
     valid_BK1S = causal_mask(positions_B1, key_positions_BKS, window)
-    return run_probe(probe, attention(q_B1KGH, store, valid_BK1S, softmax), valid_BK1S, positions_B1)
+    return run_probe(
+        probe, attention(q_B1KGH, store, valid_BK1S, softmax), valid_BK1S, positions_B1
+    )

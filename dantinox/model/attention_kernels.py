@@ -1,7 +1,8 @@
 """Attention kernels: XLA, chunked, cuDNN (GPU) and splash (TPU), and the choice between them.
 
-A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, softmax) -> out_BTKGH` of tokens at consecutive
-positions. Code that needs the scores uses plain XLA attention (`attention.attention`), which computes all scores at once.
+A kernel is a function `(q_BTKGH, k_BTKH, v_BTKH, segments_BT, window, softmax) -> out_BTKGH` of
+tokens at consecutive positions. Code that needs the scores uses plain XLA attention
+(`attention.attention`), which computes all scores at once.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,11 @@ def cudnn_attention(
     Documents are separated by an additive bias `[B, 1, T, T]` in the dtype of the queries.
     """
     B, T, K, G, H = q_BTKGH.shape
-    mask = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    mask = (
+        None
+        if segments_BT is None
+        else (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    )
     keys_on_each_side = None if window is None else (window - 1, 0)
     out_BTNH = jax.nn.dot_product_attention(
         q_BTKGH.reshape(B, T, K * G, H),
@@ -68,7 +73,9 @@ def splash_attention(
 
     def row(q_KGTH: Array, k_KTH: Array, v_KTH: Array, segments_T: Array) -> Array:
         documents = splash.SegmentIds(q=segments_T, kv=segments_T)
-        return jax.vmap(lambda q, k, v: kernel(q, k, v, segment_ids=documents))(q_KGTH, k_KTH, v_KTH)
+        return jax.vmap(lambda q, k, v: kernel(q, k, v, segment_ids=documents))(
+            q_KGTH, k_KTH, v_KTH
+        )
 
     return jax.vmap(row)(q_BKGTH, k_BKTH, v_BKTH, segments_BT).transpose(0, 3, 1, 2, 4)
 
@@ -82,10 +89,16 @@ def _splash(length: int, heads: int, window: int | None, cap: float | None) -> C
     shape = length, length
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
     with jax.ensure_compile_time_eval():
-        return splash.make_splash_mqa_single_device(masks.MultiHeadMask([mask] * heads), attn_logits_soft_cap=cap)
+        return splash.make_splash_mqa_single_device(
+            masks.MultiHeadMask([mask] * heads), attn_logits_soft_cap=cap
+        )
 
 
-KERNELS: dict[str, Kernel] = {"chunked": chunked_attention, "cudnn": cudnn_attention, "splash": splash_attention}
+KERNELS: dict[str, Kernel] = {
+    "chunked": chunked_attention,
+    "cudnn": cudnn_attention,
+    "splash": splash_attention,
+}
 
 
 def kernel_for(
@@ -99,8 +112,9 @@ def kernel_for(
     """Returns the kernel for queries `[B, T, K, G, H]` of a dtype; None: use plain XLA attention.
 
     Args:
-      name: the kernel. `auto` uses the kernel of the platform if it supports the queries. Otherwise it uses the chunked kernel
-        for sequences longer than one block, and plain XLA attention for shorter sequences.
+      name: the kernel. `auto` uses the kernel of the platform if it supports the queries. Otherwise
+        it uses the chunked kernel for sequences longer than one block, and plain XLA attention for
+        shorter sequences.
       softmax: the softmax options that the kernel must support.
       value_size: the head size of the values, if it differs from H.
 
@@ -118,19 +132,33 @@ def kernel_for(
         if T <= QUERY_BLOCK:
             return None
         preferred = get_platform(platform).attention_kernel
-        return chunked_attention if preferred is None or unsupported_reason(preferred) else KERNELS[preferred]
+        return (
+            chunked_attention
+            if preferred is None or unsupported_reason(preferred)
+            else KERNELS[preferred]
+        )
     if reason := unsupported_reason(name):
         raise UserError(f"attention.kernel {name} {reason}")
     return KERNELS.get(name)  # `xla` is not in the table
 
 
 def _unsupported_reason(
-    name: str, platform: str, length: int, head_size: int, dtype: DTypeLike, softmax: Softmax, other_values: bool
+    name: str,
+    platform: str,
+    length: int,
+    head_size: int,
+    dtype: DTypeLike,
+    softmax: Softmax,
+    other_values: bool,
 ) -> str:
-    """Returns why a kernel does not support queries of this length, head size and dtype on a platform; "" if it does."""
+    """Returns why a kernel does not support queries of this length, head size and dtype on a
+    platform; "" if it does.
+    """
     needed = {"cudnn": "gpu", "splash": "tpu"}.get(name)
     if needed and get_platform(platform).name != needed:
-        return f"needs a {needed.upper()}, but the platform is a {get_platform(platform).name.upper()}"
+        return (
+            f"needs a {needed.upper()}, but the platform is a {get_platform(platform).name.upper()}"
+        )
     if name == "cudnn" and (head_size % 8 or head_size > 128 or jnp.dtype(dtype) == jnp.float32):
         got = f"{jnp.dtype(dtype).name} and {head_size}"
         return f"needs bfloat16 and a head size of at most 128 that is a multiple of 8, got {got}"

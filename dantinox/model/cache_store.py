@@ -1,4 +1,6 @@
-"""Storage of cached keys and values (or latents) in slots, as float32, bfloat16, int8, int4 or int2."""
+"""Storage of cached keys and values (or latents) in slots, as float32, bfloat16, int8, int4 or
+int2.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,38 +13,49 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-# The dtype of bfloat16 numbers stored as integers of the same bits (see `Platform.bfloat16_cache_as_bits`).
+# The dtype of bfloat16 numbers stored as integers of the same bits (see
+# `Platform.bfloat16_cache_as_bits`).
 BFLOAT16_BITS = jnp.dtype(jnp.uint16)
 INT4_PACKED = jnp.dtype(jnp.uint8)  # two int4 numbers per byte
 INT2_PACKED = jnp.dtype(jnp.uint32)  # sixteen int2 numbers per word
 PACKED_BITS = {INT4_PACKED: 4, INT2_PACKED: 2}  # the bits of a number in each packed dtype
-PACKED_DTYPES = {"int4": INT4_PACKED, "int2": INT2_PACKED}  # the dtype in which numbers of another dtype are packed
+PACKED_DTYPES = {
+    "int4": INT4_PACKED,
+    "int2": INT2_PACKED,
+}  # the dtype in which numbers of another dtype are packed
 MAX_GROUP_SIZE = 32  # largest number of elements of an int4 or int2 vector that share a scale
 MIN_SEGMENT = 128
-SEGMENT_UNIT = 64  # slots; a block of the prefix cache never crosses the border between two segments
+SEGMENT_UNIT = (
+    64  # slots; a block of the prefix cache never crosses the border between two segments
+)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"],
+    meta_fields=[],
+)
 @dataclass(frozen=True)
 class Store:
     """Keys and values of S slots.
 
-    Keys are stored as `[B, K, H, S]`, with the slots in the last axis, so that the scores q · k need no transpose. On a CPU,
-    this product takes less than two thirds of the time of q · kᵀ.
+    Keys are stored as `[B, K, H, S]`, with the slots in the last axis, so that the scores q · k
+    need no transpose. On a CPU, this product takes less than two thirds of the time of q · kᵀ.
 
     The dtype is one of:
 
     * float32 or bfloat16.
     * `BFLOAT16_BITS`: bfloat16, stored as integers of the same bits.
-    * int8: every key and every value has a scale, which maps its largest magnitude to 127. The scales are applied to the
-      operands or the results of the matrix multiplications.
-    * `INT4_PACKED`: int4. Byte h of a vector holds number h in its lower four bits and number H/2 + h in its upper four bits.
-    * `INT2_PACKED`: int2. Word h of a vector holds the sixteen numbers h, H/16 + h, 2 H/16 + h, …, the first one in its lowest
-      two bits.
+    * int8: every key and every value has a scale, which maps its largest magnitude to 127. The
+      scales are applied to the operands or the results of the matrix multiplications.
+    * `INT4_PACKED`: int4. Byte h of a vector holds number h in its lower four bits and number H/2 +
+      h in its upper four bits.
+    * `INT2_PACKED`: int2. Word h of a vector holds the sixteen numbers h, H/16 + h, 2 H/16 + h, …,
+      the first one in its lowest two bits.
 
-    In a packed dtype, `group_size` consecutive numbers share a scale and a minimum, both stored as bfloat16 bits. They share
-    one array: first the scales of all groups, then their minima. Its shape is `[B, K, 2 H/32, S]` for keys and
-    `[B, K, S, 2 H/32]` for values.
+    In a packed dtype, `group_size` consecutive numbers share a scale and a minimum, both stored as
+    bfloat16 bits. They share one array: first the scales of all groups, then their minima. Its
+    shape is `[B, K, 2 H/32, S]` for keys and `[B, K, S, 2 H/32]` for values.
     """
 
     k_BKHS: jax.Array
@@ -51,7 +64,9 @@ class Store:
     v_scale_BKS: jax.Array | None = None
 
     @classmethod
-    def empty(cls, batch: int, heads: int, sizes: tuple[int, int], slots: int, dtype: DTypeLike) -> Self:
+    def empty(
+        cls, batch: int, heads: int, sizes: tuple[int, int], slots: int, dtype: DTypeLike
+    ) -> Self:
         """Returns a store of zeros; `sizes` are the sizes of a key and of a value."""
         numbers = numbers_per_element(dtype)
         k = jnp.zeros((batch, heads, sizes[0] // numbers, slots), dtype)
@@ -62,7 +77,12 @@ class Store:
             return cls(k, v, k_scales, jnp.zeros((batch, heads, slots, v_groups), BFLOAT16_BITS))
         if dtype != jnp.int8:
             return cls(k, v)
-        return cls(k, v, jnp.zeros((batch, heads, slots), jnp.float32), jnp.zeros((batch, heads, slots), jnp.float32))
+        return cls(
+            k,
+            v,
+            jnp.zeros((batch, heads, slots), jnp.float32),
+            jnp.zeros((batch, heads, slots), jnp.float32),
+        )
 
     @classmethod
     def from_kv(cls, k_BTKH: jax.Array, v_BTKH: jax.Array, dtype: DTypeLike) -> Self:
@@ -73,7 +93,9 @@ class Store:
         if k_scale_BTK is None or v_scale_BTK is None:
             return cls(keys, values)
         if is_packed(dtype):
-            return cls(keys, values, k_scale_BTK.transpose(0, 2, 3, 1), v_scale_BTK.transpose(0, 2, 1, 3))
+            return cls(
+                keys, values, k_scale_BTK.transpose(0, 2, 3, 1), v_scale_BTK.transpose(0, 2, 1, 3)
+            )
         return cls(keys, values, k_scale_BTK.transpose(0, 2, 1), v_scale_BTK.transpose(0, 2, 1))
 
     @staticmethod
@@ -113,14 +135,24 @@ class Store:
 
     def scores(self, q_BKMH: jax.Array) -> jax.Array:
         """Returns the scaled scores `[B, K, M, S]`, float32."""
-        return _matmul(q_BKMH, self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1) * q_BKMH.shape[-1] ** -0.5
+        return (
+            _matmul(q_BKMH, self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1)
+            * q_BKMH.shape[-1] ** -0.5
+        )
 
     def weighted_values(self, weights_BKMS: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Returns the weighted sums of the values, `[B, K, M, H]`."""
         return _matmul(weights_BKMS, self.v_BKSH, self.v_scale_BKS, dtype, slots=-2)
 
-    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BTK: jax.Array, row: jax.Array | None = None) -> Self:
-        """Writes each new key and value to its slot in `slots_BTK` (the K axis may be 1), unless the slot is out of range.
+    def write(
+        self,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        slots_BTK: jax.Array,
+        row: jax.Array | None = None,
+    ) -> Self:
+        """Writes each new key and value to its slot in `slots_BTK` (the K axis may be 1), unless
+        the slot is out of range.
 
         With `row`, the inputs are one sequence, which is written to this row of the store.
         """
@@ -133,7 +165,11 @@ class Store:
         values = self.v_BKSH.at[rows, heads, slots_BTK].set(v, mode="drop")
         if self.k_scale_BKS is None or self.v_scale_BKS is None:
             return type(self)(keys, values)
-        k_scale_index = (rows, heads, slice(None), slots_BTK) if is_packed(self.dtype) else (rows, heads, slots_BTK)
+        k_scale_index = (
+            (rows, heads, slice(None), slots_BTK)
+            if is_packed(self.dtype)
+            else (rows, heads, slots_BTK)
+        )
         return type(self)(
             keys,
             values,
@@ -156,28 +192,42 @@ class Store:
         return self.map_slots(read_leaf)
 
     def join(self, other: Self) -> Self:
-        """Returns a store with the slots of this store, followed by the slots of the other store."""
+        """Returns a store with the slots of this store, followed by the slots of the other
+        store.
+        """
         return self.map_slots(lambda axis, a, b: jnp.concatenate([a, b], axis=axis), other)
 
     def gather_slots(self, index_BKS: jax.Array) -> Self:
         """Returns the slots at `index_BKS` (the K axis may be 1), in that order."""
 
         def take_leaf(axis: int, leaf: jax.Array) -> jax.Array:
-            index = index_BKS if leaf.ndim == 3 else jnp.expand_dims(index_BKS, 2 if axis == 3 else 3)
+            index = (
+                index_BKS if leaf.ndim == 3 else jnp.expand_dims(index_BKS, 2 if axis == 3 else 3)
+            )
             return jnp.take_along_axis(leaf, index, axis=axis)
 
         return self.map_slots(take_leaf)
 
     def select_slots(self, chosen_BKS: jax.Array, other: Self) -> Self:
-        """Returns a store with the slots of this store where `chosen_BKS` is true (the K axis may be 1), else of the other."""
+        """Returns a store with the slots of this store where `chosen_BKS` is true (the K axis may
+        be 1), else of the other.
+        """
 
         def select_leaf(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
-            return jnp.where(chosen_BKS if a.ndim == 3 else jnp.expand_dims(chosen_BKS, 2 if axis == 3 else 3), a, b)
+            return jnp.where(
+                chosen_BKS if a.ndim == 3 else jnp.expand_dims(chosen_BKS, 2 if axis == 3 else 3),
+                a,
+                b,
+            )
 
         return self.map_slots(select_leaf, other)
 
-    def copy_slots(self, row: Any, slot: Any, source: Self, source_row: Any, source_slot: Any, count: int) -> Self:
-        """Returns the store with `count` slots of a row, from `slot` on, replaced by those of a row of another store."""
+    def copy_slots(
+        self, row: Any, slot: Any, source: Self, source_row: Any, source_slot: Any, count: int
+    ) -> Self:
+        """Returns the store with `count` slots of a row, from `slot` on, replaced by those of a row
+        of another store.
+        """
 
         def write_leaf(axis: int, leaf: jax.Array, part: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice(leaf, part, _corner(leaf, axis, row, slot))
@@ -191,14 +241,18 @@ class Store:
         return jax.tree.map(function, axes, self, *others)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["k_BKHS", "v_BKSH", "k_scale_BKS", "v_scale_BKS"],
+    meta_fields=[],
+)
 @dataclass(frozen=True)
 class LatentStore(Store):
     """Latents of S slots, for multi-head latent attention.
 
-    All query heads share one key and one value, so the K axis is 1. The value is the latent, which is stored in `v_BKSH`. The
-    key is the latent followed by a rotated part, and only the rotated part is stored in `k_BKHS`. With scales, the latent and
-    the rotated part have separate ones.
+    All query heads share one key and one value, so the K axis is 1. The value is the latent, which
+    is stored in `v_BKSH`. The key is the latent followed by a rotated part, and only the rotated
+    part is stored in `k_BKHS`. With scales, the latent and the rotated part have separate ones.
     """
 
     @staticmethod
@@ -213,13 +267,22 @@ class LatentStore(Store):
     def scores(self, q_BKMC: jax.Array) -> jax.Array:
         """Returns the scaled scores `[B, 1, M, S]`, float32."""
         rank = self.sizes[1]
-        latent = _matmul(q_BKMC[..., :rank], self.v_BKSH, self.v_scale_BKS, jnp.float32, slots=-2, transposed=True)
+        latent = _matmul(
+            q_BKMC[..., :rank],
+            self.v_BKSH,
+            self.v_scale_BKS,
+            jnp.float32,
+            slots=-2,
+            transposed=True,
+        )
         rotated = _matmul(q_BKMC[..., rank:], self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1)
         return (latent + rotated) * q_BKMC.shape[-1] ** -0.5
 
 
 def _corner(leaf: jax.Array, axis: int, row: Any, slot: Any) -> list[Any]:
-    """Returns the index of the first element of a slot, which `axis` counts, in a row; None: in the first row."""
+    """Returns the index of the first element of a slot, which `axis` counts, in a row; None: in the
+    first row.
+    """
     corner: list[Any] = [0] * leaf.ndim
     corner[axis] = slot
     if row is not None:
@@ -255,11 +318,13 @@ class StorePrefix(NamedTuple):
 def segment_ends(slots: int) -> list[int]:
     """Returns the index of the first slot after each segment of a `SegmentedStore`.
 
-    From `16 · MIN_SEGMENT` slots on, the segments end after about 1/64, 1/8, 1/2 and all of the slots, but the first has at
-    least `MIN_SEGMENT` slots: most sequences are much shorter than a long context. Otherwise they end after 1/8, 1/4, 1/2 and
-    all, without the ends before `MIN_SEGMENT`. All segments but the first begin at a multiple of `SEGMENT_UNIT`.
+    From `16 · MIN_SEGMENT` slots on, the segments end after about 1/64, 1/8, 1/2 and all of the
+    slots, but the first has at least `MIN_SEGMENT` slots: most sequences are much shorter than a
+    long context. Otherwise they end after 1/8, 1/4, 1/2 and all, without the ends before
+    `MIN_SEGMENT`. All segments but the first begin at a multiple of `SEGMENT_UNIT`.
 
-    Attention is compiled once for each number of segments that it may read, so more segments would take longer to compile.
+    Attention is compiled once for each number of segments that it may read, so more segments would
+    take longer to compile.
     """
     if slots >= 16 * MIN_SEGMENT:
         ends = [max(MIN_SEGMENT, slots // 64), slots // 8, slots // 2]
@@ -268,16 +333,21 @@ def segment_ends(slots: int) -> list[int]:
     return [*(end // SEGMENT_UNIT * SEGMENT_UNIT for end in ends), slots]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["segments", "used_B", "row"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["segments", "used_B", "row"], meta_fields=[]
+)
 @dataclass(frozen=True)
 class SegmentedStore:
-    """A store that is split into segments along the slots; attention on a CPU skips segments that no row has reached.
+    """A store that is split into segments along the slots; attention on a CPU skips segments that
+    no row has reached.
 
-    Slot s of the whole store holds position s. The length of other rows does not change a single bit of the result of a row:
-    sums are computed segment by segment, and segments after the end of the row add zeros. Only `FullLayer` uses this store.
+    Slot s of the whole store holds position s. The length of other rows does not change a single
+    bit of the result of a row: sums are computed segment by segment, and segments after the end of
+    the row add zeros. Only `FullLayer` uses this store.
 
     Attributes:
-      used_B: for each row, the number of slots up to the newest slot of the last `write`; 0 if it wrote nothing to the row.
+      used_B: for each row, the number of slots up to the newest slot of the last `write`; 0 if it
+        wrote nothing to the row.
       row: the only row to read, see `select_row`; None: all rows.
     """
 
@@ -287,7 +357,9 @@ class SegmentedStore:
 
     @classmethod
     def empty(cls, batch: int, slots: int, segment: Callable[[int], Store]) -> "SegmentedStore":
-        """Returns an empty store; `segment(slots)` creates a segment, and `segment_ends` returns where each one ends."""
+        """Returns an empty store; `segment(slots)` creates a segment, and `segment_ends` returns
+        where each one ends.
+        """
         ends = segment_ends(slots)
         sizes = [end - first for first, end in zip([0, *ends], ends, strict=False)]
         return cls(tuple(map(segment, sizes)), jnp.zeros(batch, jnp.int32))
@@ -322,20 +394,31 @@ class SegmentedStore:
 
     @property
     def _starts(self) -> list[int]:
-        return [sum(segment.slots for segment in self.segments[:number]) for number in range(len(self.segments))]
+        return [
+            sum(segment.slots for segment in self.segments[:number])
+            for number in range(len(self.segments))
+        ]
 
     def select_row(self, row: jax.Array) -> "SegmentedStore":
-        """Returns one row as a read-only store with a batch of one; a segment of the row is copied only when it is read."""
+        """Returns one row as a read-only store with a batch of one; a segment of the row is copied
+        only when it is read.
+        """
         return replace(self, row=row)
 
     def write(
-        self, k_BTKH: jax.Array, v_BTKH: jax.Array, slots_BT1: jax.Array, row: jax.Array | None = None
+        self,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        slots_BT1: jax.Array,
+        row: jax.Array | None = None,
     ) -> "SegmentedStore":
         """Writes each new key and value to its slot, as `Store.write` does."""
 
         def write_segment(first: int, segment: Store) -> Store:
             inside = (slots_BT1 >= first) & (slots_BT1 < first + segment.slots)
-            return segment.write(k_BTKH, v_BTKH, jnp.where(inside, slots_BT1 - first, segment.slots), row)
+            return segment.write(
+                k_BTKH, v_BTKH, jnp.where(inside, slots_BT1 - first, segment.slots), row
+            )
 
         used_B = jnp.max(jnp.where(slots_BT1 < self.slots, slots_BT1 + 1, 0), axis=(1, 2))
         used_B = used_B if row is None else self.used_B.at[row].set(used_B[0])
@@ -343,7 +426,9 @@ class SegmentedStore:
 
     @property
     def used(self) -> jax.Array:
-        """The number of slots up to the newest slot of the last `write`, of the longest row or of `row`."""
+        """The number of slots up to the newest slot of the last `write`, of the longest row or of
+        `row`.
+        """
         return jnp.max(self.used_B) if self.row is None else self.used_B[self.row]
 
     def apply_to_used(self, function: Callable[[StorePrefix], Any]) -> Any:
@@ -355,10 +440,18 @@ class SegmentedStore:
         def apply_to_prefix(count: int) -> Any:
             segments = self.segments[:count]
             row = self.row
-            return function(StorePrefix(segments if row is None else tuple(segment.select_row(row) for segment in segments)))
+            return function(
+                StorePrefix(
+                    segments
+                    if row is None
+                    else tuple(segment.select_row(row) for segment in segments)
+                )
+            )
 
         number = jnp.sum(self.used > jnp.asarray(self._starts[1:], jnp.int32))
-        return jax.lax.switch(number, [partial(apply_to_prefix, count + 1) for count in range(len(self.segments))])
+        return jax.lax.switch(
+            number, [partial(apply_to_prefix, count + 1) for count in range(len(self.segments))]
+        )
 
 
 AnyStore = Store | SegmentedStore
@@ -380,7 +473,8 @@ def _matmul(
       x_BKMI: queries or attention weights.
       w_BKIO: keys or values; `[B, K, O, I]` if `transposed`.
       scale: the scales of w: one per slot in int8, one per group of numbers in int4 and int2.
-      out_dtype: the dtype of the result; attention weights are cast to it before the multiplication.
+      out_dtype: the dtype of the result; attention weights are cast to it before the
+        multiplication.
       slots: the axis of the slots in w, −1 or −2.
       transposed: compute x · wᵀ.
     """
@@ -390,37 +484,58 @@ def _matmul(
         x_BKMI = x_BKMI * scale[:, :, None]
     x_BKMI = x_BKMI.astype(out_dtype) if sums_slots else x_BKMI
     group_scales = scale if is_packed(w_BKIO.dtype) else None
-    batched = partial(_batched_matmul, out_dtype=out_dtype, axis=element_axis, transposed=transposed)
-    per_head = partial(_matmul_per_head, out_dtype=out_dtype, axis=element_axis, transposed=transposed)
+    batched = partial(
+        _batched_matmul, out_dtype=out_dtype, axis=element_axis, transposed=transposed
+    )
+    per_head = partial(
+        _matmul_per_head, out_dtype=out_dtype, axis=element_axis, transposed=transposed
+    )
     if w_BKIO.dtype == x_BKMI.dtype:
         out = batched(x_BKMI, w_BKIO, group_scales)
     elif w_BKIO.dtype == BFLOAT16_BITS:
         out = per_head(x_BKMI, w_BKIO, group_scales)
     else:
-        out = jax.lax.platform_dependent(x_BKMI, w_BKIO, group_scales, cpu=per_head, default=batched)
+        out = jax.lax.platform_dependent(
+            x_BKMI, w_BKIO, group_scales, cpu=per_head, default=batched
+        )
     if scale is not None and w_BKIO.dtype == jnp.int8 and not sums_slots:
         out = out * scale[:, :, None]
     return out
 
 
 def _batched_matmul(
-    x_BKMI: jax.Array, w_BKIO: jax.Array, group_scales: jax.Array | None, out_dtype: DTypeLike, axis: int, transposed: bool
+    x_BKMI: jax.Array,
+    w_BKIO: jax.Array,
+    group_scales: jax.Array | None,
+    out_dtype: DTypeLike,
+    axis: int,
+    transposed: bool,
 ) -> jax.Array:
     axes = "BKMI,BKOI->BKMO" if transposed else "BKMI,BKIO->BKMO"
-    w = (w_BKIO if group_scales is None else _dequantize(w_BKIO, group_scales, axis)).astype(x_BKMI.dtype)
+    w = (w_BKIO if group_scales is None else _dequantize(w_BKIO, group_scales, axis)).astype(
+        x_BKMI.dtype
+    )
     return jnp.einsum(axes, x_BKMI, w, preferred_element_type=out_dtype)
 
 
 def _matmul_per_head(
-    x_BKMI: jax.Array, w_BKIO: jax.Array, group_scales: jax.Array | None, out_dtype: DTypeLike, axis: int, transposed: bool
+    x_BKMI: jax.Array,
+    w_BKIO: jax.Array,
+    group_scales: jax.Array | None,
+    out_dtype: DTypeLike,
+    axis: int,
+    transposed: bool,
 ) -> jax.Array:
-    """Multiplies head by head, so that the converted keys or values of a head fit into the cache of a CPU core.
+    """Multiplies head by head, so that the converted keys or values of a head fit into the cache of
+    a CPU core.
 
-    A batched multiplication would write a float32 copy of the whole layer. Without the barrier, XLA would hoist the conversion
-    out of the loop and write this copy too.
+    A batched multiplication would write a float32 copy of the whole layer. Without the barrier, XLA
+    would hoist the conversion out of the loop and write this copy too.
     """
     B, K = w_BKIO.shape[:2]
-    flat = jax.tree.map(lambda leaf: leaf.reshape(B * K, *leaf.shape[2:]), (x_BKMI, w_BKIO, group_scales))
+    flat = jax.tree.map(
+        lambda leaf: leaf.reshape(B * K, *leaf.shape[2:]), (x_BKMI, w_BKIO, group_scales)
+    )
 
     def multiply_head(operands: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         x_MI, stored_IO, scales = operands
@@ -433,7 +548,9 @@ def _matmul_per_head(
 
 
 def _dequantize(w: jax.Array, scale: jax.Array | None, axis: int) -> jax.Array:
-    """Converts stored vectors to float32; `axis` is the axis of the vector elements, which int8 scales do not have."""
+    """Converts stored vectors to float32; `axis` is the axis of the vector elements, which int8
+    scales do not have.
+    """
     if w.dtype == BFLOAT16_BITS:
         return _bits_to_float32(w)
     if scale is None:
@@ -461,12 +578,18 @@ def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | Non
     if is_packed(dtype):
         return quantize_groups(x.astype(jnp.float32), dtype)
     if dtype != jnp.int8:
-        return x.astype(jnp.bfloat16).view(BFLOAT16_BITS) if dtype == BFLOAT16_BITS else x.astype(dtype), None
+        return (
+            x.astype(jnp.bfloat16).view(BFLOAT16_BITS)
+            if dtype == BFLOAT16_BITS
+            else x.astype(dtype)
+        ), None
     return quantize_int8(x.astype(jnp.float32))
 
 
 def quantize_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes float32 vectors `[..., H]` to symmetric int8; the scales `[...]` map the largest magnitude to 127."""
+    """Quantizes float32 vectors `[..., H]` to symmetric int8; the scales `[...]` map the largest
+    magnitude to 127.
+    """
     largest = jnp.max(jnp.abs(x), axis=-1)
     scale = jnp.where(largest > 0, largest, 1.0) / 127
     return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
@@ -478,7 +601,9 @@ def is_packed(dtype: DTypeLike) -> bool:
 
 
 def numbers_per_element(dtype: DTypeLike) -> int:
-    """Returns how many numbers an element holds: 2 with `INT4_PACKED`, 16 with `INT2_PACKED`, otherwise 1."""
+    """Returns how many numbers an element holds: 2 with `INT4_PACKED`, 16 with `INT2_PACKED`,
+    otherwise 1.
+    """
     dtype = jnp.dtype(dtype)
     return 8 * dtype.itemsize // PACKED_BITS[dtype] if dtype in PACKED_BITS else 1
 
@@ -492,7 +617,8 @@ def group_size(size: int) -> int:
 
 
 def pack(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Packs integers `[..., H]` in [0, 2^bits) into elements of a packed dtype; `Store` documents their order.
+    """Packs integers `[..., H]` in [0, 2^bits) into elements of a packed dtype; `Store` documents
+    their order.
 
     Raises:
       ValueError: H is not a multiple of the numbers per element.
@@ -500,7 +626,9 @@ def pack(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
     dtype = jnp.dtype(dtype)
     count = numbers_per_element(dtype)
     if numbers.shape[-1] % count:
-        raise ValueError(f"vectors of {numbers.shape[-1]} numbers cannot be packed {count} to an element")
+        raise ValueError(
+            f"vectors of {numbers.shape[-1]} numbers cannot be packed {count} to an element"
+        )
     parts = jnp.split(numbers.astype(dtype), count, axis=-1)
     packed = parts[0]
     for number, part in enumerate(parts[1:], start=1):
@@ -509,7 +637,9 @@ def pack(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def unpack(elements: jax.Array, axis: int) -> jax.Array:
-    """Returns the integers of packed vectors, in the dtype of the elements; `axis` is the axis of the vector elements."""
+    """Returns the integers of packed vectors, in the dtype of the elements; `axis` is the axis of
+    the vector elements.
+    """
     bits = PACKED_BITS[elements.dtype]
     count = numbers_per_element(elements.dtype)
     mask = (1 << bits) - 1
@@ -520,9 +650,10 @@ def unpack(elements: jax.Array, axis: int) -> jax.Array:
 def quantize_groups(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Quantizes float32 vectors `[..., H]` to a packed dtype.
 
-    Returns the packed vectors, and the bfloat16 bits of scales and minima `[..., 2 H / group_size]`. The minimum of a group
-    becomes 0 and its maximum the largest number: 15 in int4, 3 in int2. The error of an element is at most half the scale,
-    apart from the rounding of scale and minimum to bfloat16.
+    Returns the packed vectors, and the bfloat16 bits of scales and minima
+    `[..., 2 H / group_size]`. The minimum of a group becomes 0 and its maximum the largest number:
+    15 in int4, 3 in int2. The error of an element is at most half the scale, apart from the
+    rounding of scale and minimum to bfloat16.
     """
     largest = (1 << PACKED_BITS[jnp.dtype(dtype)]) - 1
     groups = x.reshape(*x.shape[:-1], -1, group_size(x.shape[-1]))

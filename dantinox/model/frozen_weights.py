@@ -24,7 +24,9 @@ from dantinox.model.nf4 import dequantize_nf4, quantize_nf4, zero_nf4
 FrozenMatrix = dict[str, jax.Array]
 
 
-def initial_matrix(kernel: jax.Array, shape_in: tuple[int, ...], shape_out: tuple[int, ...], held: str) -> FrozenMatrix:
+def initial_matrix(
+    kernel: jax.Array, shape_in: tuple[int, ...], shape_out: tuple[int, ...], held: str
+) -> FrozenMatrix:
     """Returns the arrays of a frozen matrix before the weights of a base run replace them.
 
     With nf4 the matrix is zero.
@@ -47,10 +49,13 @@ def dequantize(matrix: Mapping[str, jax.Array], shape_in: tuple[int, ...]) -> ja
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def frozen_tensordot(x: jax.Array, matrix: FrozenMatrix, shape_in: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+def frozen_tensordot(
+    x: jax.Array, matrix: FrozenMatrix, shape_in: tuple[int, ...], dtype: DTypeLike
+) -> jax.Array:
     """Computes `cast_tensordot` with float32 results and frozen weights, which have no gradient.
 
-    The backward pass needs neither x nor a copy of the weights in `dtype`: it converts the weights again.
+    The backward pass needs neither x nor a copy of the weights in `dtype`: it converts the weights
+    again.
 
     Args:
       x: `[…, *shape_in]`.
@@ -70,8 +75,8 @@ def _cast_operands(
 ) -> tuple[jax.Array, jax.Array]:
     """Casts both operands to `dtype`, without the output scales of int8 weights.
 
-    A barrier delays the cast of the weights until x is available. Otherwise the compiler casts the weights of all layers at the
-    start of the program and keeps the copies in memory.
+    A barrier delays the cast of the weights until x is available. Otherwise the compiler casts the
+    weights of all layers at the start of the program and keeps the copies in memory.
     """
     if "codes" in matrix:
         x, matrix = jax.lax.optimization_barrier((x, matrix))
@@ -82,25 +87,35 @@ def _cast_operands(
     return x.astype(dtype), w.astype(dtype)
 
 
-def _frozen_backward(shape_in: tuple[int, ...], dtype: DTypeLike, residuals: tuple[Any, ...], d_y: jax.Array):
+def _frozen_backward(
+    shape_in: tuple[int, ...], dtype: DTypeLike, residuals: tuple[Any, ...], d_y: jax.Array
+):
     matrix, zero = residuals
     d_y = d_y * matrix["scale"] if _has_output_scale(matrix) else d_y
     d_y, w = _cast_operands(d_y, matrix, shape_in, dtype)
     axes = len(shape_in)
     outs = w.ndim - axes
     contracted = tuple(range(d_y.ndim - outs, d_y.ndim)), tuple(range(axes, w.ndim))
-    return jnp.tensordot(d_y, w, contracted, preferred_element_type=jnp.float32).astype(zero.dtype), None
+    return (
+        jnp.tensordot(d_y, w, contracted, preferred_element_type=jnp.float32).astype(zero.dtype),
+        None,
+    )
 
 
 # The backward pass needs the dtype of x, but residuals are arrays: a zero stands for it.
 frozen_tensordot.defvjp(
-    lambda x, matrix, shape_in, dtype: (frozen_tensordot(x, matrix, shape_in, dtype), (matrix, jnp.zeros((), x.dtype))),
+    lambda x, matrix, shape_in, dtype: (
+        frozen_tensordot(x, matrix, shape_in, dtype),
+        (matrix, jnp.zeros((), x.dtype)),
+    ),
     _frozen_backward,
 )
 
 
 class Int8Table(nnx.Module):
-    """A frozen embedding table: `kernel`, int8 `[V, D]`, and `scale`, float32 `[V]`. It may also be the output layer."""
+    """A frozen embedding table: `kernel`, int8 `[V, D]`, and `scale`, float32 `[V]`. It may also be
+    the output layer.
+    """
 
     def __init__(self, table_VD: jax.Array, dtype: DTypeLike):
         self.dtype = dtype
@@ -113,14 +128,18 @@ class Int8Table(nnx.Module):
 
     def project(self, x: jax.Array) -> jax.Array:
         """Returns the dot products of x `[…, D]` with the rows: float32 `[…, V]`."""
-        return frozen_tensordot(x, {"kernel": self.kernel[...].T, "scale": self.scale[...]}, x.shape[-1:], self.dtype)
+        return frozen_tensordot(
+            x, {"kernel": self.kernel[...].T, "scale": self.scale[...]}, x.shape[-1:], self.dtype
+        )
 
     def dequantize(self) -> jax.Array:
         """Returns the table in float32."""
         return self.kernel[...] * self.scale[...][:, None]
 
 
-def to_frozen_dtype(name: str, array: np.ndarray, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def to_frozen_dtype(
+    name: str, array: np.ndarray, shapes: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
     """Converts a weight from a file to the form of frozen weights; returns its arrays by name.
 
     For int8 the quantization is symmetric, with one scale per output or row of a table.
@@ -131,7 +150,9 @@ def to_frozen_dtype(name: str, array: np.ndarray, shapes: Mapping[str, Any]) -> 
     module = name.removesuffix("kernel")
     if f"{module}codes" in shapes:
         outs = shapes[f"{module}codes"].ndim - 2
-        return {f"{module}{leaf}": part for leaf, part in quantize_nf4(array, array.ndim - outs).items()}
+        return {
+            f"{module}{leaf}": part for leaf, part in quantize_nf4(array, array.ndim - outs).items()
+        }
     if f"{name}/kernel" in shapes:  # an `Int8Table`
         rows, scale = _quantize_int8(np.asarray(array, np.float32).T, 1)
         return {f"{name}/kernel": np.ascontiguousarray(rows.T), f"{name}/scale": scale}

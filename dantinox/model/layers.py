@@ -20,22 +20,33 @@ LINEAR_OUTPUT = "product"  # checkpoint name of the output of a `Linear`, for re
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def cast_tensordot(
-    x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike, out_dtype: DTypeLike, cast_w: jax.Array | None = None
+    x: jax.Array,
+    w: jax.Array,
+    axes: int,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike,
+    cast_w: jax.Array | None = None,
 ) -> jax.Array:
     """Contracts the last `axes` axes of x with the first axes of w.
 
-    Both operands are cast to `dtype`, the sums are in float32, and the result has the dtype `out_dtype`. The backward pass also
-    casts the incoming gradient to `dtype`. Otherwise a float32 gradient, such as that of the logits, would turn all later
-    matrix multiplications of the backward pass into float32. On CPUs with bfloat16 units, float32 sums are also faster.
+    Both operands are cast to `dtype`, the sums are in float32, and the result has the dtype
+    `out_dtype`. The backward pass also casts the incoming gradient to `dtype`. Otherwise a float32
+    gradient, such as that of the logits, would turn all later matrix multiplications of the
+    backward pass into float32. On CPUs with bfloat16 units, float32 sums are also faster.
 
     Args:
-      cast_w: w already cast to `dtype`, for callers that multiply by w many times; the gradient still goes to w.
+      cast_w: w already cast to `dtype`, for callers that multiply by w many times; the gradient
+        still goes to w.
     """
     w = w.astype(dtype) if cast_w is None else cast_w
-    return jnp.tensordot(x.astype(dtype), w, axes, preferred_element_type=jnp.float32).astype(out_dtype)
+    return jnp.tensordot(x.astype(dtype), w, axes, preferred_element_type=jnp.float32).astype(
+        out_dtype
+    )
 
 
-def _cast_tensordot_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operands: tuple[Any, ...], d_y: jax.Array):
+def _cast_tensordot_backward(
+    axes: int, dtype: DTypeLike, out_dtype: DTypeLike, operands: tuple[Any, ...], d_y: jax.Array
+):
     x, w, cast_w = operands
     d_y = d_y.astype(dtype)
     lead = tuple(range(x.ndim - axes))
@@ -50,22 +61,26 @@ def _cast_tensordot_backward(axes: int, dtype: DTypeLike, out_dtype: DTypeLike, 
     def weight_gradient_on_cpu(x: jax.Array, d_y: jax.Array) -> jax.Array:
         x_NI = x.reshape(-1, math.prod(w.shape[:axes]))
         d_y_NO = d_y.reshape(-1, math.prod(w.shape[axes:]))
-        # With tied weights, XLA would merge the transpose of this result with the multiplication, which CPUs cannot run.
+        # With tied weights, XLA would merge the transpose of this result with the multiplication,
+        # which CPUs cannot run.
         d_w_IO = jnp.matmul(_transposed_pairs(x_NI), d_y_NO, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(d_w_IO).reshape(w.shape)
 
     if dtype == jnp.bfloat16 and math.prod(w.shape[:axes]) % 2 == 0:
-        d_w = jax.lax.platform_dependent(x.astype(dtype), d_y, cpu=weight_gradient_on_cpu, default=weight_gradient)
+        d_w = jax.lax.platform_dependent(
+            x.astype(dtype), d_y, cpu=weight_gradient_on_cpu, default=weight_gradient
+        )
     else:
         d_w = weight_gradient(x.astype(dtype), d_y)
     return d_x.astype(x.dtype), d_w.astype(w.dtype), None
 
 
 def _transposed_pairs(x_NI: jax.Array) -> jax.Array:
-    """Returns the transpose of a bfloat16 matrix with an even number of columns, by way of uint32 pairs.
+    """Returns the transpose of a bfloat16 matrix with an even number of columns, by way of uint32
+    pairs.
 
-    XLA would merge a plain transpose with the matrix multiplication. On CPUs, YNNPACK has no fast bfloat16 kernel for a
-    transposed left operand.
+    XLA would merge a plain transpose with the matrix multiplication. On CPUs, YNNPACK has no fast
+    bfloat16 kernel for a transposed left operand.
     """
     N, I = x_NI.shape  # noqa: E741
     pairs_NJ = jax.lax.bitcast_convert_type(x_NI.reshape(N, I // 2, 2), jnp.uint32)
@@ -74,15 +89,19 @@ def _transposed_pairs(x_NI: jax.Array) -> jax.Array:
 
 
 # The last of the other arguments is `cast_w`.
-cast_tensordot.defvjp(lambda x, w, *others: (cast_tensordot(x, w, *others), (x, w, others[-1])), _cast_tensordot_backward)
+cast_tensordot.defvjp(
+    lambda x, w, *others: (cast_tensordot(x, w, *others), (x, w, others[-1])),
+    _cast_tensordot_backward,
+)
 
 
 class Linear(nnx.Module):
     """A linear projection from axes `shape_in` to axes `shape_out`.
 
-    `kernel` has the shape `[*shape_in, *shape_out]`. It is initialized from a normal distribution with the standard deviation
-    `gain / sqrt(fan in)`. `bias` has the shape `shape_out` and is initialized to zero. The operands are cast to `dtype` and the
-    result to `out_dtype` (default: `dtype`).
+    `kernel` has the shape `[*shape_in, *shape_out]`. It is initialized from a normal distribution
+    with the standard deviation `gain / sqrt(fan in)`. `bias` has the shape `shape_out` and is
+    initialized to zero. The operands are cast to `dtype` and the result to `out_dtype` (default:
+    `dtype`).
     """
 
     def __init__(
@@ -100,35 +119,62 @@ class Linear(nnx.Module):
         self.dtype = dtype
         self.out_dtype = out_dtype or dtype
         std = gain / math.sqrt(math.prod(shape_in))
-        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (*shape_in, *shape_out), jnp.float32))
+        self.kernel = nnx.Param(
+            std * jax.random.normal(rngs.params(), (*shape_in, *shape_out), jnp.float32)
+        )
         self.bias = nnx.Param(jnp.zeros(shape_out, jnp.float32)) if bias else None
 
-    def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
-        """Returns x · kernel + bias. `reduce` adds up the partial results of the devices before the bias is added."""
+    def __call__(
+        self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y
+    ) -> jax.Array:
+        """Returns x · kernel + bias. `reduce` adds up the partial results of the devices before the
+        bias is added.
+        """
         y = cast_tensordot(x, self.kernel[...], len(self.shape_in), self.dtype, self.out_dtype)
         return add_bias(reduce(checkpoint_name(y, LINEAR_OUTPUT)), self.bias)
 
 
 class TernaryLinear(Linear):
-    """A `Linear` with ternary weights and 8-bit inputs, computed from float32 weights in every call (`dantinox.model.ternary`).
+    """A `Linear` with ternary weights and 8-bit inputs, computed from float32 weights in every call
+    (`dantinox.model.ternary`).
 
-    `parts` are the sizes of the slices of the second to last output axis that have separate scales; (): one scale.
+    `parts` are the sizes of the slices of the second to last output axis that have separate scales;
+    (): one scale.
     """
 
-    def __init__(self, shape_in: tuple[int, ...], shape_out: tuple[int, ...], *, parts: tuple[int, ...] = (), **options: Any):
+    def __init__(
+        self,
+        shape_in: tuple[int, ...],
+        shape_out: tuple[int, ...],
+        *,
+        parts: tuple[int, ...] = (),
+        **options: Any,
+    ):
         super().__init__(shape_in, shape_out, **options)
         self.parts = parts
 
-    def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y
+    ) -> jax.Array:
         axes = len(self.shape_in)
         scales = weight_scales(self.kernel[...], self.parts)
-        product = partial(cast_tensordot, w=quantize_weights(self.kernel[...], scales), axes=axes, dtype=self.dtype)
-        y = multiply_quantized(lambda q: product(q, out_dtype=jnp.float32), x, axes, scales[(0,) * axes])
+        product = partial(
+            cast_tensordot,
+            w=quantize_weights(self.kernel[...], scales),
+            axes=axes,
+            dtype=self.dtype,
+        )
+        y = multiply_quantized(
+            lambda q: product(q, out_dtype=jnp.float32), x, axes, scales[(0,) * axes]
+        )
         return add_bias(reduce(checkpoint_name(y.astype(self.out_dtype), LINEAR_OUTPUT)), self.bias)
 
 
-def multiply_quantized(product: Callable[[jax.Array], jax.Array], x: jax.Array, axes: int, scales: jax.Array) -> jax.Array:
-    """Returns float32 products with ternary weights, given the product with the integers of quantized inputs.
+def multiply_quantized(
+    product: Callable[[jax.Array], jax.Array], x: jax.Array, axes: int, scales: jax.Array
+) -> jax.Array:
+    """Returns float32 products with ternary weights, given the product with the integers of
+    quantized inputs.
 
     Args:
       x: `[…, *inputs]`; `axes` is the number of axes of the inputs.
@@ -140,7 +186,8 @@ def multiply_quantized(product: Callable[[jax.Array], jax.Array], x: jax.Array, 
 
 
 class FixedTernaryLinear(nnx.Module):
-    """A `TernaryLinear` whose weights no longer change: `integers` multiplies by −1, 0 and 1, in any form of a `Linear`.
+    """A `TernaryLinear` whose weights no longer change: `integers` multiplies by −1, 0 and 1, in
+    any form of a `Linear`.
 
     `scales` are the scales of the weights, broadcast over the outputs.
     """
@@ -150,26 +197,47 @@ class FixedTernaryLinear(nnx.Module):
         self.dtype, self.out_dtype, self.bias = linear.dtype, linear.out_dtype, linear.bias
         scales = weight_scales(linear.kernel[...], linear.parts)
         self.scales = nnx.Param(scales[(0,) * len(self.shape_in)])
-        self.integers: Any = linear_with_kernel(linear, quantize_weights(linear.kernel[...], scales))
+        self.integers: Any = linear_with_kernel(
+            linear, quantize_weights(linear.kernel[...], scales)
+        )
         self.integers.out_dtype, self.integers.bias = jnp.dtype(jnp.float32), None
 
-    def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y
+    ) -> jax.Array:
         y = multiply_quantized(self.integers, x, len(self.shape_in), self.scales[...])
         return add_bias(reduce(y.astype(self.out_dtype)), self.bias)
 
 
-def make_linear(config: ModelConfig, *shapes: tuple[int, ...], parts: tuple[int, ...] = (), **options: Any) -> Linear:
-    """Returns a projection of attention or feed-forward, of the kind `config.projections`; see `TernaryLinear` for `parts`."""
-    return TernaryLinear(*shapes, parts=parts, **options) if config.projections == "ternary" else Linear(*shapes, **options)
+def make_linear(
+    config: ModelConfig, *shapes: tuple[int, ...], parts: tuple[int, ...] = (), **options: Any
+) -> Linear:
+    """Returns a projection of attention or feed-forward, of the kind `config.projections`; see
+    `TernaryLinear` for `parts`.
+    """
+    return (
+        TernaryLinear(*shapes, parts=parts, **options)
+        if config.projections == "ternary"
+        else Linear(*shapes, **options)
+    )
 
 
 def linear_with_kernel(like: Any, kernel: jax.Array) -> Linear:
-    """Returns a `Linear` with this kernel, and with the axes, dtypes and bias of a projection in another form."""
+    """Returns a `Linear` with this kernel, and with the axes, dtypes and bias of a projection in
+    another form.
+    """
 
     def abstract_linear() -> Linear:
         out_dtype = like.out_dtype
         bias = like.bias is not None
-        return Linear(like.shape_in, like.shape_out, dtype=like.dtype, rngs=nnx.Rngs(0), out_dtype=out_dtype, bias=bias)
+        return Linear(
+            like.shape_in,
+            like.shape_out,
+            dtype=like.dtype,
+            rngs=nnx.Rngs(0),
+            out_dtype=out_dtype,
+            bias=bias,
+        )
 
     linear: Linear = nnx.eval_shape(abstract_linear)
     linear.kernel = nnx.Param(kernel)
@@ -187,7 +255,8 @@ class Softmax(NamedTuple):
 
     Attributes:
       cap: the bound of the scores, see `softcap`; None: no bound.
-      sinks_KG: float32, one extra logit in the softmax of each query head, without a value (Agarwal et al. 2025, gpt-oss).
+      sinks_KG: float32, one extra logit in the softmax of each query head, without a value (Agarwal
+        et al. 2025, gpt-oss).
     """
 
     cap: float | None = None
@@ -205,15 +274,28 @@ def softcap(scores: jax.Array, cap: float) -> jax.Array:
 class RMSNorm(nnx.Module):
     """x / rms(x) · scale over the last axes (Zhang & Sennrich 2019, eq. 4), computed in float32.
 
-    `scale` has the shape of these axes; without `scaled` it is None. With `zero_centered` the factor is 1 + scale.
+    `scale` has the shape of these axes; without `scaled` it is None. With `zero_centered` the
+    factor is 1 + scale.
     """
 
-    def __init__(self, shape: int | tuple[int, ...], epsilon: float, zero_centered: bool = False, scaled: bool = True):
+    def __init__(
+        self,
+        shape: int | tuple[int, ...],
+        epsilon: float,
+        zero_centered: bool = False,
+        scaled: bool = True,
+    ):
         self.shape = (shape,) if isinstance(shape, int) else shape
         self.epsilon, self.zero_centered = epsilon, zero_centered
-        self.scale = nnx.Param((jnp.zeros if zero_centered else jnp.ones)(self.shape, jnp.float32)) if scaled else None
+        self.scale = (
+            nnx.Param((jnp.zeros if zero_centered else jnp.ones)(self.shape, jnp.float32))
+            if scaled
+            else None
+        )
 
-    def __call__(self, x: jax.Array, pmean: Callable[[jax.Array], jax.Array] = lambda square: square) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, pmean: Callable[[jax.Array], jax.Array] = lambda square: square
+    ) -> jax.Array:
         """Normalizes x; `pmean` averages the mean square over the devices that hold parts of x."""
         y = x.astype(jnp.float32)
         axes = tuple(range(-len(self.shape), 0))
@@ -225,7 +307,8 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x − mean) / std · scale + bias over the last axis (Ba et al. 2016, eq. 4), computed in float32.
+    """(x − mean) / std · scale + bias over the last axis (Ba et al. 2016, eq. 4), computed in
+    float32.
 
     Without `scaled`, `scale` and `bias` are None; without `with_bias`, `bias` is None.
     """
@@ -256,7 +339,9 @@ def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes elements with probability `rate` and scales the rest by 1 / (1 − rate); without a key, returns x."""
+    """Zeroes elements with probability `rate` and scales the rest by 1 / (1 − rate); without a key,
+    returns x.
+    """
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
@@ -269,13 +354,19 @@ def relu2(x: jax.Array) -> jax.Array:
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
-    """Returns (u + 1) · g σ(alpha g), with g = min(gate, limit) and u = clip(up, −limit, limit) (OpenAI 2025, gpt-oss)."""
+    """Returns (u + 1) · g σ(alpha g), with g = min(gate, limit) and u = clip(up, −limit, limit)
+    (OpenAI 2025, gpt-oss).
+    """
     gate = jnp.minimum(gate, limit)
     up = jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
 
-GATED_ACTIVATIONS: dict[str, Callable] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "squared_reglu": relu2}
+GATED_ACTIVATIONS: dict[str, Callable] = {
+    "swiglu": jax.nn.silu,
+    "geglu": jax.nn.gelu,
+    "squared_reglu": relu2,
+}
 PLAIN_ACTIVATIONS: dict[str, Callable] = {"gelu": jax.nn.gelu, "relu2": relu2}
 
 
@@ -284,8 +375,11 @@ def gated_activation(config: ModelConfig) -> Callable[[jax.Array, jax.Array], ja
     return _cached_gated_activation(config.activation, config.swiglu_limit, config.swiglu_alpha)
 
 
-@cache  # all layers get the same function object, because only layers with equal attributes share a trace
-def _cached_gated_activation(activation: str, limit: float, alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+# All layers get the same function object, because only layers with equal attributes share a trace.
+@cache
+def _cached_gated_activation(
+    activation: str, limit: float, alpha: float
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
     if activation == "clamped_swiglu":
         return partial(clamped_swiglu, limit=limit, alpha=alpha)
     function = GATED_ACTIVATIONS[activation]
@@ -293,9 +387,11 @@ def _cached_gated_activation(activation: str, limit: float, alpha: float) -> Cal
 
 
 class GatedFeedForward(nnx.Module):
-    """down(f(gate(x)) · up(x)) (Shazeer 2020, eq. 6); the kernel `gate_up [D, 2, F]` holds gate and up.
+    """down(f(gate(x)) · up(x)) (Shazeer 2020, eq. 6); the kernel `gate_up [D, 2, F]` holds gate and
+    up.
 
-    With `sub_norms` the input of `down` is normalized (Wang et al. 2022, "Foundation Transformers": Sub-LN).
+    With `sub_norms` the input of `down` is normalized (Wang et al. 2022, "Foundation Transformers":
+    Sub-LN).
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
@@ -308,7 +404,8 @@ class GatedFeedForward(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
         gate_up = self.gate_up(parallelism.copy_to_tp(x_BTD))
-        # The gradient of a split is a concatenation. That of slices is a sum of padded arrays, which is slower.
+        # The gradient of a split is a concatenation. That of slices is a sum of padded arrays,
+        # which is slower.
         gate, up = (half.squeeze(-2).astype(jnp.float32) for half in jnp.split(gate_up, 2, axis=-2))
         gated_BTF = self.function(gate, up).astype(gate_up.dtype)
         gated_BTF = gated_BTF if self.down_norm is None else self.down_norm(gated_BTF)
@@ -334,4 +431,6 @@ class PlainFeedForward(nnx.Module):
 
 def make_feed_forward(config: ModelConfig, **kwargs) -> GatedFeedForward | PlainFeedForward:
     """Returns the feed-forward layer for `config.activation`."""
-    return (PlainFeedForward if config.activation in PLAIN_ACTIVATIONS else GatedFeedForward)(config, **kwargs)
+    return (PlainFeedForward if config.activation in PLAIN_ACTIVATIONS else GatedFeedForward)(
+        config, **kwargs
+    )

@@ -1,13 +1,15 @@
 """Low-rank adapters on the projections of a frozen model (Hu et al. 2021, "LoRA").
 
-A projection with kernel W computes W x + scale · B A dropout(x) (equation 3). If several projections share one kernel, each
-projection has its own adapter. The adapters have the names that PEFT (Hugging Face) uses.
+A projection with kernel W computes W x + scale · B A dropout(x) (equation 3). If several
+projections share one kernel, each projection has its own adapter. The adapters have the names that
+PEFT (Hugging Face) uses.
 
-The scale is alpha / rank, or alpha / √rank for rank-stabilized adapters (Kalajdzievski 2023, "rsLoRA", equation 7).
+The scale is alpha / rank, or alpha / √rank for rank-stabilized adapters (Kalajdzievski 2023,
+"rsLoRA", equation 7).
 
-A weight-decomposed adapter also trains a magnitude m per output (Liu et al. 2024, "DoRA", equation 5): the output is
-multiplied by m / ‖W + scale · B A‖, with the norm of the weights of the output. The norm is constant in the gradient (section
-4.3). Initially m = ‖W‖, so the product is that of W.
+A weight-decomposed adapter also trains a magnitude m per output (Liu et al. 2024, "DoRA", equation
+5): the output is multiplied by m / ‖W + scale · B A‖, with the norm of the weights of the output.
+The norm is constant in the gradient (section 4.3). Initially m = ‖W‖, so the product is that of W.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +23,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dantinox.config import LoraConfig, ModelConfig
 from dantinox.model.frozen_weights import FrozenMatrix, dequantize, frozen_tensordot, initial_matrix
-from dantinox.model.layers import LINEAR_OUTPUT, PLAIN_ACTIVATIONS, Linear, TernaryLinear, add_bias, cast_tensordot, dropout
+from dantinox.model.layers import (
+    LINEAR_OUTPUT,
+    PLAIN_ACTIVATIONS,
+    Linear,
+    TernaryLinear,
+    add_bias,
+    cast_tensordot,
+    dropout,
+)
 from dantinox.model.moe import ExpertLinear
 
 ADAPTER_SUFFIXES = ("lora_a", "lora_b")  # suffixes of the names of adapter matrices
@@ -30,7 +40,9 @@ DROPOUT_SEED = 0x10FA  # makes the random keys of adapter dropout differ from th
 
 
 class Projection(NamedTuple):
-    """The location of a projection: a module of the layer, and a slice (start, stop) of its second to last output axis."""
+    """The location of a projection: a module of the layer, and a slice (start, stop) of its second
+    to last output axis.
+    """
 
     module: str
     part: tuple[int | None, int | None] | None = None
@@ -45,8 +57,8 @@ class Projection(NamedTuple):
 def projections(activation: str, kv_projections: int = 2) -> dict[str, Projection]:
     """Returns the location of every projection of a dense layer, by name.
 
-    The kernels are `qkv [D, K, G+n, H]`, where n is `kv_projections` (see `ModelConfig.kv_projections`), and
-    `gate_up [D, 2, F]`.
+    The kernels are `qkv [D, K, G+n, H]`, where n is `kv_projections` (see
+    `ModelConfig.kv_projections`), and `gate_up [D, 2, F]`.
     """
     # On the second to last axis of `qkv`, the key is behind the G queries, and the value is last.
     if kv_projections == 2:
@@ -59,7 +71,10 @@ def projections(activation: str, kv_projections: int = 2) -> dict[str, Projectio
     attention["o_proj"] = Projection("attention/out")
     if activation in PLAIN_ACTIVATIONS:
         return attention | {"up_proj": Projection("ffn/up"), "down_proj": Projection("ffn/down")}
-    gated = {"gate_proj": Projection("ffn/gate_up", (0, 1)), "up_proj": Projection("ffn/gate_up", (1, 2))}
+    gated = {
+        "gate_proj": Projection("ffn/gate_up", (0, 1)),
+        "up_proj": Projection("ffn/gate_up", (1, 2)),
+    }
     return attention | gated | {"down_proj": Projection("ffn/down")}
 
 
@@ -68,8 +83,12 @@ def layer_projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
     if model.latent is not None or model.projections == "ternary":
         return {}
     dense = projections(model.activation, model.kv_projections(layer))
-    has_experts = model.experts is not None  # the dense layers of such a model have no feed-forward adapters either
-    return {name: p for name, p in dense.items() if not has_experts or p.module.startswith("attention")}
+    has_experts = (
+        model.experts is not None
+    )  # the dense layers of such a model have no feed-forward adapters either
+    return {
+        name: p for name, p in dense.items() if not has_experts or p.module.startswith("attention")
+    }
 
 
 def projection_sizes(model: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
@@ -86,13 +105,24 @@ def projection_sizes(model: ModelConfig, layer: int) -> dict[str, tuple[int, int
 class LowRank(nnx.Module):
     """The matrices of an adapter: `lora_a [*shape_in, r]` and `lora_b [r, *shape_out]`.
 
-    `lora_a` is initialized uniformly in ±1/√(fan in), as in PEFT, and `lora_b` to zero. A weight-decomposed adapter also has
-    `lora_magnitude_vector [*shape_out]`, which `initial_magnitudes` computes from the weights.
+    `lora_a` is initialized uniformly in ±1/√(fan in), as in PEFT, and `lora_b` to zero. A
+    weight-decomposed adapter also has `lora_magnitude_vector [*shape_out]`, which
+    `initial_magnitudes` computes from the weights.
     """
 
-    def __init__(self, shape_in: tuple[int, ...], shape_out: tuple[int, ...], rank: int, dora: bool = False, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        shape_in: tuple[int, ...],
+        shape_out: tuple[int, ...],
+        rank: int,
+        dora: bool = False,
+        *,
+        rngs: nnx.Rngs,
+    ):
         bound = float(np.prod(shape_in)) ** -0.5
-        self.lora_a = nnx.Param(jax.random.uniform(rngs.params(), (*shape_in, rank), jnp.float32, -bound, bound))
+        self.lora_a = nnx.Param(
+            jax.random.uniform(rngs.params(), (*shape_in, rank), jnp.float32, -bound, bound)
+        )
         self.lora_b = nnx.Param(jnp.zeros((rank, *shape_out), jnp.float32))
         self.lora_magnitude_vector = nnx.Param(jnp.ones(shape_out, jnp.float32)) if dora else None
 
@@ -100,11 +130,13 @@ class LowRank(nnx.Module):
 class AdaptedLinear(nnx.Module):
     """A `Linear` with frozen weights, and an adapter for each of its projections in `targets`.
 
-    The arrays of the frozen weights have the form of `lora.held`, see `dantinox.model.frozen_weights`. Dropout is on if `key`
-    is set.
+    The arrays of the frozen weights have the form of `lora.held`, see
+    `dantinox.model.frozen_weights`. Dropout is on if `key` is set.
     """
 
-    def __init__(self, linear: Linear, targets: Mapping[str, Projection], lora: LoraConfig, *, rngs: nnx.Rngs):
+    def __init__(
+        self, linear: Linear, targets: Mapping[str, Projection], lora: LoraConfig, *, rngs: nnx.Rngs
+    ):
         self.shape_in, self.shape_out = linear.shape_in, linear.shape_out
         self.dtype, self.out_dtype = linear.dtype, linear.out_dtype
         self.factor, self.rate, self.dora = lora.scale, lora.dropout, lora.dora
@@ -119,7 +151,9 @@ class AdaptedLinear(nnx.Module):
             setattr(self, name, LowRank(self.shape_in, shape_out, lora.rank, lora.dora, rngs=rngs))
         self.key: Any = nnx.data(None)
 
-    def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y
+    ) -> jax.Array:
         """Returns the output of the `Linear` plus the outputs of the adapters.
 
         `reduce` adds up the partial results of the devices before the bias is added.
@@ -132,10 +166,14 @@ class AdaptedLinear(nnx.Module):
         for name, part in self.parts:
             adapter = getattr(self, name)
             inner = cast_tensordot(dropped, adapter.lora_a[...], axes, self.dtype, self.dtype)
-            added = self.factor * cast_tensordot(inner, adapter.lora_b[...], 1, self.dtype, jnp.float32)
+            added = self.factor * cast_tensordot(
+                inner, adapter.lora_b[...], 1, self.dtype, jnp.float32
+            )
             y = y + (added if part is None else _pad_to_outputs(added, part, y.shape[-2]))
         if self.dora and self.parts:
-            y = y * self._output_factors(jax.lax.stop_gradient(dequantize(matrix, shape_in)), reduce)
+            y = y * self._output_factors(
+                jax.lax.stop_gradient(dequantize(matrix, shape_in)), reduce
+            )
         return add_bias(reduce(checkpoint_name(y.astype(self.out_dtype), LINEAR_OUTPUT)), self.bias)
 
     def matrix(self) -> FrozenMatrix:
@@ -143,16 +181,22 @@ class AdaptedLinear(nnx.Module):
         return {name: getattr(self, name)[...] for name in self.arrays}
 
     def norms(self, matrix: FrozenMatrix) -> dict[str, jax.Array]:
-        """Returns the norm of the frozen weights of every output of the adapted projections, by projection."""
+        """Returns the norm of the frozen weights of every output of the adapted projections, by
+        projection.
+        """
         w = dequantize(matrix, self.shape_in)
-        return {name: jnp.sqrt(self._sum_of_squares(w[slice_of_outputs(part)])) for name, part in self.parts}
+        return {
+            name: jnp.sqrt(self._sum_of_squares(w[slice_of_outputs(part)]))
+            for name, part in self.parts
+        }
 
     def _sum_of_squares(self, w: jax.Array) -> jax.Array:
         """Returns the sum of the squared weights of every output."""
         return jnp.sum(jnp.square(w), axis=tuple(range(len(self.shape_in))))
 
     def _output_factors(self, w: jax.Array, reduce: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Returns m / ‖W + scale · B A‖ for every output of the module, and 1 for those without an adapter.
+        """Returns m / ‖W + scale · B A‖ for every output of the module, and 1 for those without an
+        adapter.
 
         `reduce` adds up the squares of the devices that hold other inputs of the same outputs.
         """
@@ -160,16 +204,22 @@ class AdaptedLinear(nnx.Module):
         for name, part in self.parts:
             adapter = getattr(self, name)
             where = slice_of_outputs(part)
-            a, b = (jax.lax.stop_gradient(matrix[...]) for matrix in (adapter.lora_a, adapter.lora_b))
+            a, b = (
+                jax.lax.stop_gradient(matrix[...]) for matrix in (adapter.lora_a, adapter.lora_b)
+            )
             changed = w[where] + self.factor * jnp.tensordot(a, b, 1, precision="highest")
             squares = reduce(self._sum_of_squares(changed))
-            norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # the output of zero weights is 0, not NaN
+            norm = jnp.sqrt(
+                jnp.where(squares > 0, squares, 1)
+            )  # the output of zero weights is 0, not NaN
             factors = factors.at[where].set(adapter.lora_magnitude_vector[...] / norm)
         return factors
 
 
 def slice_of_outputs(part: tuple[int | None, int | None] | None) -> tuple[Any, ...]:
-    """Returns the index of a projection's part in a kernel, or in other arrays with the output axes of its module."""
+    """Returns the index of a projection's part in a kernel, or in other arrays with the output axes
+    of its module.
+    """
     return (...,) if part is None else (..., slice(*part), slice(None))
 
 
@@ -182,12 +232,14 @@ def _pad_to_outputs(added: jax.Array, part: tuple[int | None, int | None], size:
 def add_adapters(layer: nnx.Module, number: int, model: ModelConfig, *, rngs: nnx.Rngs) -> None:
     """Replaces every `Linear` of a layer by an `AdaptedLinear`, except ternary ones.
 
-    Kernels of ternary projections and of experts are cast as `cast_frozen_table` does. `number` is the index of the layer,
-    from 0.
+    Kernels of ternary projections and of experts are cast as `cast_frozen_table` does. `number` is
+    the index of the layer, from 0.
     """
     lora = model.lora
     assert lora is not None
-    targets = [(name, p) for name, p in layer_projections(model, number).items() if name in lora.targets]
+    targets = [
+        (name, p) for name, p in layer_projections(model, number).items() if name in lora.targets
+    ]
     owners = [(path, node) for path, node in nnx.iter_graph(layer) if isinstance(node, nnx.Module)]
     for path, owner in owners:
         for name, part in list(vars(owner).items()):
@@ -195,12 +247,16 @@ def add_adapters(layer: nnx.Module, number: int, model: ModelConfig, *, rngs: nn
                 cast_frozen_table(part.kernel, lora)
             elif isinstance(part, Linear):
                 module = "/".join(map(str, (*path, name)))
-                adapted: dict[str, Projection] = {target: p for target, p in targets if p.module == module}
+                adapted: dict[str, Projection] = {
+                    target: p for target, p in targets if p.module == module
+                }
                 setattr(owner, name, AdaptedLinear(part, adapted, lora, rngs=rngs))
 
 
 def cast_frozen_table(table: Any, lora: LoraConfig | None) -> None:
-    """Casts a matrix that has no adapters to bfloat16, unless the projections are stored in float32."""
+    """Casts a matrix that has no adapters to bfloat16, unless the projections are stored in
+    float32.
+    """
     if lora is not None and lora.held != "float32":
         table.set_value(table[...].astype(jnp.bfloat16))
 
@@ -219,7 +275,9 @@ def enable_dropout(model: Any, key: jax.Array) -> None:
     layers = model.config.num_blocks // model.config.period if model.config.scan_layers else None
     for number, part in enumerate(adapted_linears(model)):
         adapter_key = jax.random.fold_in(jax.random.fold_in(key, DROPOUT_SEED), number)
-        part.key = nnx.Variable(adapter_key if layers is None else jax.random.split(adapter_key, layers))
+        part.key = nnx.Variable(
+            adapter_key if layers is None else jax.random.split(adapter_key, layers)
+        )
 
 
 def is_adapter(name: str) -> bool:
@@ -234,15 +292,23 @@ def trainable_parameters(parameters: Mapping[str, Any], model: ModelConfig) -> d
 
 def frozen_parameters(parameters: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Returns the parameters that are not trained."""
-    return {name: p for name, p in parameters.items() if model.lora is not None and not is_adapter(name)}
+    return {
+        name: p for name, p in parameters.items() if model.lora is not None and not is_adapter(name)
+    }
 
 
 def initial_magnitudes(model: Any) -> dict[str, jax.Array]:
-    """Returns the initial magnitudes of the weight-decomposed adapters of a model by path: ‖W‖ of every output."""
+    """Returns the initial magnitudes of the weight-decomposed adapters of a model by path: ‖W‖ of
+    every output.
+    """
     found: dict[str, jax.Array] = {}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, AdaptedLinear) and node.dora and node.parts:
             matrix = node.matrix()  # with stacked layers, one layer at a time exists in float32
-            norms = jax.lax.map(node.norms, matrix) if model.config.scan_layers else node.norms(matrix)
-            found |= {"/".join(map(str, (*path, name, MAGNITUDE))): norm for name, norm in norms.items()}
+            norms = (
+                jax.lax.map(node.norms, matrix) if model.config.scan_layers else node.norms(matrix)
+            )
+            found |= {
+                "/".join(map(str, (*path, name, MAGNITUDE))): norm for name, norm in norms.items()
+            }
     return found

@@ -1,9 +1,10 @@
 """Projections and tables whose weights stay in the blocks of a quantized GGUF file.
 
-A packed parameter consists of parts, because the tensors that it joins may have different block formats: in a file of type
-Q4_K_M the value projection of some layers is Q6_K and the rest of `qkv` is Q4_K. A part is a uint8 array
-`[*lead, *outputs, bytes]`: one row of whole blocks per output. The parts are slices of the outputs along one axis. `lead` is
-the axis of the experts, or of the tokens of a table. In a file, part 0 of `blocks/0/attention/qkv/kernel` has the name
+A packed parameter consists of parts, because the tensors that it joins may have different block
+formats: in a file of type Q4_K_M the value projection of some layers is Q6_K and the rest of `qkv`
+is Q4_K. A part is a uint8 array `[*lead, *outputs, bytes]`: one row of whole blocks per output. The
+parts are slices of the outputs along one axis. `lead` is the axis of the experts, or of the tokens
+of a table. In a file, part 0 of `blocks/0/attention/qkv/kernel` has the name
 `blocks/0/attention/qkv/parts/0/Q4_K`, and that of `embed` has the name `embed/parts/0/Q4_K`.
 
 The weights of a projection are converted to float32 where they are used, never for the whole model.
@@ -60,7 +61,8 @@ def packed_name(parameter: str, index: int, kind: str) -> str:
 
 
 def group_parts(packed: Mapping[str, Any]) -> dict[str, list[Part]]:
-    """Groups the arrays of packed parameters by module, such as `blocks/0/attention/qkv` or `embed`.
+    """Groups the arrays of packed parameters by module, such as `blocks/0/attention/qkv` or
+    `embed`.
 
     Raises:
       ValueError: a name is not that of a part, or the parts of a parameter are not numbered from 0.
@@ -68,7 +70,11 @@ def group_parts(packed: Mapping[str, Any]) -> dict[str, list[Part]]:
     groups: dict[str, dict[int, Part]] = {}
     for name, array in packed.items():
         match = PART_NAME.fullmatch(name)
-        if match is None or match[3] not in FORMATS or int(match[2]) in groups.setdefault(match[1], {}):
+        if (
+            match is None
+            or match[3] not in FORMATS
+            or int(match[2]) in groups.setdefault(match[1], {})
+        ):
             raise ValueError(f"hold {escape_name(name)}, which is not the name of a packed array")
         groups[match[1]][int(match[2])] = match[3], array
     for module, parts in groups.items():
@@ -90,23 +96,37 @@ def check_parts(module: str, parts: Sequence[Part], layout: Layout) -> int:
         whole = (*layout.lead, *layout.shape_out)
         row = layout.row // FORMATS[kind].values * FORMATS[kind].bytes
         if len(shape) != len(whole) + 1 or shape[-1] != row or layout.row % FORMATS[kind].values:
-            raise ValueError(f"hold {module} in {kind} with shape {shape}, but this model has {whole} rows of {layout.row}")
+            raise ValueError(
+                f"hold {module} in {kind} with shape {shape}, but this model has {whole} rows of"
+                f" {layout.row}"
+            )
         different = [i for i in range(outs) if shape[lead + i] != layout.shape_out[i]]
         if shape[:lead] != layout.lead or len(different) > 1:
-            raise ValueError(f"hold {module} in {kind} with shape {shape}, but this model has {whole} rows of {layout.row}")
+            raise ValueError(
+                f"hold {module} in {kind} with shape {shape}, but this model has {whole} rows of"
+                f" {layout.row}"
+            )
         axis = different[0] if different else axis
     sizes = [array.shape[lead + axis] for _, array in parts] if outs else [1] * len(parts)
-    same = all(array.shape[lead + i] == layout.shape_out[i] for _, array in parts for i in range(outs) if i != axis)
+    same = all(
+        array.shape[lead + i] == layout.shape_out[i]
+        for _, array in parts
+        for i in range(outs)
+        if i != axis
+    )
     if not same or sum(sizes) != (layout.shape_out[axis] if outs else 1):
-        raise ValueError(f"hold parts of {module} that do not form the outputs {layout.shape_out} of this model")
+        raise ValueError(
+            f"hold parts of {module} that do not form the outputs {layout.shape_out} of this model"
+        )
     return axis
 
 
 def _after(x: jax.Array, raw: jax.Array) -> jax.Array:
     """Returns the packed weights, made dependent on the inputs that they multiply.
 
-    Otherwise XLA would convert the weights of all layers first, and keep all of them in float32. An optimization barrier does
-    not prevent this, because it is removed before the operations are scheduled. XLA does not know that the added number is 0.
+    Otherwise XLA would convert the weights of all layers first, and keep all of them in float32. An
+    optimization barrier does not prevent this, because it is removed before the operations are
+    scheduled. XLA does not know that the added number is 0.
     """
     bits = lax.bitcast_convert_type(x.reshape(-1)[0].astype(jnp.float32), jnp.uint32)
     return raw + (bits >> 31 >> 1).astype(jnp.uint8)
@@ -115,8 +135,8 @@ def _after(x: jax.Array, raw: jax.Array) -> jax.Array:
 class PackedParts(nnx.Module):
     """The parts of a packed parameter; `kinds` are their formats.
 
-    With `native`, products of few rows run in the native kernels, which must be loaded. With `bfloat16` too, products of more
-    than 16 rows are in bfloat16.
+    With `native`, products of few rows run in the native kernels, which must be loaded. With
+    `bfloat16` too, products of more than 16 rows are in bfloat16.
     """
 
     def __init__(self, parts: Iterable[Part]):
@@ -132,7 +152,9 @@ class PackedParts(nnx.Module):
         raw_OB = raw.reshape(-1, raw.shape[-1])
         if self.bfloat16 and len(rows_RI) > MAX_NATIVE_ROWS:
             rows_RI = rows_RI.astype(jnp.bfloat16)
-        limit = MAX_NATIVE_BFLOAT16_ROWS if rows_RI.dtype == jnp.bfloat16 else MAX_NATIVE_FLOAT32_ROWS
+        limit = (
+            MAX_NATIVE_BFLOAT16_ROWS if rows_RI.dtype == jnp.bfloat16 else MAX_NATIVE_FLOAT32_ROWS
+        )
         native = self.native and len(rows_RI) <= limit
         raw_OB = raw_OB if native else _after(rows_RI, raw_OB)
         y_RO = matmul(rows_RI, raw_OB, kind, native=native)
@@ -150,27 +172,42 @@ class PackedLinear(PackedParts):
         super().__init__(parts)
         self.shape_in, self.shape_out, self.axis = linear.shape_in, linear.shape_out, axis
         self.dtype, self.out_dtype, self.bias = linear.dtype, linear.out_dtype, linear.bias
-        self.input_order: tuple[int, ...] | None = None  # the order of the first input axis that the weights have
+        self.input_order: tuple[int, ...] | None = (
+            None  # the order of the first input axis that the weights have
+        )
 
-    def __call__(self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y
+    ) -> jax.Array:
         batch_shape = x.shape[: x.ndim - len(self.shape_in)]
         if self.input_order is not None:
             x = jnp.take(x, jnp.asarray(self.input_order), axis=len(batch_shape))
         rows_RI = x.reshape(math.prod(batch_shape), -1).astype(jnp.float32)
         parts = [self.multiply(rows_RI, raw, kind) for kind, raw in self.arrays()]
         y = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1 + self.axis)
-        return add_bias(reduce(y.reshape(*batch_shape, *self.shape_out).astype(self.out_dtype)), self.bias)
+        return add_bias(
+            reduce(y.reshape(*batch_shape, *self.shape_out).astype(self.out_dtype)), self.bias
+        )
 
     def permute_heads(self, index_K: jax.Array, by_output: bool) -> "PackedLinear":
-        """Returns the projection with its first output axis (`by_output`) or first input axis, the key heads, in this order."""
+        """Returns the projection with its first output axis (`by_output`) or first input axis, the
+        key heads, in this order.
+        """
         linear: PackedLinear = nnx.clone(self)
         if not by_output:
-            old = np.asarray(self.input_order if self.input_order is not None else np.arange(len(index_K)))
+            old = np.asarray(
+                self.input_order if self.input_order is not None else np.arange(len(index_K))
+            )
             linear.input_order = tuple(int(i) for i in np.argsort(np.asarray(index_K))[old])
             return linear
         if self.axis == 0 and len(self.parts) > 1:
             raise ValueError("the parts are slices along the axis of the heads")
-        linear.parts = nnx.List([nnx.Dict({kind: nnx.Param(jnp.take(raw, index_K, axis=0))}) for kind, raw in self.arrays()])
+        linear.parts = nnx.List(
+            [
+                nnx.Dict({kind: nnx.Param(jnp.take(raw, index_K, axis=0))})
+                for kind, raw in self.arrays()
+            ]
+        )
         if linear.bias is not None:
             linear.bias = nnx.Param(linear.bias[...][index_K])
         return linear
@@ -179,7 +216,9 @@ class PackedLinear(PackedParts):
         """Returns a `Linear` with float32 weights."""
         kernel = unpack_parts(self.arrays(), Layout((), self.shape_in, self.shape_out), self.axis)
         if self.input_order is not None:
-            kernel = jnp.zeros_like(kernel).at[jnp.argsort(jnp.asarray(self.input_order))].set(kernel)
+            kernel = (
+                jnp.zeros_like(kernel).at[jnp.argsort(jnp.asarray(self.input_order))].set(kernel)
+            )
         return linear_with_kernel(self, kernel)
 
 
@@ -203,20 +242,33 @@ class PackedExperts(PackedParts):
             outputs.append(y_MO.reshape(len(x_MI), *raw.shape[1:-1]))
         return jnp.concatenate(outputs, axis=1 + self.axis).astype(self.dtype)
 
-    def _product(self, x_MI: jax.Array, raw_EOB: jax.Array, kind: str, rows: ExpertRows) -> jax.Array:
+    def _product(
+        self, x_MI: jax.Array, raw_EOB: jax.Array, kind: str, rows: ExpertRows
+    ) -> jax.Array:
         if len(x_MI) <= min(MAX_MATVEC_ROWS, self.experts):
-            chosen = [lax.dynamic_index_in_dim(raw_EOB, expert, keepdims=False) for expert in rows.expert_M]
-            return jnp.concatenate([self.multiply(x[None], raw, kind) for x, raw in zip(x_MI, chosen, strict=True)])
-        return unpacking_matmul(x_MI, raw_EOB, raw_EOB.shape[1], rows.sizes_E, lambda raw_OB: unpack(kind, raw_OB).T)
+            chosen = [
+                lax.dynamic_index_in_dim(raw_EOB, expert, keepdims=False)
+                for expert in rows.expert_M
+            ]
+            return jnp.concatenate(
+                [self.multiply(x[None], raw, kind) for x, raw in zip(x_MI, chosen, strict=True)]
+            )
+        return unpacking_matmul(
+            x_MI, raw_EOB, raw_EOB.shape[1], rows.sizes_E, lambda raw_OB: unpack(kind, raw_OB).T
+        )
 
     def unpack(self) -> ExpertLinear:
         """Returns an `ExpertLinear` with float32 weights."""
-        kernel = unpack_parts(self.arrays(), Layout((self.experts,), (self.size_in,), self.shape_out), self.axis)
+        kernel = unpack_parts(
+            self.arrays(), Layout((self.experts,), (self.size_in,), self.shape_out), self.axis
+        )
         return experts_with_kernel(self, kernel)
 
 
 class PackedTable(PackedParts):
-    """A packed embedding table: one row of blocks per token, `[V, bytes]`. It may also be the output layer."""
+    """A packed embedding table: one row of blocks per token, `[V, bytes]`. It may also be the
+    output layer.
+    """
 
     def __init__(self, shape: tuple[int, ...], parts: Sequence[Part]):
         super().__init__(parts)
@@ -230,7 +282,9 @@ class PackedTable(PackedParts):
     def project(self, x: jax.Array) -> jax.Array:
         """Returns the dot products of x `[…, D]` with the rows: float32 `[…, V]`."""
         ((kind, raw_VB),) = self.arrays()
-        return self.multiply(x.reshape(-1, x.shape[-1]).astype(jnp.float32), raw_VB, kind).reshape(*x.shape[:-1], -1)
+        return self.multiply(x.reshape(-1, x.shape[-1]).astype(jnp.float32), raw_VB, kind).reshape(
+            *x.shape[:-1], -1
+        )
 
     def unpack(self) -> nnx.Param:
         """Returns the table in float32."""
@@ -280,7 +334,9 @@ def parameter_count(model: nnx.Module) -> int:
     """Returns the number of weights of a model, packed ones included."""
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     packed = packed_kinds(model)
-    return count + sum(size // FORMATS[kind].bytes * FORMATS[kind].values - size for kind, size in packed.items())
+    return count + sum(
+        size // FORMATS[kind].bytes * FORMATS[kind].values - size for kind, size in packed.items()
+    )
 
 
 def packable_layouts(model: nnx.Module) -> dict[str, Layout]:
@@ -300,7 +356,9 @@ def packable_layouts(model: nnx.Module) -> dict[str, Layout]:
 
 def tables(model: Any) -> dict[str, Any]:
     """Returns the embedding tables of a model by path."""
-    return {"embed": model.embed} | ({} if model.per_layer is None else {"per_layer/embed": model.per_layer.embed})
+    return {"embed": model.embed} | (
+        {} if model.per_layer is None else {"per_layer/embed": model.per_layer.embed}
+    )
 
 
 def pack_modules(model: Any, packed: Mapping[str, Any]) -> None:
@@ -317,12 +375,17 @@ def pack_modules(model: Any, packed: Mapping[str, Any]) -> None:
     for module, parts in group_parts(packed).items():
         layout = layouts.get(module, layouts.get(f"{module}/kernel"))
         if layout is None:
-            raise ValueError(f"hold {escape_name(module)} in packed blocks, which this model does not have")
+            raise ValueError(
+                f"hold {escape_name(module)} in packed blocks, which this model does not have"
+            )
         axis = check_parts(module, parts, layout)
         owner, _, name = module.rpartition("/")
         old = getattr(modules[owner], name)
         if isinstance(old, (TernaryLinear, TernaryExpertLinear)):
-            raise ValueError(f"hold {escape_name(module)} in packed blocks, which model.projections: ternary does not support")
+            raise ValueError(
+                f"hold {escape_name(module)} in packed blocks, which model.projections: ternary"
+                " does not support"
+            )
         new: Any
         if module in layouts:
             new = PackedTable((*layout.lead, *layout.shape_in), parts)
@@ -333,7 +396,11 @@ def pack_modules(model: Any, packed: Mapping[str, Any]) -> None:
 
 def unpack_modules(model: Any) -> None:
     """Replaces the packed modules of a model in place by plain ones with float32 weights."""
-    owners = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module) and not isinstance(node, PackedParts)]
+    owners = [
+        node
+        for _, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.Module) and not isinstance(node, PackedParts)
+    ]
     for owner in owners:
         for name, part in list(vars(owner).items()):
             if isinstance(part, PackedParts):
@@ -343,4 +410,6 @@ def unpack_modules(model: Any) -> None:
 def widen(parts: Sequence[tuple[str, np.ndarray]], layout: Layout, axis: int) -> np.ndarray:
     """Returns `unpack_parts` as a NumPy array."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return np.asarray(unpack_parts([(kind, jnp.asarray(raw)) for kind, raw in parts], layout, axis))
+        return np.asarray(
+            unpack_parts([(kind, jnp.asarray(raw)) for kind, raw in parts], layout, axis)
+        )

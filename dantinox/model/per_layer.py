@@ -1,4 +1,5 @@
-"""Per-layer input embeddings (Gemma 3n and 4): a small vector for each token and layer, which the layer adds to its output.
+"""Per-layer input embeddings (Gemma 3n and 4): a small vector for each token and layer, which the
+layer adds to its output.
 
 Shapes: B batch, T time, D model, L layers, P size of the vector.
 """
@@ -11,16 +12,23 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dantinox.config import ModelConfig
-from dantinox.model.layers import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, Linear, make_norm, make_rms_norm
+from dantinox.model.layers import (
+    GATED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+    Linear,
+    make_norm,
+    make_rms_norm,
+)
 from dantinox.model.packed import look_up
 from dantinox.model.parallelism import Parallelism
 
 
 class PerLayerEmbedding(nnx.Module):
-    """Computes the per-layer inputs of all layers: (√P · embed[token] + norm(projection(x) / √D)) / √2.
+    """Computes the per-layer inputs of all layers: (√P · embed[token] + norm(projection(x) / √D)) /
+    √2.
 
-    x is the embedding of the token. `embed` is `[V, L, P]`, `projection/kernel` is `[D, L, P]`, and the norm is over P. This is
-    `project_per_layer_inputs` of Hugging Face transformers.
+    x is the embedding of the token. `embed` is `[V, L, P]`, `projection/kernel` is `[D, L, P]`, and
+    the norm is over P. This is `project_per_layer_inputs` of Hugging Face transformers.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -30,17 +38,23 @@ class PerLayerEmbedding(nnx.Module):
         self.projection = Linear((D,), (L, P), dtype=dtype, rngs=rngs)
         self.norm = make_rms_norm(config, P)
 
-    def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array, parallelism: Parallelism) -> jax.Array:
-        """Returns the per-layer inputs `[L, B, T, P]`; `x_BTD` holds the embeddings that the first layer reads."""
-        own_BTLP = parallelism.all_gather(look_up(self.embed, tokens_BT).astype(self.dtype)) * jnp.asarray(
-            math.sqrt(self.size), self.dtype
-        )
+    def __call__(
+        self, tokens_BT: jax.Array, x_BTD: jax.Array, parallelism: Parallelism
+    ) -> jax.Array:
+        """Returns the per-layer inputs `[L, B, T, P]`; `x_BTD` holds the embeddings that the first
+        layer reads.
+        """
+        own_BTLP = parallelism.all_gather(
+            look_up(self.embed, tokens_BT).astype(self.dtype)
+        ) * jnp.asarray(math.sqrt(self.size), self.dtype)
         projected_BTLP = self.norm((self.projection(x_BTD) * self.dim**-0.5).astype(self.dtype))
         return jnp.moveaxis(((projected_BTLP + own_BTLP) * 2**-0.5).astype(self.dtype), 2, 0)
 
 
 class PerLayerInput(nnx.Module):
-    """x + norm(out(f(gate(x)) · input)): adds the per-layer input `[B, T, P]`, with `gate [D, P]` and `out [P, D]`."""
+    """x + norm(out(f(gate(x)) · input)): adds the per-layer input `[B, T, P]`, with `gate [D, P]`
+    and `out [P, D]`.
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, P = config.dim, config.per_layer_dim

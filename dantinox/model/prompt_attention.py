@@ -1,10 +1,12 @@
-"""Attention of the tokens of a prompt over a `SegmentedStore`, in blocks of slots up to the newest token.
+"""Attention of the tokens of a prompt over a `SegmentedStore`, in blocks of slots up to the newest
+token.
 
-A loop over the blocks of each segment accumulates the softmax of every query (algorithm 3 of Milakov & Gimelshein 2018), so the
-time grows with the tokens in the cache and not with its capacity, and the program has few operations.
+A loop over the blocks of each segment accumulates the softmax of every query (algorithm 3 of
+Milakov & Gimelshein 2018), so the time grows with the tokens in the cache and not with its
+capacity, and the program has few operations.
 
-Shapes: B rows, T queries per row, K key heads, G query heads per key head, M = G · T, S slots of a block, H head size, V value
-size.
+Shapes: B rows, T queries per row, K key heads, G query heads per key head, M = G · T, S slots of a
+block, H head size, V value size.
 """
 
 from functools import partial
@@ -22,15 +24,19 @@ MAX_BLOCK = 256  # slots
 Sums = tuple[Array, Array, Array]  # see `chunked_attention.add_keys`
 
 
-def attend_in_blocks(q_BTKGH: Array, store: SegmentedStore, positions_BT: Array, window: int | None, softmax: Softmax) -> Array:
+def attend_in_blocks(
+    q_BTKGH: Array, store: SegmentedStore, positions_BT: Array, window: int | None, softmax: Softmax
+) -> Array:
     """Computes attention `[B, T, K, G, V]` over a store whose slot s holds position s.
 
-    The blocks depend only on the capacity of the store. A block after the end of a row adds zeros, so the length of other rows
-    does not change a single bit. A query without keys gets zeros.
+    The blocks depend only on the capacity of the store. A block after the end of a row adds zeros,
+    so the length of other rows does not change a single bit. A query without keys gets zeros.
 
     Args:
-      positions_BT: the positions of the queries, whose keys are in the store already; −1 marks padding.
-      window: the number of keys that a query attends to, including the key of its own token; None: no limit.
+      positions_BT: the positions of the queries, whose keys are in the store already; −1 marks
+        padding.
+      window: the number of keys that a query attends to, including the key of its own token; None:
+        no limit.
     """
     B, T, K, G, H = q_BTKGH.shape
     q_BKMH = q_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
@@ -50,7 +56,9 @@ def attend_in_blocks(q_BTKGH: Array, store: SegmentedStore, positions_BT: Array,
             start = jnp.minimum(number * size, segment.slots - size)
             block = segment.read_block(store.row, start, size)
             slot_S = first + start + jnp.arange(size)
-            valid_B1MS = causal_mask(positions_BM, slot_S[None, None], window) & (slot_S >= first + number * size)
+            valid_B1MS = causal_mask(positions_BM, slot_S[None, None], window) & (
+                slot_S >= first + number * size
+            )
             scores_BKMS, _ = cap_and_mask(block.scores(q_BKMH), valid_B1MS, softmax.cap)
             return add_keys(sums, scores_BKMS, partial(block.weighted_values, dtype=jnp.float32))
 

@@ -1,19 +1,22 @@
 """Ring attention: causal attention over sequences whose positions are split over devices.
 
-Every device keeps its queries. The keys and values travel around the ring of devices, and each device adds the contribution of
-the keys that it receives to a softmax, which it accumulates in float32 (Liu et al. 2023, "Ring Attention with Blockwise
-Transformers for Near-Infinite Context"; the accumulation is algorithm 3 of Milakov & Gimelshein 2018). The backward pass starts
-from the queries, keys, values, outputs and log-normalizers of the device's own positions. It sends the keys and values around
-again, together with their gradients.
+Every device keeps its queries. The keys and values travel around the ring of devices, and each
+device adds the contribution of the keys that it receives to a softmax, which it accumulates in
+float32 (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context";
+the accumulation is algorithm 3 of Milakov & Gimelshein 2018). The backward pass starts from the
+queries, keys, values, outputs and log-normalizers of the device's own positions. It sends the keys
+and values around again, together with their gradients.
 
-With contiguous parts of a sequence, a causal mask would leave the first device almost without work. Therefore n devices split a
-sequence into 2 n chunks, and device d holds the chunks d and 2 n - 1 - d (Grattafiori et al. 2024, "The Llama 3 Herd of
-Models", section 3.3.2). The keys of another device are two chunks too. Of the four products of chunks, exactly two are not
-completely masked: that of the later queries with the earlier keys, and that of one chunk of queries with the chunk of keys that
-has the same index. A device computes only these two, and three products with its own keys: 2 n + 1 products instead of 4 n.
+With contiguous parts of a sequence, a causal mask would leave the first device almost without work.
+Therefore n devices split a sequence into 2 n chunks, and device d holds the chunks d and 2 n - 1 -
+d (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2). The keys of another device
+are two chunks too. Of the four products of chunks, exactly two are not completely masked: that of
+the later queries with the earlier keys, and that of one chunk of queries with the chunk of keys
+that has the same index. A device computes only these two, and three products with its own keys: 2 n
++ 1 products instead of 4 n.
 
-Shapes: N rows times key heads, C tokens of a chunk, G query heads per key head, R queries of a block, S keys, H head size. The
-letter P stands for the two chunks of a device.
+Shapes: N rows times key heads, C tokens of a chunk, G query heads per key head, R queries of a
+block, S keys, H head size. The letter P stands for the two chunks of a device.
 """
 
 from collections.abc import Callable
@@ -24,7 +27,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dantinox.model.chunked_attention import LEAST, MAX_SCORES, QUERY_BLOCK, add_keys, cap_and_mask, einsum_float32
+from dantinox.model.chunked_attention import (
+    LEAST,
+    MAX_SCORES,
+    QUERY_BLOCK,
+    add_keys,
+    cap_and_mask,
+    einsum_float32,
+)
 from dantinox.model.layers import PLAIN_SOFTMAX, Softmax
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import zigzag_positions
@@ -41,14 +51,17 @@ def ring_attention(
     window: int | None,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Array:
-    """Computes causal attention `[B, T, K, G, H]` of the tokens on this device to the tokens on all devices of the ring.
+    """Computes causal attention `[B, T, K, G, H]` of the tokens on this device to the tokens on all
+    devices of the ring.
 
-    The T tokens are at the positions `parallelism.local_positions(T)`. The head size of the values may differ from H.
+    The T tokens are at the positions `parallelism.local_positions(T)`. The head size of the values
+    may differ from H.
 
     Args:
       parallelism: a parallelism with a ring of at least two devices; T must be even.
       segments_BT: document numbers; attention never crosses documents. None: one document per row.
-      window: the number of keys that a query attends to, including the key of its own token; None: no limit.
+      window: the number of keys that a query attends to, including the key of its own token; None:
+        no limit.
     """
     B, T, K, G, _ = q_BTKGH.shape
 
@@ -67,7 +80,9 @@ def ring_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(parallelism: Parallelism, window: int | None, cap: float | None, *inputs: Any) -> Array:
-    """Computes attention; `inputs` are `q_PNCGH`, `k_PNCH`, `v_PNCH`, `segments_PNC`, and `sinks_NG` or None."""
+    """Computes attention; `inputs` are `q_PNCGH`, `k_PNCH`, `v_PNCH`, `segments_PNC`, and
+    `sinks_NG` or None.
+    """
     return _forward(parallelism, window, cap, *inputs)[0]
 
 
@@ -90,7 +105,8 @@ def _forward(
         scores_RGS, _ = _scores(q_RGH, k_SH, mask_RS, cap)
         return add_keys(sums, scores_RGS, weigh_values), ()
 
-    # The largest score, the sum of the exponentials and the weighted sum of the values. A sink counts as a key without a value.
+    # The largest score, the sum of the exponentials and the weighted sum of the values. A sink
+    # counts as a key without a value.
     least = jnp.float32(LEAST) if sinks_NG is None else sinks_NG[None, :, None]
     shape = q_PNCGH.shape[:-1]
     empty = (
@@ -107,13 +123,20 @@ def _forward(
 
 
 def _backward(
-    parallelism: Parallelism, window: int | None, cap: float | None, residuals: tuple[Any, ...], d_out_PNCGH: Array
+    parallelism: Parallelism,
+    window: int | None,
+    cap: float | None,
+    residuals: tuple[Any, ...],
+    d_out_PNCGH: Array,
 ) -> tuple[Array | None, ...]:
     q_PNCGH, k_PNCH, v_PNCH, segments_PNC, sinks_NG, out_PNCGH, normalizer_PNCG = residuals
-    # The derivative of the softmax subtracts Σ over keys of weight · d_weight, which equals out · d_out.
+    # The derivative of the softmax subtracts Σ over keys of weight · d_weight, which equals out ·
+    # d_out.
     mean_PNCG = jnp.sum(out_PNCGH.astype(jnp.float32) * d_out_PNCGH.astype(jnp.float32), axis=-1)
 
-    def block(mask_RS: Array, queries: Any, keys: Any, d_q_RGH: Array, d_keys: Any) -> tuple[Array, Any]:
+    def block(
+        mask_RS: Array, queries: Any, keys: Any, d_q_RGH: Array, d_keys: Any
+    ) -> tuple[Array, Any]:
         q_RGH, d_out_RGH, normalizer_RG, mean_RG = queries
         k_SH, v_SH = keys
         d_k_SH, d_v_SH = d_keys
@@ -132,8 +155,12 @@ def _backward(
     zero_q, *zero_kv = (jnp.zeros(x.shape, jnp.float32) for x in inputs)
     queries = q_PNCGH, d_out_PNCGH, normalizer_PNCG, mean_PNCG
     keys = k_PNCH, v_PNCH
-    d_q, d_kv = _around_ring(parallelism, window, block, segments_PNC, queries, keys, zero_q, tuple(zero_kv))
-    d_q, d_k, d_v = (gradient.astype(x.dtype) for gradient, x in zip((d_q, *d_kv), inputs, strict=True))
+    d_q, d_kv = _around_ring(
+        parallelism, window, block, segments_PNC, queries, keys, zero_q, tuple(zero_kv)
+    )
+    d_q, d_k, d_v = (
+        gradient.astype(x.dtype) for gradient, x in zip((d_q, *d_kv), inputs, strict=True)
+    )
     if sinks_NG is None:
         return d_q, d_k, d_v, None, None
     sink_weights_PNCG = jnp.exp(sinks_NG[None, :, None] - normalizer_PNCG)
@@ -143,21 +170,28 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
-def _scores(q_RGH: Array, k_SH: Array, mask_RS: Array, cap: float | None) -> tuple[Array, Array | None]:
-    """Returns the scaled scores `[R, G, S]` in float32 and the derivative of the cap; see `cap_and_mask`."""
+def _scores(
+    q_RGH: Array, k_SH: Array, mask_RS: Array, cap: float | None
+) -> tuple[Array, Array | None]:
+    """Returns the scaled scores `[R, G, S]` in float32 and the derivative of the cap; see
+    `cap_and_mask`.
+    """
     scores_RGS = einsum_float32("RGH,SH->RGS", q_RGH, k_SH) * q_RGH.shape[-1] ** -0.5
     return cap_and_mask(scores_RGS, mask_RS[:, None], cap)
 
 
 class Chunks(NamedTuple):
-    """Queries or keys: their positions `[…, C]`, the numbers of their documents `[…, N, C]`, and arrays `[…, N, C, …]`."""
+    """Queries or keys: their positions `[…, C]`, the numbers of their documents `[…, N, C]`, and
+    arrays `[…, N, C, …]`.
+    """
 
     positions: Array
     segments: Array
     arrays: Any
 
 
-# (mask_RS, arrays of queries, arrays of keys, result of the queries, result of the keys) -> the new results
+# (mask_RS, arrays of queries, arrays of keys, result of the queries, result of the keys) -> the new
+# results
 Block = Callable[[Array, Any, Any, Any, Any], tuple[Any, Any]]
 
 
@@ -173,7 +207,8 @@ def _around_ring(
 ) -> tuple[Any, Any]:
     """Updates results with all products of the queries of this device with the keys of all devices.
 
-    The keys and their result travel together. After a whole turn the result of the keys is back on their own device.
+    The keys and their result travel together. After a whole turn the result of the keys is back on
+    their own device.
 
     Args:
       block: updates both results with a product of a block of queries with a chunk of keys.
@@ -181,8 +216,8 @@ def _around_ring(
     """
     n = parallelism.ring
     C = segments_PNC.shape[-1]
-    # Without the barrier, the masks would not depend on the layer. JAX would then compute the masks of all blocks before a loop
-    # over layers, and keep them in memory.
+    # Without the barrier, the masks would not depend on the layer. JAX would then compute the masks
+    # of all blocks before a loop over layers, and keep them in memory.
     places = parallelism.ring_index(), segments_PNC
     (index, segments_PNC), queries, keys = lax.optimization_barrier((places, queries, keys))
 
@@ -200,7 +235,9 @@ def _around_ring(
         # The result of the keys arrives while the products are computed.
         arriving = parallelism.ring_shift(results[1])
         zero = jax.tree.map(jnp.zeros_like, results[1])
-        query_result, added = _add_products(block, window, pairs, own, chunks(device, *travelling), (results[0], zero))
+        query_result, added = _add_products(
+            block, window, pairs, own, chunks(device, *travelling), (results[0], zero)
+        )
         return query_result, jax.tree.map(jnp.add, arriving, added)
 
     def step(carry: Any, distance: Array) -> tuple[Any, None]:
@@ -210,7 +247,9 @@ def _around_ring(
 
     travelling = parallelism.ring_shift((segments_PNC, keys))
     own_keys = own._replace(arrays=keys)
-    results = _add_products(block, window, jnp.array(OWN_PRODUCTS), own, own_keys, (query_result, key_result))
+    results = _add_products(
+        block, window, jnp.array(OWN_PRODUCTS), own, own_keys, (query_result, key_result)
+    )
     if n > 2:
         (results, travelling), _ = lax.scan(step, (results, travelling), jnp.arange(1, n - 1))
     query_result, key_result = visit(results, travelling, n - 1)
@@ -218,7 +257,12 @@ def _around_ring(
 
 
 def _add_products(
-    block: Block, window: int | None, pairs_X2: Array, queries: Chunks, keys: Chunks, results: tuple[Any, Any]
+    block: Block,
+    window: int | None,
+    pairs_X2: Array,
+    queries: Chunks,
+    keys: Chunks,
+    results: tuple[Any, Any],
 ) -> tuple[Any, Any]:
     """Updates the results with the products of pairs (chunk of queries, chunk of keys)."""
 
@@ -233,16 +277,31 @@ def _add_products(
 
 
 def _overlap(window: int | None, queries: Chunks, keys: Chunks) -> Array:
-    """Returns whether a query may attend to a key: whether windows and the numbers of documents of a row overlap."""
+    """Returns whether a query may attend to a key: whether windows and the numbers of documents of
+    a row overlap.
+    """
     first_N, last_N = (edge(queries.segments, axis=-1) for edge in (jnp.min, jnp.max))
-    overlap = jnp.any((jnp.max(keys.segments, axis=-1) >= first_N) & (jnp.min(keys.segments, axis=-1) <= last_N))
-    return overlap if window is None else overlap & (queries.positions[0] - keys.positions[-1] < window)
+    overlap = jnp.any(
+        (jnp.max(keys.segments, axis=-1) >= first_N) & (jnp.min(keys.segments, axis=-1) <= last_N)
+    )
+    return (
+        overlap
+        if window is None
+        else overlap & (queries.positions[0] - keys.positions[-1] < window)
+    )
 
 
 def _product(
-    block: Block, window: int | None, queries: Chunks, keys: Chunks, query_result: Any, key_result: Any
+    block: Block,
+    window: int | None,
+    queries: Chunks,
+    keys: Chunks,
+    query_result: Any,
+    key_result: Any,
 ) -> tuple[Any, Any]:
-    """Updates the results with the product of a chunk of queries with a chunk of keys, one block of queries at a time."""
+    """Updates the results with the product of a chunk of queries with a chunk of keys, one block of
+    queries at a time.
+    """
     C = queries.positions.shape[0]
     G = jax.tree.leaves(queries.arrays)[0].shape[2]
     R = max(size for size in range(1, min(C, QUERY_BLOCK) + 1) if C % size == 0)
@@ -250,7 +309,9 @@ def _product(
     def split(x_C: Array) -> Array:
         return x_C.reshape(-1, R, *x_C.shape[1:])
 
-    def head(q_segments_C: Array, k_segments_S: Array, q: Any, k: Any, query_result: Any, key_result: Any) -> tuple[Any, Any]:
+    def head(
+        q_segments_C: Array, k_segments_S: Array, q: Any, k: Any, query_result: Any, key_result: Any
+    ) -> tuple[Any, Any]:
         def step(key_result: Any, part: Any) -> tuple[Any, Any]:
             positions_R, segments_R, q, query_result = part
             distance_RS = positions_R[:, None] - keys.positions
@@ -273,15 +334,22 @@ def _take(tree: Any, chunk: Any) -> Any:
 
 
 def _put(tree: Any, chunk: Any, parts: Any) -> Any:
-    return jax.tree.map(lambda x_P, part: lax.dynamic_update_index_in_dim(x_P, part, chunk, 0), tree, parts)
+    return jax.tree.map(
+        lambda x_P, part: lax.dynamic_update_index_in_dim(x_P, part, chunk, 0), tree, parts
+    )
 
 
 def _over_heads(head: Callable, scores: int, *arrays: Any) -> Any:
-    """Maps `head` over the first axis of arrays: over rows and key heads, in batches whose scores fit into `MAX_SCORES`.
+    """Maps `head` over the first axis of arrays: over rows and key heads, in batches whose scores
+    fit into `MAX_SCORES`.
 
     Args:
       scores: the number of scores that a call of `head` holds at a time.
     """
     N = len(jax.tree.leaves(arrays)[0])
     batch_size = max(1, MAX_SCORES // scores)
-    return jax.vmap(head)(*arrays) if batch_size >= N else lax.map(lambda x: head(*x), arrays, batch_size=batch_size)
+    return (
+        jax.vmap(head)(*arrays)
+        if batch_size >= N
+        else lax.map(lambda x: head(*x), arrays, batch_size=batch_size)
+    )

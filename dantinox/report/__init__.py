@@ -1,4 +1,6 @@
-"""Output of training and generation: console, metric files, experiment trackers, tables, plots and HTML pages."""
+"""Output of training and generation: console, metric files, experiment trackers, tables, plots and
+HTML pages.
+"""
 
 import os
 import sys
@@ -11,7 +13,8 @@ from dantinox.report.tables import human_bytes, human_count, table
 from dantinox.report.trackers import trackers
 
 __all__ = [
-    "Console", "MetricsLog", "human_bytes", "human_count", "open_console", "plot_loss", "read_csv", "read_jsonl", "table",
+    "Console", "MetricsLog", "human_bytes", "human_count", "open_console", "plot_loss", "read_csv",
+    "read_jsonl", "table",
     "trackers",
 ]  # fmt: skip
 
@@ -19,7 +22,8 @@ __all__ = [
 def open_console(stream: TextIO | None = None) -> Console:
     """Returns the display for `stream` (default: stderr).
 
-    A terminal that can move its cursor gets a live display, a notebook gets a progress bar, and anything else gets plain lines.
+    A terminal that can move its cursor gets a live display, a notebook gets a progress bar, and
+    anything else gets plain lines.
     """
     ipython = sys.modules.get("IPython")
     if stream is None and ipython is not None and hasattr(ipython.get_ipython(), "kernel"):

@@ -14,7 +14,9 @@ from dantinox.report.tables import human_count, human_time
 Row = Mapping[str, Any]
 PROGRESS_INTERVAL = 5.0  # seconds between two lines of progress
 STAGE_INTERVAL = 30.0  # seconds between two lines of a preparation stage of training
-REPEAT_INTERVAL = 8.0  # seconds without a new line after which `steady_progress` repeats the last line
+REPEAT_INTERVAL = (
+    8.0  # seconds without a new line after which `steady_progress` repeats the last line
+)
 
 
 def show_progress(line: str) -> None:
@@ -28,7 +30,8 @@ def steady_progress(
 ) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows a line.
 
-    After `seconds` without a new line, the last line is repeated with the time since it was first shown.
+    After `seconds` without a new line, the last line is repeated with the time since it was first
+    shown.
     """
     stopped = threading.Event()
     lock = threading.Lock()
@@ -82,7 +85,8 @@ class Progress:
         Args:
           show: prints a line.
           task, total, unit: what is done, the number of units and their name.
-          done: the units that were already complete. The time left is estimated from the other ones.
+          done: the units that were already complete. The time left is estimated from the other
+            ones.
           interval: seconds between two lines.
         """
         self.show = show
@@ -97,27 +101,35 @@ class Progress:
         show(f"{task}: {human_count(total)} {unit}")
 
     def time_left(self, now: float) -> str:
-        """Returns the estimated time left, such as `2m05s left`; `now` is the value of `time.monotonic`."""
+        """Returns the estimated time left, such as `2m05s left`; `now` is the value of
+        `time.monotonic`.
+        """
         seconds = (now - self.started) * (self.total - self.done) / max(1, self.done - self.first)
         return f"{human_time(seconds)} left"
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Adds `count` completed units. If it is time to show a line, `note` is appended to the line."""
+        """Adds `count` completed units. If it is time to show a line, `note` is appended to the
+        line.
+        """
         self.done = self.done + count
         now = time.monotonic()
         if now - self.shown < self.interval:
             return
         self.shown = now
-        done = f"{human_count(self.done)} of {human_count(self.total)} {self.unit}, {self.time_left(now)}"
+        done = (
+            f"{human_count(self.done)} of {human_count(self.total)} {self.unit},"
+            f" {self.time_left(now)}"
+        )
         self.show(f"{self.task}: {done}{note}")
 
 
 class Console:
-    """Prints a line of `key value` pairs per interval and evaluation: `step 250 val_loss 1.9412 bits_per_byte 2.801`.
+    """Prints a line of `key value` pairs per interval and evaluation:
+    `step 250 val_loss 1.9412 bits_per_byte 2.801`.
 
-    The rows are those of the metric files. In the line of an evaluation, however, `train_loss` is called
-    `train_loss_since_eval`, to distinguish it from the `train_loss` of an interval that ends at the same step: the two means
-    differ. `seconds_left` is shown as a duration.
+    The rows are those of the metric files. In the line of an evaluation, however, `train_loss` is
+    called `train_loss_since_eval`, to distinguish it from the `train_loss` of an interval that ends
+    at the same step: the two means differ. `seconds_left` is shown as a duration.
 
     Attributes:
       stage_interval: seconds between two lines of a preparation stage.
@@ -130,13 +142,19 @@ class Console:
         self.stages: dict[str, Progress] = {}
 
     def stage(self, name: str, done: int, total: int, unit: str = "characters") -> None:
-        """Shows a preparation stage before the first step. Further calls update `done`, the number of completed units."""
+        """Shows a preparation stage before the first step. Further calls update `done`, the number
+        of completed units.
+        """
         if name not in self.stages:
-            self.stages[name] = Progress(self.note, name, total, unit, done=done, interval=self.stage_interval)
+            self.stages[name] = Progress(
+                self.note, name, total, unit, done=done, interval=self.stage_interval
+            )
         self.stages[name].advance(done - self.stages[name].done)
 
     def start(self, total_steps: int, step: int = 0) -> None:
-        """Starts the display before the first step is compiled; `step` is the last completed step of a resumed run."""
+        """Starts the display before the first step is compiled; `step` is the last completed step
+        of a resumed run.
+        """
 
     def interval(self, row: Row) -> None:
         """Shows the row of a training interval."""
@@ -151,7 +169,9 @@ class Console:
         self._write(f"sample at step {step}:\n{printable(text)}")
 
     def note(self, text: str) -> None:
-        """Shows a message, such as the run directory, the resumed checkpoint or the reason for stopping."""
+        """Shows a message, such as the run directory, the resumed checkpoint or the reason for
+        stopping.
+        """
         self._write(printable(text))
 
     def close(self) -> None:
@@ -172,12 +192,18 @@ class Console:
 
 
 def format_pairs(row: Row) -> str:
-    """Formats a row as `step 10 train_loss 3.2104 lr 0.0003`, with the names of the row, so that a script can parse it."""
-    return " ".join(f"{name} {_number(name, value)}" for name, value in row.items() if value is not None)
+    """Formats a row as `step 10 train_loss 3.2104 lr 0.0003`, with the names of the row, so that a
+    script can parse it.
+    """
+    return " ".join(
+        f"{name} {_number(name, value)}" for name, value in row.items() if value is not None
+    )
 
 
 def format_headline(row: Row) -> str:
-    """Formats a row as a short line: `loss 3.2104 · val 3.3310 · 2.801 bits/byte · lr 3.0e-04 · 25.1k tok/s · 0.82 GB`."""
+    """Formats a row as a short line: `loss 3.2104 · val 3.3310 · 2.801 bits/byte · lr 3.0e-04 ·
+    25.1k tok/s · 0.82 GB`.
+    """
     parts = {
         "train_loss": lambda x: f"loss {x:.4f}",
         "train_loss_since_eval": lambda x: f"mean loss {x:.4f}",
@@ -190,12 +216,20 @@ def format_headline(row: Row) -> str:
         "mfu": lambda x: f"MFU {100 * x:.1f}%",
         "memory_gb": lambda x: f"{x:.2f} GB",
     }
-    return " · ".join(format_part(float(row[name])) for name, format_part in parts.items() if row.get(name) is not None)
+    return " · ".join(
+        format_part(float(row[name]))
+        for name, format_part in parts.items()
+        if row.get(name) is not None
+    )
 
 
 def printable(text: str) -> str:
-    """Replaces control characters, except line breaks and tabs, and lone surrogates: a terminal must not interpret them."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\ufffd" for c in text)
+    """Replaces control characters, except line breaks and tabs, and lone surrogates: a terminal
+    must not interpret them.
+    """
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\ufffd" for c in text
+    )
 
 
 def _number(name: str, value: Any) -> str:

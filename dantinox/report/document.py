@@ -1,6 +1,8 @@
-"""A report of headings, paragraphs, lists, tables, verbatim text, figures and heat maps, and its outputs.
+"""A report of headings, paragraphs, lists, tables, verbatim text, figures and heat maps, and its
+outputs.
 
-The outputs are lines on the console, Markdown, one HTML file, and a CSV file with the rows of the tables.
+The outputs are lines on the console, Markdown, one HTML file, and a CSV file with the rows of the
+tables.
 """
 
 import base64
@@ -17,7 +19,16 @@ from typing import Any, NamedTuple
 from dantinox.files import wrap_os_errors
 from dantinox.report.heat_map import HeatMap, heat_map_svg
 from dantinox.report.page import read_asset, source_hash
-from dantinox.report.tables import MARKDOWN, Column, bullets, columns_of, csv_table, markdown_table, text_table, wrap_lines
+from dantinox.report.tables import (
+    MARKDOWN,
+    Column,
+    bullets,
+    columns_of,
+    csv_table,
+    markdown_table,
+    text_table,
+    wrap_lines,
+)
 
 MIN_WIDTH = 60  # characters of a line on the console; a narrower terminal breaks the lines
 
@@ -42,13 +53,17 @@ class Items(NamedTuple):
 
 
 class Verbatim(NamedTuple):
-    """Text that is shown with its line breaks and spaces, for example commands or generated text."""
+    """Text that is shown with its line breaks and spaces, for example commands or generated
+    text.
+    """
 
     text: str
 
 
 class Table(NamedTuple):
-    """Rows of a table with their columns, the first `front` of which are repeated where a table is too wide for the console."""
+    """Rows of a table with their columns, the first `front` of which are repeated where a table is
+    too wide for the console.
+    """
 
     columns: Sequence[Column]
     rows: Sequence[Any]
@@ -134,12 +149,16 @@ def _markdown(block: Shown) -> str:
         case Figure(path, caption):
             return f"![{caption}]({path})"
         case HeatMap(rows, columns, shares, caption):
-            named = [Column(name, name or " ", itemgetter(c)) for c, name in enumerate(["", *columns])]
-            return f"{markdown_table(named, [[row, *cells] for row, cells in zip(rows, shares, strict=True)])}\n\n{caption}"
+            named = [
+                Column(name, name or " ", itemgetter(c)) for c, name in enumerate(["", *columns])
+            ]
+            cells = [[row, *row_shares] for row, row_shares in zip(rows, shares, strict=True)]
+            return f"{markdown_table(named, cells)}\n\n{caption}"
 
 
 def to_html(blocks: Sequence[Block], title: str, folder: Path) -> str:
-    """Formats a report as one HTML file that loads nothing else and runs no script. Figures are embedded.
+    """Formats a report as one HTML file that loads nothing else and runs no script. Figures are
+    embedded.
 
     Args:
       title: the title of the window.
@@ -149,12 +168,16 @@ def to_html(blocks: Sequence[Block], title: str, folder: Path) -> str:
       UserError: a figure cannot be read.
     """
     style = read_asset("document.css")
-    policy = f"default-src 'none'; style-src '{source_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src '{source_hash(style)}'; img-src data:; base-uri 'none';"
+        " form-action 'none'"
+    )
     body = "\n".join(_html(block, folder) for block in _flat(blocks))
     return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<link rel="icon" href="data:,">\n'
         f"<title>{html.escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
 
@@ -166,23 +189,37 @@ def _html(block: Shown, folder: Path) -> str:
         case Paragraph(text):
             return f"<p>{html.escape(text)}</p>"
         case Items(sentences):
-            return f"<ul>{''.join(f'<li>{html.escape(sentence)}</li>' for sentence in sentences)}</ul>"
+            return (
+                f"<ul>{''.join(f'<li>{html.escape(sentence)}</li>' for sentence in sentences)}</ul>"
+            )
         case Verbatim(text):
             return f"<pre>{html.escape(text)}</pre>"
         case Table(columns, rows, _):
             columns = columns_of(columns, MARKDOWN)
             head = "".join(f"<th>{html.escape(column.heading)}</th>" for column in columns)
-            cells = ("".join(f"<td>{html.escape(column.long(row))}</td>" for column in columns) for row in rows)
+            cells = (
+                "".join(f"<td>{html.escape(column.long(row))}</td>" for column in columns)
+                for row in rows
+            )
             body = "".join(f"<tr>{row}</tr>\n" for row in cells)
-            return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>'
+            return (
+                f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n'
+                f"<tbody>\n{body}</tbody>\n</table></div>"
+            )
         case Figure(path, caption):
             with wrap_os_errors(f"cannot read {folder / path}"):
                 data = base64.b64encode((folder / path).read_bytes()).decode()
             text = html.escape(caption)
-            return f'<figure><img alt="{text}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'
+            return (
+                f'<figure><img alt="{text}"'
+                f' src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'
+            )
         case HeatMap():
             caption = html.escape(block.caption)
-            return f'<figure><div class="scroll">{heat_map_svg(block)}</div><figcaption>{caption}</figcaption></figure>'
+            return (
+                f'<figure><div class="scroll">{heat_map_svg(block)}</div>'
+                f"<figcaption>{caption}</figcaption></figure>"
+            )
 
 
 def study_files(

@@ -1,11 +1,12 @@
 """Generated text in a terminal, with each token shaded by the entropy of its distribution.
 
-Shades go from dark to light (viridis, which color-blind readers can distinguish) with black or white letters, so that
-text is readable on dark and light terminals. Without colors, a line of digits below each line of text shows the entropies in
-whole bits, and a line of letters below the digits shows the strategies.
+Shades go from dark to light (viridis, which color-blind readers can distinguish) with black or
+white letters, so that text is readable on dark and light terminals. Without colors, a line of
+digits below each line of text shows the entropies in whole bits, and a line of letters below the
+digits shows the strategies.
 
-Generated text cannot control the terminal: control characters are shown as symbols (␛), and other characters that can hide or
-reorder text as `<U+202E>`. A line break is shown as ↵.
+Generated text cannot control the terminal: control characters are shown as symbols (␛), and other
+characters that can hide or reorder text as `<U+202E>`. A line break is shown as ↵.
 """
 
 import math
@@ -23,20 +24,32 @@ from rich.cells import cell_len
 from dantinox.report.trace_file import Document
 
 Colors = Literal["truecolor", "256", "none"]
-Piece = tuple[str, float | None, str | None]  # text of one or more tokens, its entropy and a key of `MARKS` (None: no mark)
+Piece = tuple[
+    str, float | None, str | None
+]  # text of one or more tokens, its entropy and a key of `MARKS` (None: no mark)
 
 RAMP = np.array([
-    (68, 1, 84), (71, 45, 123), (59, 82, 139), (44, 114, 142), (33, 145, 140), (40, 174, 128), (94, 201, 98),
-    (173, 220, 48), (253, 231, 37),
+    (68, 1, 84), (71, 45, 123), (59, 82, 139), (44, 114, 142), (33, 145, 140), (40, 174, 128),
+    (94, 201, 98), (173, 220, 48), (253, 231, 37),
 ])  # fmt: skip
 # A similar ramp for terminals with 256 colors. Its lightness increases, too.
 RAMP_256 = (53, 55, 24, 31, 36, 77, 149, 220, 226)
-# Entropy at the end of the ramps. The position on a ramp is the square root of the entropy's share of this value. So low
-# entropies, where tokens differ most, cover a large part of a ramp.
+# Entropy at the end of the ramps. The position on a ramp is the square root of the entropy's share
+# of this value. So low entropies, where tokens differ most, cover a large part of a ramp.
 RAMP_BITS = 8.0
-WHITE_BELOW = {"truecolor": 1.503, "256": 0.782}  # bits below which white letters have more contrast than black ones (WCAG 2)
+WHITE_BELOW = {
+    "truecolor": 1.503,
+    "256": 0.782,
+}  # bits below which white letters have more contrast than black ones (WCAG 2)
 LEGEND_BITS = (0, 0.5, 1, 2, 3, 4, 6, 8)
-MARKS = {"greedy": "ᵍ", "clarify": "ᶜ", "explore": "ᵉ", "resample": "ʳ", "adaptive": "ᵃ", "forced": "ᶠ"}
+MARKS = {
+    "greedy": "ᵍ",
+    "clarify": "ᶜ",
+    "explore": "ᵉ",
+    "resample": "ʳ",
+    "adaptive": "ᵃ",
+    "forced": "ᶠ",
+}
 PICTURES = {**{chr(code): chr(0x2400 + code) for code in range(32)}, "\x7f": "␡", "\t": "⇥   "}
 BREAK = "↵"  # shown for a line break
 BASE = "◌"  # shown under a combining mark that has no base character
@@ -60,12 +73,16 @@ class Glyph(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """The glyph's largest width in terminal cells: joined emoji are one picture in some terminals, several in others."""
+        """The glyph's largest width in terminal cells: joined emoji are one picture in some
+        terminals, several in others.
+        """
         return max(cell_len(self.text), sum(map(cell_len, self.text)))
 
 
 def terminal_colors(stream: TextIO) -> Colors:
-    """Returns the colors that `show_entropy` may use on a stream, as rich detects them (NO_COLOR, TERM, COLORTERM …)."""
+    """Returns the colors that `show_entropy` may use on a stream, as rich detects them (NO_COLOR,
+    TERM, COLORTERM …).
+    """
     from rich.console import Console  # 40 ms to import
 
     screen = Console(file=stream)
@@ -82,7 +99,8 @@ def show_entropy(documents: Sequence[Document], width: int, colors: Colors) -> I
     Args:
       documents: as `trace_file` describes them.
       width: the maximum width of a line in terminal cells, at least 20.
-      colors: `truecolor` and `256` shade with escape sequences, which each line resets; `none` prints digits below each line.
+      colors: `truecolor` and `256` shade with escape sequences, which each line resets; `none`
+        prints digits below each line.
     """
     width = max(width, 20)
     used = {_mark(token) for document in documents for token in document["tokens"]}
@@ -98,9 +116,11 @@ def show_entropy(documents: Sequence[Document], width: int, colors: Colors) -> I
 
 
 def shade_text(text: str, bits: float | None, colors: Colors) -> str:
-    """Returns a piece of streamed text, escaped for the terminal and shaded by its entropy `bits`; None means no shade.
+    """Returns a piece of streamed text, escaped for the terminal and shaded by its entropy `bits`;
+    None means no shade.
 
-    A shaded line break is shown as ↵ before the break, so that the shade does not extend to the end of the line.
+    A shaded line break is shown as ↵ before the break, so that the shade does not extend to the end
+    of the line.
     """
     lines = [_escape_except_tabs(line) for line in text.split("\n")]
     if bits is None or colors == "none":
@@ -110,20 +130,30 @@ def shade_text(text: str, bits: float | None, colors: Colors) -> str:
 
 
 def _escape_except_tabs(line: str) -> str:
-    """Escapes a line of streamed text. Tabs stay: only lines that are laid out in cells, as in `show_entropy`, replace them."""
-    return "".join(character if character == "\t" else escape_character(character) for character in line)
+    """Escapes a line of streamed text. Tabs stay: only lines that are laid out in cells, as in
+    `show_entropy`, replace them.
+    """
+    return "".join(
+        character if character == "\t" else escape_character(character) for character in line
+    )
 
 
 def digit_lines(pieces: Iterable[tuple[str, float | None]], width: int) -> Iterator[str]:
-    """Yields the lines of a text, each followed by the entropies of its pieces in whole bits (9 means 9 or more)."""
+    """Yields the lines of a text, each followed by the entropies of its pieces in whole bits (9
+    means 9 or more).
+    """
     glyphs = _to_glyphs((text, entropy, None) for text, entropy in pieces)
     yield from _draw_lines(glyphs, max(width, 20), "none")
 
 
 def shade_rgb(bits: float) -> tuple[int, ...]:
-    """Returns the color of an entropy as red, green and blue in [0, 255]; it does not depend on the vocabulary."""
+    """Returns the color of an entropy as red, green and blue in [0, 255]; it does not depend on the
+    vocabulary.
+    """
     positions = np.linspace(0, 1, len(RAMP))
-    return tuple(round(float(np.interp(_ramp_position(bits), positions, channel))) for channel in RAMP.T)
+    return tuple(
+        round(float(np.interp(_ramp_position(bits), positions, channel))) for channel in RAMP.T
+    )
 
 
 def shade_256(bits: float) -> int:
@@ -137,7 +167,9 @@ def _ramp_position(bits: float) -> float:
 
 
 def escape_character(character: str) -> str:
-    """Returns a character, or its visible replacement if it could control a terminal, be invisible or reorder text."""
+    """Returns a character, or its visible replacement if it could control a terminal, be invisible
+    or reorder text.
+    """
     if character in PICTURES:
         return PICTURES[character]
     is_joiner = character in (ZERO_WIDTH_NON_JOINER, ZERO_WIDTH_JOINER)
@@ -146,12 +178,16 @@ def escape_character(character: str) -> str:
 
 
 def _mark(token: Mapping[str, Any]) -> str | None:
-    """Returns the strategy of a token, `forced` for a token that the router did not draw, or None without the router."""
+    """Returns the strategy of a token, `forced` for a token that the router did not draw, or None
+    without the router.
+    """
     return "forced" if token.get("forced") else token.get("strategy")
 
 
 def _pieces(tokens: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    """Yields the pieces of a text. Tokens that together form one character get the highest of their entropies."""
+    """Yields the pieces of a text. Tokens that together form one character get the highest of their
+    entropies.
+    """
     parts: list[Mapping[str, Any]] = []
     for token in tokens:
         parts.append(token)
@@ -182,7 +218,9 @@ def _to_glyphs(pieces: Iterable[Piece]) -> list[Glyph]:
 
 
 def _joins(before: Glyph, character: str) -> bool:
-    """Returns whether a character is part of the glyph before it: a combining mark, or an emoji after a joiner."""
+    """Returns whether a character is part of the glyph before it: a combining mark, or an emoji
+    after a joiner.
+    """
     is_joined = before.text[-1] == ZERO_WIDTH_JOINER and unicodedata.category(character) == "So"
     return not before.breaks and (is_joined or not cell_len(character))
 
@@ -197,10 +235,15 @@ def _draw_lines(glyphs: Sequence[Glyph], width: int, colors: Colors) -> Iterator
 
 
 def _wrap(glyphs: Iterable[Glyph], width: int, mark_cells: int) -> Iterator[list[Glyph]]:
-    """Yields lines of glyphs. A line that is too long is broken after its last space, if it has one."""
+    """Yields lines of glyphs. A line that is too long is broken after its last space, if it has
+    one.
+    """
     line: list[Glyph] = []
     for glyph in glyphs:
-        while line and sum(part.cells + mark_cells * bool(part.mark) for part in [*line, glyph]) > width:
+        while (
+            line
+            and sum(part.cells + mark_cells * bool(part.mark) for part in [*line, glyph]) > width
+        ):
             spaces = [i for i, earlier in enumerate(line, 1) if earlier.text == " "]
             # If the glyph is a space, the last word of the line is complete and stays.
             cut = spaces[-1] if spaces and glyph.text != " " else len(line)
@@ -222,7 +265,9 @@ def _shade_line(line: Iterable[Glyph], colors: Colors) -> str:
             styled.append(("1", MARKS.get(glyph.mark, "?")))  # bold
         styled.append(("" if glyph.entropy is None else _style(glyph.entropy, colors), glyph.text))
     shaded = ""
-    for style, run in groupby(styled, key=lambda pair: pair[0]):  # one sequence for neighbors of the same style
+    for style, run in groupby(
+        styled, key=lambda pair: pair[0]
+    ):  # one sequence for neighbors of the same style
         text = "".join(text for _, text in run)
         shaded += f"\x1b[{style}m{text}\x1b[0m" if style else text
     return shaded
@@ -237,12 +282,19 @@ def _style(bits: float, colors: Colors) -> str:
 
 
 def _draw_marks_below(line: Sequence[Glyph]) -> Iterator[str]:
-    """Yields the text, a line with a digit at the start of each token, and a line with a letter where a strategy starts."""
+    """Yields the text, a line with a digit at the start of each token, and a line with a letter
+    where a strategy starts.
+    """
     yield "".join(glyph.text for glyph in line)
-    digits = [f"{min(int(glyph.entropy + 0.5), 9)}" if glyph.starts and glyph.entropy is not None else "" for glyph in line]
+    digits = [
+        f"{min(int(glyph.entropy + 0.5), 9)}" if glyph.starts and glyph.entropy is not None else ""
+        for glyph in line
+    ]
     letters = [glyph.mark[:1] if glyph.mark in ("", *MARKS) else "?" for glyph in line]
     for marks in (digits, letters):
-        if below := "".join(mark.ljust(glyph.cells) for mark, glyph in zip(marks, line, strict=True)).rstrip():
+        if below := "".join(
+            mark.ljust(glyph.cells) for mark, glyph in zip(marks, line, strict=True)
+        ).rstrip():
             yield below
 
 
@@ -251,7 +303,9 @@ def _legend(strategies: Sequence[str], width: int, colors: Colors) -> Iterator[s
         letters = "; a letter below that marks the start of a strategy: " + ", ".join(
             f"{name[0]} {name}" for name in strategies
         )
-        text = "the digit below a token is its entropy in bits, rounded (9: 9 or more)" + (letters if strategies else "")
+        text = "the digit below a token is its entropy in bits, rounded (9: 9 or more)" + (
+            letters if strategies else ""
+        )
         yield from textwrap.wrap(text, width)
         return
     chips = [Glyph(f" {bits:g}{'+' if bits == RAMP_BITS else ''} ", bits) for bits in LEGEND_BITS]
@@ -261,20 +315,30 @@ def _legend(strategies: Sequence[str], width: int, colors: Colors) -> Iterator[s
 
 
 def _totals(tokens: Sequence[Mapping[str, Any]]) -> str:
-    """Returns `64 tokens, mean entropy 1.84 ± 1.20 bits, perplexity 3.91, adaptive 62 %, greedy 38 %, mean temperature 0.91`.
+    """Returns `64 tokens, mean entropy 1.84 ± 1.20 bits, perplexity 3.91, adaptive 62 %, greedy 38
+    %, mean temperature 0.91`.
 
     The number after ± is the standard deviation over the tokens.
     """
     parts = [f"{len(tokens)} tokens"]
     if entropies := _values(tokens, "entropy"):
-        parts.append(f"mean entropy {statistics.fmean(entropies):.2f} ± {statistics.pstdev(entropies):.2f} bits")
+        parts.append(
+            f"mean entropy {statistics.fmean(entropies):.2f} ± {statistics.pstdev(entropies):.2f}"
+            " bits"
+        )
     if tokens:
         is_finite = all(_finite(token["logprob"]) is not None for token in tokens)
         surprisal = -statistics.fmean(_values(tokens, "logprob")) if is_finite else math.inf
-        perplexity = math.exp(surprisal) if surprisal < 700 else math.inf  # the largest float is about e^709.8
+        perplexity = (
+            math.exp(surprisal) if surprisal < 700 else math.inf
+        )  # the largest float is about e^709.8
         parts.append(f"perplexity {perplexity:.2f}")
-    shares = Counter("".join(map(escape_character, token["strategy"])) for token in tokens if "strategy" in token)
-    parts += [f"{name} {100 * count / len(tokens):.0f}\u00a0%" for name, count in shares.most_common()]
+    shares = Counter(
+        "".join(map(escape_character, token["strategy"])) for token in tokens if "strategy" in token
+    )
+    parts += [
+        f"{name} {100 * count / len(tokens):.0f}\u00a0%" for name, count in shares.most_common()
+    ]
     if forced := sum(token.get("forced", False) for token in tokens):
         parts.append(f"{forced} forced")
     if (mean := _mean(tokens, "temperature")) is not None:

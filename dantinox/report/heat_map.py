@@ -51,8 +51,10 @@ def heat_map_svg(heat_map: HeatMap) -> str:
     width = max(left + cell * count + right, left + LEGEND_STEP * len(LEGEND))
     height = top + cell * len(heat_map.rows) + LEGEND_HEIGHT
     parts = [
-        f'<svg class="map" role="img" aria-label="{html.escape(heat_map.caption)}" '
-        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        (
+            f'<svg class="map" role="img" aria-label="{html.escape(heat_map.caption)}" '
+            f'width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        ),
         *_column_labels(heat_map.columns, left, top, cell, slanted),
         *_rows(heat_map, left, top, cell),
         *_legend(left, height - 12),
@@ -68,7 +70,9 @@ def _widths(labels: Sequence[str]) -> Iterator[int]:
     return map(cell_len, labels)
 
 
-def _column_labels(labels: Sequence[str], left: int, top: int, cell: int, slanted: bool) -> Iterator[str]:
+def _column_labels(
+    labels: Sequence[str], left: int, top: int, cell: int, slanted: bool
+) -> Iterator[str]:
     angle = -45 if slanted else -90
     for c, label in enumerate(labels):
         x = left + cell * c + cell / 2 + 4
@@ -77,7 +81,9 @@ def _column_labels(labels: Sequence[str], left: int, top: int, cell: int, slante
 
 
 def _rows(heat_map: HeatMap, left: int, top: int, cell: int) -> Iterator[str]:
-    """Yields a group per row: a band that is visible under the pointer, label, background, cells."""
+    """Yields a group per row: a band that is visible under the pointer, label, background,
+    cells.
+    """
     for r, (label, shares) in enumerate(zip(heat_map.rows, heat_map.shares, strict=True)):
         y, width = top + cell * r, left + cell * len(shares)
         yield f'<g><rect class="band" x="0" y="{y}" width="{width}" height="{cell}"/>'

@@ -17,7 +17,8 @@ from dantinox.report.tables import human_time
 
 
 class LiveConsole(Console):
-    """Shows a progress bar and the latest metrics at the bottom; evaluations, samples and notes scroll above them.
+    """Shows a progress bar and the latest metrics at the bottom; evaluations, samples and notes
+    scroll above them.
 
     External text is wrapped in `Text`, which rich prints literally and never interprets as markup.
     """
@@ -37,7 +38,9 @@ class LiveConsole(Console):
             expand=True,
         )
         self.task = self.progress.add_task("train", total=None, left="")
-        self.live = Live(console=self.screen, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
+        self.live = Live(
+            console=self.screen, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False
+        )
         self.latest: dict[str, object] = {}
         self.best: float | None = None
         self.bar: Progress | None = None  # of the current stage
@@ -45,14 +48,20 @@ class LiveConsole(Console):
     def stage(self, name: str, done: int, total: int, unit: str = "characters") -> None:
         if name not in self.stages:
             self._end_stage()
-            columns = BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("{task.fields[left]}")
+            columns = (
+                BarColumn(bar_width=None),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[left]}"),
+            )
             self.bar = Progress(*columns, console=self.screen, transient=True)
             self.bar.add_task(name, total=total, left="")
             self.bar.start()
         super().stage(name, done, total, unit)
         if self.bar is not None:
             stage = self.stages[name]
-            has_estimate = done > stage.first  # units were completed since the stage was first shown
+            has_estimate = (
+                done > stage.first
+            )  # units were completed since the stage was first shown
             left = stage.time_left(time.monotonic()) if has_estimate else ""
             self.bar.update(self.bar.task_ids[0], completed=done, left=left, refresh=done >= total)
         if done >= total:
@@ -66,24 +75,37 @@ class LiveConsole(Console):
 
     def interval(self, row: Row) -> None:
         self.latest |= row
-        left = f"{human_time(float(row['seconds_left']))} left" if row.get("seconds_left") is not None else ""
+        left = (
+            f"{human_time(float(row['seconds_left']))} left"
+            if row.get("seconds_left") is not None
+            else ""
+        )
         self.progress.update(self.task, completed=int(row["step"]), left=left)
         self.live.update(
-            Group(self.progress, Text(format_headline(self.latest), style="dim", overflow="ellipsis", no_wrap=True))
+            Group(
+                self.progress,
+                Text(format_headline(self.latest), style="dim", overflow="ellipsis", no_wrap=True),
+            )
         )
 
     def evaluation(self, row: Row) -> None:
-        self.latest |= {name: row[name] for name in ("val_loss", "bits_per_byte", "val_reward") if name in row}
+        self.latest |= {
+            name: row[name] for name in ("val_loss", "bits_per_byte", "val_reward") if name in row
+        }
         loss = evaluation_loss(row)
         is_best = self.best is None or loss < self.best
         self.best = loss if is_best else self.best
         line = Text.assemble(
-            (f"step {row['step']:>7}  ", "bold"), format_headline(row), ("  best so far" if is_best else "", "green")
+            (f"step {row['step']:>7}  ", "bold"),
+            format_headline(row),
+            ("  best so far" if is_best else "", "green"),
         )
         self.screen.print(line)
 
     def sample(self, text: str, step: int) -> None:
-        self.screen.print(Panel(Text(printable(text)), title=Text(f"sample at step {step}"), border_style="dim"))
+        self.screen.print(
+            Panel(Text(printable(text)), title=Text(f"sample at step {step}"), border_style="dim")
+        )
 
     def note(self, text: str) -> None:
         self.screen.print(Text(printable(text)))

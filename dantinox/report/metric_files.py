@@ -1,7 +1,7 @@
 """Metric files of a run: `training_log.csv` and `metrics.jsonl`.
 
-Every row is on disk before the method that adds it returns. Floats are written with enough digits to be read back exactly.
-`truncate` removes the rows after a step.
+Every row is on disk before the method that adds it returns. Floats are written with enough digits
+to be read back exactly. `truncate` removes the rows after a step.
 """
 
 import contextlib
@@ -21,18 +21,21 @@ from dantinox.files import UserError, wrap_os_errors
 from dantinox.report.trackers import Tracker
 
 COLUMNS = [
-    "step", "train_loss", "val_loss", "ms_per_step", "lr", "grad_norm", "bits_per_byte", "tokens", "tokens_per_s", "memory_gb",
-    "mfu", "muon_lr", "reward", "val_reward",
+    "step", "train_loss", "val_loss", "ms_per_step", "lr", "grad_norm", "bits_per_byte", "tokens",
+    "tokens_per_s", "memory_gb", "mfu", "muon_lr", "reward", "val_reward",
 ]  # fmt: skip
 HEADER = ",".join(COLUMNS)
-# An older version wrote fewer columns, but at least these. Its log keeps its columns if a run continues it.
+# An older version wrote fewer columns, but at least these. Its log keeps its columns if a run
+# continues it.
 MIN_COLUMNS = COLUMNS.index("memory_gb") + 1
 BLOCK_BYTES = 1 << 20  # that are parsed together
 Columns = dict[str, np.ndarray]  # name → float64 `[rows]`, NaN where a row lacks the value
 
 
 def evaluation_loss(row: Mapping[str, Any]) -> float:
-    """Returns what an evaluation minimizes: its validation loss, or its validation reward times −1. NaN if it has neither."""
+    """Returns what an evaluation minimizes: its validation loss, or its validation reward times −1.
+    NaN if it has neither.
+    """
     if row.get("val_reward") is not None:
         return -float(row["val_reward"])
     return math.nan if row.get("val_loss") is None else float(row["val_loss"])
@@ -40,15 +43,19 @@ def evaluation_loss(row: Mapping[str, Any]) -> float:
 
 def best_evaluation(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Returns the row of the best evaluation; empty if no row has a finite loss or reward."""
-    return min((row for row in rows if math.isfinite(evaluation_loss(row))), key=evaluation_loss, default={})
+    return min(
+        (row for row in rows if math.isfinite(evaluation_loss(row))),
+        key=evaluation_loss,
+        default={},
+    )
 
 
 @dataclass(frozen=True)
 class MetricsLog:
     """Writes the two metric files and passes their rows to the trackers.
 
-    A row may lack values: their cells are empty in the CSV and absent from the JSON line. On exit, the context manager ends the
-    trackers.
+    A row may lack values: their cells are empty in the CSV and absent from the JSON line. On exit,
+    the context manager ends the trackers.
     """
 
     path_csv: Path
@@ -68,14 +75,22 @@ class MetricsLog:
         header = next(_lines(self.path_csv), b"").rstrip(b"\n").decode(errors="replace")
         columns = header.split(",") if header else COLUMNS
         if columns != COLUMNS[: len(columns)] or len(columns) < MIN_COLUMNS:
-            raise UserError(f"{self.path_csv} has the columns {header[:200]}, but this version writes {HEADER}")
+            raise UserError(
+                f"{self.path_csv} has the columns {header[:200]}, but this version writes {HEADER}"
+            )
         cells = ["" if row.get(column) is None else repr(_plain(row[column])) for column in columns]
         _append(self.path_csv, "" if header else f"{HEADER}\n", ",".join(cells) + "\n")
         self.event("evaluation", row)
 
     def truncate(self, step: int) -> None:
-        """Removes rows after `step`, and rows that a crash left incomplete, from both files. Call it before adding a row."""
-        last_step = max((_step_of(line) or 0 for line in _lines(self.path_jsonl)), default=0) if self.trackers else 0
+        """Removes rows after `step`, and rows that a crash left incomplete, from both files. Call
+        it before adding a row.
+        """
+        last_step = (
+            max((_step_of(line) or 0 for line in _lines(self.path_jsonl)), default=0)
+            if self.trackers
+            else 0
+        )
         for path in (self.path_csv, self.path_jsonl):
             _truncate(path, step)
         for tracker in self.trackers:
@@ -94,23 +109,31 @@ class MetricsLog:
             tracker.end(failed=failure is not None)
 
     def event(self, kind: str, row: Mapping[str, Any]) -> None:
-        """Adds a row to the JSON lines. `kind` is `interval` (of `logging.log_every` steps), or the kind of another event.
+        """Adds a row to the JSON lines. `kind` is `interval` (of `logging.log_every` steps), or the
+        kind of another event.
 
         The `step` of `row` must not be smaller than that of the previous row.
         """
         plain = {name: _plain(value) for name, value in row.items() if value is not None}
         # JSON has no NaN: the value is null here and `nan` in the CSV.
-        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}
+        finite = {
+            name: None if isinstance(v, float) and not math.isfinite(v) else v
+            for name, v in plain.items()
+        }
         _append(self.path_jsonl, json.dumps({"kind": kind} | finite, allow_nan=False) + "\n")
         for tracker in self.trackers:
             tracker.row(kind, finite)
 
 
 def _truncate(path: Path, step: int) -> None:
-    """Shortens a CSV or JSON-lines file to its header and its leading complete rows up to `step`. The file may be missing."""
+    """Shortens a CSV or JSON-lines file to its header and its leading complete rows up to `step`.
+    The file may be missing.
+    """
     kept = 0
     for line in _lines(path):
-        at = _step_of(line) if kept or path.suffix == ".jsonl" else -1  # a CSV begins with its header
+        at = (
+            _step_of(line) if kept or path.suffix == ".jsonl" else -1
+        )  # a CSV begins with its header
         if not line.endswith(b"\n") or at is None or at > step:
             break
         kept += len(line)
@@ -161,7 +184,8 @@ def _whole_lines(path: Path) -> Iterator[str]:
 
 
 def csv_columns(path: Path, names: Sequence[str]) -> Columns:
-    """Returns columns of a training log, without an incomplete last line; no rows if the file does not exist.
+    """Returns columns of a training log, without an incomplete last line; no rows if the file does
+    not exist.
 
     The file is read in blocks, because a log may have millions of rows.
 
@@ -185,14 +209,17 @@ def csv_columns(path: Path, names: Sequence[str]) -> Columns:
         known = [name in header for name in names]
         places = [header.index(name) for name in names if name in header]
         if places and count:
-            found[known] = np.loadtxt(text.splitlines(), delimiter=",", usecols=places, ndmin=2, comments=None).T
+            found[known] = np.loadtxt(
+                text.splitlines(), delimiter=",", usecols=places, ndmin=2, comments=None
+            ).T
         return found
 
     return _columns(path, names, read)
 
 
 def jsonl_columns(path: Path, kind: str, names: Sequence[str]) -> Columns:
-    """Returns columns of the rows of one kind of a metrics file, as `csv_columns` does. A missing value or null is NaN.
+    """Returns columns of the rows of one kind of a metrics file, as `csv_columns` does. A missing
+    value or null is NaN.
 
     Raises:
       UserError: the file cannot be read or is not JSON lines.
@@ -200,21 +227,31 @@ def jsonl_columns(path: Path, kind: str, names: Sequence[str]) -> Columns:
 
     def read(text: str) -> np.ndarray:
         # One call for a block of lines is faster than a call for each line.
-        rows = [row for row in json.loads("[" + text[:-1].replace("\n", ",") + "]") if row.get("kind") == kind]
-        return np.array([[row.get(name) for row in rows] for name in names], float).reshape(len(names), len(rows))
+        rows = [
+            row
+            for row in json.loads("[" + text[:-1].replace("\n", ",") + "]")
+            if row.get("kind") == kind
+        ]
+        return np.array([[row.get(name) for row in rows] for name in names], float).reshape(
+            len(names), len(rows)
+        )
 
     return _columns(path, names, read)
 
 
 def _columns(path: Path, names: Sequence[str], read: Callable[[str], np.ndarray]) -> Columns:
-    """Returns the columns that `read` finds in blocks of complete lines, as arrays `[names, rows]`."""
+    """Returns the columns that `read` finds in blocks of complete lines, as arrays
+    `[names, rows]`.
+    """
     with _wrap_log_errors(path):
         found = [np.zeros((len(names), 0)), *map(read, _blocks(path))]
     return dict(zip(names, np.concatenate(found, axis=1), strict=True))
 
 
 def _blocks(path: Path) -> Iterator[str]:
-    """Yields the complete lines of a file in texts of about `BLOCK_BYTES`, without empty lines; none if it does not exist."""
+    """Yields the complete lines of a file in texts of about `BLOCK_BYTES`, without empty lines;
+    none if it does not exist.
+    """
     with _open_log(path) as file:
         incomplete = b""
         while data := file.read(BLOCK_BYTES):
@@ -247,11 +284,16 @@ def read_csv(path: Path) -> list[dict[str, float]]:
     with _wrap_log_errors(path):
         rows = csv.reader(_whole_lines(path), strict=True)
         header = next(rows, [])
-        return [{name: float(cell) for name, cell in zip(header, row, strict=True) if cell} for row in rows if row]
+        return [
+            {name: float(cell) for name, cell in zip(header, row, strict=True) if cell}
+            for row in rows
+            if row
+        ]
 
 
 def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a metrics file, or no rows if the file does not exist. An incomplete last line is left out.
+    """Yields the rows of a metrics file, or no rows if the file does not exist. An incomplete last
+    line is left out.
 
     Raises:
       UserError: the file cannot be read or is not JSON lines.
@@ -270,8 +312,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _append(path: Path, *texts: str) -> None:
-    """Appends texts and waits until they are on disk. Each call opens the file, so that a deleted directory raises an error."""
-    with wrap_os_errors(f"cannot write {path}"), open(path, "a", encoding="utf-8", newline="\n") as file:
+    """Appends texts and waits until they are on disk. Each call opens the file, so that a deleted
+    directory raises an error.
+    """
+    with (
+        wrap_os_errors(f"cannot write {path}"),
+        open(path, "a", encoding="utf-8", newline="\n") as file,
+    ):
         file.writelines(texts)
         file.flush()
         os.fsync(file.fileno())

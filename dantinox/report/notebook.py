@@ -11,7 +11,9 @@ WIDTH = 30  # characters of the bar
 
 
 class NotebookConsole(Console):
-    """Shows interval rows in a progress bar, and evaluations, samples and notes as plain lines below it."""
+    """Shows interval rows in a progress bar, and evaluations, samples and notes as plain lines
+    below it.
+    """
 
     total = 0
     handle: Any = None
@@ -21,12 +23,18 @@ class NotebookConsole(Console):
         self._show(step, "compiling the first step …")
 
     def interval(self, row: Row) -> None:
-        left = f" · {human_time(float(row['seconds_left']))} left" if row.get("seconds_left") is not None else ""
+        left = (
+            f" · {human_time(float(row['seconds_left']))} left"
+            if row.get("seconds_left") is not None
+            else ""
+        )
         self._show(int(row["step"]), format_headline(row) + left)
 
     def _show(self, step: int, text: str) -> None:
         done = WIDTH * step // max(self.total, 1)
-        content = {"text/plain": f"step {step}/{self.total} {'█' * done}{'░' * (WIDTH - done)} {text}"}
+        content = {
+            "text/plain": f"step {step}/{self.total} {'█' * done}{'░' * (WIDTH - done)} {text}"
+        }
         if self.handle is None:
             self.handle = display(content, raw=True, display_id=True)
         else:

@@ -22,7 +22,9 @@ Line = tuple[np.ndarray, np.ndarray]  # x and y
 
 
 class Curves(NamedTuple):
-    """The columns that a plot of a run shows: of training steps, of validation, and which validation value is best."""
+    """The columns that a plot of a run shows: of training steps, of validation, and which
+    validation value is best.
+    """
 
     train: str
     validation: str
@@ -40,7 +42,8 @@ EVALUATIONS = (*INTERVALS, LOSSES.validation, REWARDS.validation)
 
 
 def read_columns(path_csv: Path, path_jsonl: Path) -> tuple[Columns, Columns]:
-    """Returns the columns `INTERVALS` of the training intervals and `EVALUATIONS` of the evaluations of a run.
+    """Returns the columns `INTERVALS` of the training intervals and `EVALUATIONS` of the
+    evaluations of a run.
 
     The evaluations stand for the intervals if the log has none.
 
@@ -58,12 +61,14 @@ def curves_of(evaluations: Columns) -> Curves:
 
 
 def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
-    """Plots train and validation loss by step into the PNG file `out`. The upper axis shows tokens if the log has them.
+    """Plots train and validation loss by step into the PNG file `out`. The upper axis shows tokens
+    if the log has them.
 
     The plot of a run with rewards shows these instead of losses.
 
     Raises:
-      UserError: matplotlib is not installed, the logs have no loss yet, or a file cannot be read or written.
+      UserError: matplotlib is not installed, the logs have no loss yet, or a file cannot be read or
+        written.
     """
     intervals, evaluations = read_columns(path_csv, path_jsonl)
     curves = curves_of(evaluations)
@@ -76,32 +81,45 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
     if train[0].size:
         axes.plot(*thinned(*train), color=TRAIN, linewidth=1.2, label="train")
     if validation[0].size:
-        axes.plot(*thinned(*validation), color=VALIDATION, linewidth=1.8, marker="o", markersize=3.5, label="validation")
+        axes.plot(
+            *thinned(*validation),
+            color=VALIDATION,
+            linewidth=1.8,
+            marker="o",
+            markersize=3.5,
+            label="validation",
+        )
         best = curves.best(range(len(validation[1])), key=validation[1].__getitem__)
         _mark_best(axes, validation[0][best], validation[1][best])
-    _label(axes, "optimizer step", curves.label, "lower right" if curves == REWARDS else "upper right")
+    _label(
+        axes, "optimizer step", curves.label, "lower right" if curves == REWARDS else "upper right"
+    )
     if math.isfinite(per_step := _tokens_per_step(intervals, evaluations)):
         _add_tokens(axes, per_step)
     save_files(out.parent, {out.name: partial(to_png, figure)})
 
 
-NAMED_RUNS = 10  # of a plot with many runs: the best ones, which have a color and an entry in the legend
+NAMED_RUNS = (
+    10  # of a plot with many runs: the best ones, which have a color and an entry in the legend
+)
 BY = {"step": "optimizer step", "tokens": "training tokens", "time": "minutes of training"}
 
 
 def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None:
-    """Plots the losses of several runs into the PNG file `out`: validation as lines with points, training as faint lines.
+    """Plots the losses of several runs into the PNG file `out`: validation as lines with points,
+    training as faint lines.
 
-    If the first run has rewards, the plot shows the rewards of all runs. Of more than `NAMED_RUNS` runs, only the best have a
-    color and an entry in the legend; the others are grey.
+    If the first run has rewards, the plot shows the rewards of all runs. Of more than `NAMED_RUNS`
+    runs, only the best have a color and an entry in the legend; the others are grey.
 
     Args:
       logs: name of a run → paths of its CSV and JSON lines.
-      by: the x axis, a key of `BY`. `time` is the time in training steps, without startup, compilation,
-        evaluations and checkpoints.
+      by: the x axis, a key of `BY`. `time` is the time in training steps, without startup,
+        compilation, evaluations and checkpoints.
 
     Raises:
-      UserError: matplotlib is not installed, a run has no loss yet, or a file cannot be read or written.
+      UserError: matplotlib is not installed, a run has no loss yet, or a file cannot be read or
+        written.
     """
     figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
@@ -113,7 +131,10 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
         x_of = _axis_mapping(intervals, evaluations, by)
         train, validation = (
             thinned(x_of(steps), values)
-            for steps, values in (_points(intervals, curves.train), _points(evaluations, curves.validation))
+            for steps, values in (
+                _points(intervals, curves.train),
+                _points(evaluations, curves.validation),
+            )
         )
         if not train[0].size and not validation[0].size:
             raise UserError(f"nothing to plot yet: {paths[0]} and {paths[1]} have no loss")
@@ -126,21 +147,46 @@ def plot_runs(logs: Mapping[str, tuple[Path, Path]], by: str, out: Path) -> None
             train_label = None if validation[0].size else label
             axes.plot(*train, color=color, linewidth=width / 2, alpha=0.4, label=train_label)
         if validation[0].size:
-            axes.plot(*validation, color=color, linewidth=width, marker="o", markersize=2 * width, label=label)
+            axes.plot(
+                *validation,
+                color=color,
+                linewidth=width,
+                marker="o",
+                markersize=2 * width,
+                label=label,
+            )
     axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
-    _label(axes, BY[by], f"{curves.label}, points: validation", "lower right" if curves == REWARDS else "upper right")
+    _label(
+        axes,
+        BY[by],
+        f"{curves.label}, points: validation",
+        "lower right" if curves == REWARDS else "upper right",
+    )
     save_files(out.parent, {out.name: partial(to_png, figure)})
 
 
 def _run_colors(lines: Mapping[str, tuple[Line, Line]], curves: Curves) -> dict[str, str]:
-    """Returns the color of each run in the order of drawing. The best runs come last, on top of grey ones."""
-    best = {name: curves.best((validation if validation[1].size else train)[1]) for name, (train, validation) in lines.items()}
+    """Returns the color of each run in the order of drawing. The best runs come last, on top of
+    grey ones.
+    """
+    best = {
+        name: curves.best((validation if validation[1].size else train)[1])
+        for name, (train, validation) in lines.items()
+    }
     ranked = sorted(best, key=best.__getitem__, reverse=curves.best is max)
     named = [name for name in lines if name in ranked[:NAMED_RUNS]]
-    return dict.fromkeys(lines.keys() - set(named), GREY) | {name: f"C{number}" for number, name in enumerate(named)}
+    return dict.fromkeys(lines.keys() - set(named), GREY) | {
+        name: f"C{number}" for number, name in enumerate(named)
+    }
 
 
-def draw_rates(key: str, rates: list[float], losses: list[float], smoothed: list[float], marks: Mapping[str, float]) -> bytes:
+def draw_rates(
+    key: str,
+    rates: list[float],
+    losses: list[float],
+    smoothed: list[float],
+    marks: Mapping[str, float],
+) -> bytes:
     """Returns a PNG of the losses of a learning-rate range test.
 
     Args:
@@ -154,7 +200,15 @@ def draw_rates(key: str, rates: list[float], losses: list[float], smoothed: list
     axes.plot(rates, smoothed, color=VALIDATION, linewidth=1.8, label="smoothed")
     for name, rate in marks.items():
         axes.axvline(rate, color=GREY, linewidth=0.8, linestyle=":")
-        axes.annotate(f"{name} {rate:.2g}", (rate, max(smoothed)), rotation=90, ha="right", va="top", fontsize=9, color=GREY)
+        axes.annotate(
+            f"{name} {rate:.2g}",
+            (rate, max(smoothed)),
+            rotation=90,
+            ha="right",
+            va="top",
+            fontsize=9,
+            color=GREY,
+        )
     axes.set_xscale("log")
     _label(axes, key, "loss (nats per token)", "lower left")
     return to_png(figure)
@@ -169,8 +223,12 @@ def _tokens_per_step(*logs: Columns) -> float:
     return math.nan
 
 
-def _axis_mapping(intervals: Columns, evaluations: Columns, by: str) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns the function from steps to their values on the axis `by`. Minutes are interpolated linearly between intervals."""
+def _axis_mapping(
+    intervals: Columns, evaluations: Columns, by: str
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the function from steps to their values on the axis `by`. Minutes are interpolated
+    linearly between intervals.
+    """
     if by == "step":
         return lambda steps: steps
     if by == "tokens":
@@ -179,7 +237,11 @@ def _axis_mapping(intervals: Columns, evaluations: Columns, by: str) -> Callable
     timed = np.isfinite(intervals["ms_per_step"])
     steps = intervals["step"][timed]
     milliseconds = intervals["ms_per_step"][timed]
-    newer = steps > np.maximum.accumulate(np.concatenate([[0.0], steps[:-1]])) if steps.size else np.zeros(0, bool)
+    newer = (
+        steps > np.maximum.accumulate(np.concatenate([[0.0], steps[:-1]]))
+        if steps.size
+        else np.zeros(0, bool)
+    )
     steps = np.concatenate([[0.0], steps[newer]])
     milliseconds = milliseconds[newer]
     minutes = np.concatenate([[0.0], np.cumsum(milliseconds * np.diff(steps)) / 60e3])
@@ -202,13 +264,17 @@ def _points(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def thinned(x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Returns at most `most` points of a line, which look the same: the smallest and largest value of each of equal parts."""
+    """Returns at most `most` points of a line, which look the same: the smallest and largest value
+    of each of equal parts.
+    """
     if len(x) <= most:
         return x, y
     edges = np.linspace(0, len(x), most // 2 + 1).astype(int)
     parts = [y[start:stop] for start, stop in itertools.pairwise(edges)]
     chosen = [
-        start + index for start, part in zip(edges, parts, strict=False) for index in sorted((part.argmin(), part.argmax()))
+        start + index
+        for start, part in zip(edges, parts, strict=False)
+        for index in sorted((part.argmin(), part.argmax()))
     ]
     return x[chosen], y[chosen]
 
@@ -225,7 +291,9 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def to_png(figure: Any) -> bytes:
-    """Returns a figure as PNG. Characters that the font lacks are drawn as boxes, without a warning."""
+    """Returns a figure as PNG. Characters that the font lacks are drawn as boxes, without a
+    warning.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     picture = io.BytesIO()
@@ -251,13 +319,23 @@ def _mark_best(axes: Any, step: float, loss: float) -> None:
     axes.axhline(loss, color=GREY, linewidth=0.7, linestyle=":")
     label = f"best {loss:.3f} at step {step:.0f}"
     side = "right" if step > sum(axes.get_xlim()) / 2 else "left"  # towards the middle of the plot
-    axes.annotate(label, (step, loss), xytext=(0, 22), textcoords="offset points", ha=side, fontsize=9, color=GREY)
+    axes.annotate(
+        label,
+        (step, loss),
+        xytext=(0, 22),
+        textcoords="offset points",
+        ha=side,
+        fontsize=9,
+        color=GREY,
+    )
 
 
 def _add_tokens(axes: Any, per_step: float) -> None:
     """Adds an upper axis in tokens."""
     axes.spines["top"].set_visible(True)
-    top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
+    top = axes.secondary_xaxis(
+        "top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step)
+    )
     top.xaxis.set_major_formatter(lambda value, _: human_count(value))
     top.set_xlabel("tokens")
 
@@ -269,7 +347,8 @@ def save_files(folder: Path, files: Mapping[str, Callable[[], str | bytes]]) -> 
       files: file name → function that returns its content.
 
     Raises:
-      UserError: a file cannot be written, or matplotlib is missing. Earlier entries of `files` have then been written.
+      UserError: a file cannot be written, or matplotlib is missing. Earlier entries of `files` have
+        then been written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -278,4 +357,6 @@ def save_files(folder: Path, files: Mapping[str, Callable[[], str | bytes]]) -> 
     for name, make in files.items():
         content = make()
         # The name of a run may contain bytes that are not UTF-8.
-        atomic_write(folder / name, content.encode(errors="replace") if isinstance(content, str) else content)
+        atomic_write(
+            folder / name, content.encode(errors="replace") if isinstance(content, str) else content
+        )

@@ -17,9 +17,11 @@ class Column(NamedTuple):
     Attributes:
       name: heading in CSV.
       heading: heading in text and Markdown.
-      value: returns a row's cell: text, a number or None; with `interval` set, [value, low, high] or None.
+      value: returns a row's cell: text, a number or None; with `interval` set, [value, low, high]
+        or None.
       form: format specification of a number; numbers of 100 and more have no decimals.
-      interval: whether the value has an interval. The CSV table then has three columns for it, and Markdown shows both ends.
+      interval: whether the value has an interval. The CSV table then has three columns for it, and
+        Markdown shows both ends.
       spread: whether the text table shows half the width of the interval after the value.
       outputs: the outputs that have this column; HTML is like Markdown.
     """
@@ -62,7 +64,9 @@ def columns_of(columns: Sequence[Column], output: str) -> list[Column]:
     return [column for column in columns if output in column.outputs]
 
 
-def text_table(columns: Sequence[Column], rows: Sequence[Any], width: int = 1 << 30, front: int = 1) -> Iterator[str]:
+def text_table(
+    columns: Sequence[Column], rows: Sequence[Any], width: int = 1 << 30, front: int = 1
+) -> Iterator[str]:
     """Yields the table in lines of at most `width` characters; see `side_by_side`."""
     cells = [[column.heading, *map(column.short, rows)] for column in columns_of(columns, TEXT)]
     return side_by_side(cells, width, front)
@@ -82,27 +86,40 @@ def csv_table(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([
-        column.name + end for column in columns for end in (("", "_low", "_high") if column.interval else ("",))
+        column.name + end for column in columns for end in (("", "_low",
+            "_high") if column.interval else ("",))
     ])  # fmt: skip
     for row in rows:
-        found = [(column.value(row) or [None] * 3) if column.interval else [column.value(row)] for column in columns]
+        found = [
+            (column.value(row) or [None] * 3) if column.interval else [column.value(row)]
+            for column in columns
+        ]
         writer.writerow([cell for cells in found for cell in cells])
     return out.getvalue()
 
 
-def side_by_side(columns: Sequence[Sequence[str]], width: int = 1 << 30, front: int = 1) -> Iterator[str]:
-    """Yields the lines of a table. A column is a sequence of cells; the first is the heading, which may have several lines.
+def side_by_side(
+    columns: Sequence[Sequence[str]], width: int = 1 << 30, front: int = 1
+) -> Iterator[str]:
+    """Yields the lines of a table. A column is a sequence of cells; the first is the heading, which
+    may have several lines.
 
-    The first `front` columns are aligned left, the others right. Columns that do not fit into `width` characters
-    follow below, after an empty line, with the first `front` columns repeated.
+    The first `front` columns are aligned left, the others right. Columns that do not fit into
+    `width` characters follow below, after an empty line, with the first `front` columns repeated.
     """
     from rich.cells import cell_len
 
-    wide = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    wide = [
+        max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns
+    ]
     start = front
     while start < max(len(columns), front + 1):
         stop = start + 1
-        while stop < len(columns) and sum(wide[:front]) + sum(wide[start : stop + 1]) + 2 * (front + stop - start) <= width:
+        while (
+            stop < len(columns)
+            and sum(wide[:front]) + sum(wide[start : stop + 1]) + 2 * (front + stop - start)
+            <= width
+        ):
             stop += 1
         block = [*range(front), *range(start, min(stop, len(columns)))]
         if start > front:
@@ -112,7 +129,9 @@ def side_by_side(columns: Sequence[Sequence[str]], width: int = 1 << 30, front: 
         rows = [*zip(*([""] * (height - len(head)) + head for head in heads), strict=True)]
         for row in [*rows, *zip(*(columns[i][1:] for i in block), strict=True)]:
             padding = [" " * (wide[i] - cell_len(cell)) for i, cell in zip(block, row, strict=True)]
-            cells = [c + p if i < front else p + c for i, c, p in zip(block, row, padding, strict=True)]
+            cells = [
+                c + p if i < front else p + c for i, c, p in zip(block, row, padding, strict=True)
+            ]
             yield "  ".join(cells).rstrip()
         start = stop
 
@@ -125,7 +144,9 @@ def table(rows: Iterable[tuple[str, object]]) -> str:
 
 
 def wrap_lines(sentences: Iterable[str], width: int, indent: str = "  ") -> Iterator[str]:
-    """Yields sentences as lines of at most `width` characters; an empty sentence is an empty line."""
+    """Yields sentences as lines of at most `width` characters; an empty sentence is an empty
+    line.
+    """
     for sentence in sentences:
         yield from textwrap.wrap(sentence, width, subsequent_indent=indent) or [""]
 
@@ -136,7 +157,9 @@ def bullets(sentences: Iterable[str]) -> str:
 
 
 def clip_cells(text: str, cells: int) -> str:
-    """Returns a text that is at most `cells` terminal cells wide; "…" ends a text that was longer."""
+    """Returns a text that is at most `cells` terminal cells wide; "…" ends a text that was
+    longer.
+    """
     from rich.cells import cell_len, set_cell_size
 
     return text if cell_len(text) <= cells else set_cell_size(text, cells - 1).rstrip() + "…"

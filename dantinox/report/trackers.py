@@ -1,12 +1,12 @@
 """Experiment trackers: TensorBoard and Weights & Biases.
 
-They receive the generated texts, the settings, and the numbers in the rows of `metrics.jsonl`, with names such as
-`interval/train_loss` and `evaluation/val_loss`.
+They receive the generated texts, the settings, and the numbers in the rows of `metrics.jsonl`, with
+names such as `interval/train_loss` and `evaluation/val_loss`.
 
-`begin(step, last_step, rows)` is called before the first row, and whenever the run returns to an earlier step, which
-invalidates the rows after `step`. `last_step` is the last step that had a row on disk before the call. `rows` are the rows up
-to `step`, for a tracker that has not received them. `row` logs a row of `metrics.jsonl`, and `text` logs a sample. `end` sends
-the remaining data.
+`begin(step, last_step, rows)` is called before the first row, and whenever the run returns to an
+earlier step, which invalidates the rows after `step`. `last_step` is the last step that had a row
+on disk before the call. `rows` are the rows up to `step`, for a tracker that has not received them.
+`row` logs a row of `metrics.jsonl`, and `text` logs a sample. `end` sends the remaining data.
 """
 
 import html
@@ -32,7 +32,9 @@ def trackers(config: Config, folder: Path) -> "tuple[Tracker, ...]":
     Raises:
       UserError: the library of a tracker is not installed.
     """
-    tensorboard = [_TensorBoard(folder / "tensorboard", config)] if config.logging.tensorboard else []
+    tensorboard = (
+        [_TensorBoard(folder / "tensorboard", config)] if config.logging.tensorboard else []
+    )
     return (*tensorboard, *([_WeightsAndBiases(folder, config)] if config.logging.wandb else []))
 
 
@@ -42,18 +44,23 @@ def _library(name: str, setting: str) -> Any:
 
 
 def _numbers(kind: str, row: Row) -> dict[str, float]:
-    return {f"{kind}/{name}": x for name, x in row.items() if isinstance(x, int | float) and name != "step"}
+    return {
+        f"{kind}/{name}": x
+        for name, x in row.items()
+        if isinstance(x, int | float) and name != "step"
+    }
 
 
 class _TensorBoard:
     """Writes event files and flushes each event.
 
-    A resumed run starts a new file with a session-start event: TensorBoard discards the steps after it in older files.
+    A resumed run starts a new file with a session-start event: TensorBoard discards the steps after
+    it in older files.
     """
 
     def __init__(self, folder: Path, config: Config):
-        # This part of the library writes synchronously. `SummaryWriter` would pass rows to a thread, so a killed process would
-        # lose some of them.
+        # This part of the library writes synchronously. `SummaryWriter` would pass rows to a
+        # thread, so a killed process would lose some of them.
         self.files = _library("tensorboardX.event_file_writer", "tensorboard")
         self.events = _library("tensorboardX.proto.event_pb2", "tensorboard")
         self.summary = _library("tensorboardX.summary", "tensorboard")
@@ -66,11 +73,14 @@ class _TensorBoard:
         new = not any(self.folder.glob("events.*"))
         with wrap_os_errors(f"cannot write into {self.folder}"):
             self.folder.mkdir(exist_ok=True)
-            # TensorBoard reads files in the order of their names. The library's own names have a resolution of one second.
+            # TensorBoard reads files in the order of their names. The library's own names have a
+            # resolution of one second.
             self.writer = self.files.EventsWriter(str(self.folder / "events"), f".{time.time_ns()}")
         if not new:
             restart = self.events.SessionLog(status=self.events.SessionLog.START)
-            self._write(step + 1, session_log=restart)  # invalidates this step and later ones in earlier files
+            self._write(
+                step + 1, session_log=restart
+            )  # invalidates this step and later ones in earlier files
             return
         settings = {
             key: x if isinstance(x, int | float | str) else str(x)
@@ -78,7 +88,11 @@ class _TensorBoard:
             if x is not None
         }
         experiment, started, _ = self.summary.hparams(settings, {"evaluation/val_loss": 0.0})
-        for summary in (experiment, started, self.summary.text("config", _verbatim(dump_config(self.config)))):
+        for summary in (
+            experiment,
+            started,
+            self.summary.text("config", _verbatim(dump_config(self.config))),
+        ):
             self._write(0, summary=summary)
         for row in rows:
             self.row(row["kind"], row)
@@ -108,10 +122,12 @@ def _verbatim(text: str) -> str:
 
 
 class _WeightsAndBiases:
-    """Logs all sessions of a run to one Weights & Biases run. `wandb/dantinox.json` has its id and last logged step.
+    """Logs all sessions of a run to one Weights & Biases run. `wandb/dantinox.json` has its id and
+    last logged step.
 
-    Weights & Biases does not accept a step twice, so all steps up to the last logged one are skipped. Online, the service
-    reports the last logged step. Offline, the step is the last one that this machine has logged.
+    Weights & Biases does not accept a step twice, so all steps up to the last logged one are
+    skipped. Online, the service reports the last logged step. Offline, the step is the last one
+    that this machine has logged.
     """
 
     def __init__(self, folder: Path, config: Config):
@@ -131,13 +147,16 @@ class _WeightsAndBiases:
             offline_step = max(known["told"], last_step) if known and self.run.offline else None
             self.last_logged = self.run.starting_step - 1 if offline_step is None else offline_step
         self.state_path.parent.mkdir(exist_ok=True)
-        atomic_write(self.state_path, json.dumps({"id": self.run.id, "told": self.last_logged}) + "\n")
+        atomic_write(
+            self.state_path, json.dumps({"id": self.run.id, "told": self.last_logged}) + "\n"
+        )
         for row in rows:
             self.row(row["kind"], row)
 
     def _init(self, identity: str | None) -> Any:
         log = self.config.logging
-        # Without a timeout, a run would wait for a lost network connection instead of ending. Unsent data stays in `wandb/`.
+        # Without a timeout, a run would wait for a lost network connection instead of ending.
+        # Unsent data stays in `wandb/`.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", "8")
         try:
             return self.wandb.init(
@@ -152,7 +171,9 @@ class _WeightsAndBiases:
             )
         except Exception as error:  # from the library, its server or the network
             advice = "with WANDB_MODE=offline it needs neither an account nor a network"
-            raise UserError(f"Weights & Biases cannot start: {first_line(error)} ({advice})") from error
+            raise UserError(
+                f"Weights & Biases cannot start: {first_line(error)} ({advice})"
+            ) from error
 
     def row(self, kind: str, row: Row) -> None:
         if row["step"] > self.last_logged:
@@ -170,7 +191,10 @@ class _WeightsAndBiases:
             self.run.log(data, step=step)
         except Exception as error:
             self.run = None
-            warnings.warn(f"Weights & Biases failed, training continues without it: {first_line(error)}", stacklevel=2)
+            warnings.warn(
+                f"Weights & Biases failed, training continues without it: {first_line(error)}",
+                stacklevel=2,
+            )
 
     def end(self, failed: bool) -> None:
         run = self.run

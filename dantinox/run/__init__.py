@@ -1,4 +1,6 @@
-"""The run directory on disk: config, weights, calibrations, manifest. No module here imports jax."""
+"""The run directory on disk: config, weights, calibrations, manifest. No module here imports
+jax.
+"""
 
 from dantinox.run.calibrations import (
     KV_FILE_FORMAT,

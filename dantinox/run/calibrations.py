@@ -1,4 +1,6 @@
-"""The calibration files of a run: thresholds of the entropy router, and statistics of the attention heads."""
+"""The calibration files of a run: thresholds of the entropy router, and statistics of the attention
+heads.
+"""
 
 import itertools
 import json
@@ -21,9 +23,13 @@ from dantinox.run.weights import weights_digest
 
 MAX_ROUTER_BYTES = 1 << 20
 # The types of the numbers in `router.json`, which must all be present (`...`).
-_NUMBERS: Any = {name: (Scale if name.endswith("_scale") else NonNegative, ...) for name in CALIBRATED_THRESHOLDS}
+_NUMBERS: Any = {
+    name: (Scale if name.endswith("_scale") else NonNegative, ...) for name in CALIBRATED_THRESHOLDS
+}
 _Measured = create_model("_Measured", __base__=Section, **_NUMBERS)
-_RouterFile = create_model("_RouterFile", version=(Literal[1], ...), weights=(str, ...), measured=(_Measured, ...))
+_RouterFile = create_model(
+    "_RouterFile", version=(Literal[1], ...), weights=(str, ...), measured=(_Measured, ...)
+)
 
 MAX_KV_BYTES = 16 << 20
 KV_FILE_FORMAT = 2
@@ -39,25 +45,30 @@ def save_router_calibration(run: RunDirectory, record: Mapping[str, Any]) -> Non
     """Writes the router calibration of a run.
 
     Args:
-      record: `weights` (the SHA-256 of the weights), `measured` (a value for each of the `CALIBRATED_THRESHOLDS`),
-        and any further fields.
+      record: `weights` (the SHA-256 of the weights), `measured` (a value for each of the
+        `CALIBRATED_THRESHOLDS`), and any further fields.
 
     Raises:
       UserError: the file cannot be written, or the manifest is damaged.
     """
-    write_file(run.path, run.router.name, json.dumps({"version": 1, **record}, allow_nan=False) + "\n")
+    write_file(
+        run.path, run.router.name, json.dumps({"version": 1, **record}, allow_nan=False) + "\n"
+    )
 
 
 def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, float] | None:
     """Loads the router calibration of a run or from a file.
 
-    Warns if the weights of the run have changed since the calibration. With a path as `source`, the weights are not checked.
+    Warns if the weights of the run have changed since the calibration. With a path as `source`, the
+    weights are not checked.
 
     Returns:
-      The value of each name in `config.router_settings.CALIBRATED_THRESHOLDS`, or None for a run that was not calibrated.
+      The value of each name in `config.router_settings.CALIBRATED_THRESHOLDS`, or None for a run
+      that was not calibrated.
 
     Raises:
-      UserError: the file cannot be read or is invalid, or the manifest lists the file but it is missing.
+      UserError: the file cannot be read or is invalid, or the manifest lists the file but it is
+        missing.
     """
     run = source if isinstance(source, RunDirectory) else None
     path = source.router if isinstance(source, RunDirectory) else Path(source)
@@ -71,7 +82,9 @@ def load_router_calibration(source: RunDirectory | str | Path) -> dict[str, floa
 
 
 def _read(path: Path, schema: Any, limit: int, hint: str) -> Any:
-    """Reads and validates a calibration file. Error messages end with `hint`, the command that recreates the file."""
+    """Reads and validates a calibration file. Error messages end with `hint`, the command that
+    recreates the file.
+    """
     try:
         content = schema.model_validate_json(read_text(path, limit, "the calibration"))
     except UserError as error:
@@ -82,7 +95,9 @@ def _read(path: Path, schema: Any, limit: int, hint: str) -> Any:
         if first["type"] == "missing":
             wrong = f"lacks {where}"
         else:
-            wrong = f"is invalid ({where}: {first['msg']})" if where else f"is invalid ({first['msg']})"
+            wrong = (
+                f"is invalid ({where}: {first['msg']})" if where else f"is invalid ({first['msg']})"
+            )
         raise UserError(f"the calibration {path} {wrong}: {hint}") from None
     if problem := recorded_file_damage(path):
         raise UserError(f"the calibration {problem}: {hint}")
@@ -104,16 +119,19 @@ class HeadCalibrationFile(Section):
     Format 1 has only the fields up to `calibration`.
 
     Attributes:
-      n_layer, n_head, n_head_kv: the numbers of layers, of query heads per layer and of key heads per layer.
+      n_layer, n_head, n_head_kv: the numbers of layers, of query heads per layer and of key heads
+        per layer.
       head_entropies: attention entropy of each query head in bits, by names such as `L0_H1`.
       n_ctx: tokens per sequence.
       lengths: for each measured query position, the mean number of tokens up to this query.
       length_entropies: attention entropy of each query head at each of `lengths`.
       coverage: the smallest number of keys that hold 95 % of a query head's attention, as a mean.
-      distance: mean attention distance of a query head in tokens. Attention to the first tokens (attention sinks) is ignored.
-      loss: for each key head (`L0_K1`), the increase of the loss in nats per token if the head keeps only n cache slots, for
-        each n of `loss_slots`.
-      split_half_correlation: the correlation between the heads' entropies in odd sequences and those in even sequences.
+      distance: mean attention distance of a query head in tokens. Attention to the first tokens
+        (attention sinks) is ignored.
+      loss: for each key head (`L0_K1`), the increase of the loss in nats per token if the head
+        keeps only n cache slots, for each n of `loss_slots`.
+      split_half_correlation: the correlation between the heads' entropies in odd sequences and
+        those in even sequences.
       tokenizer, weights: the SHA-256 (hex) of the tokenizer and of the weights.
     """
 
@@ -144,16 +162,19 @@ class HeadCalibrationFile(Section):
 class KVCalibration:
     """Statistics of the attention heads that can decide how many cache slots each head gets.
 
-    There are L layers with N query heads and K key heads each. A statistic is also called a signal, after the setting
-    `kv.signal` that selects it. It is None if it was not measured.
+    There are L layers with N query heads and K key heads each. A statistic is also called a signal,
+    after the setting `kv.signal` that selects it. It is None if it was not measured.
 
     Attributes:
       entropy_LN: mean attention entropy of each query head, in bits.
       coverage_LN: smallest number of keys that hold 95 % of a query head's attention, as a mean.
-      loss_LKC: increase of the loss in nats per token if a single key head is limited to `loss_slots[c]` cache slots.
-      loss_slots: the C measured limits, increasing. The last limit is so large that nothing is evicted.
+      loss_LKC: increase of the loss in nats per token if a single key head is limited to
+        `loss_slots[c]` cache slots.
+      loss_slots: the C measured limits, increasing. The last limit is so large that nothing is
+        evicted.
       path: the file, for messages.
-      distance_LN: mean attention distance of each query head in tokens. Attention to the first tokens is ignored.
+      distance_LN: mean attention distance of each query head in tokens. Attention to the first
+        tokens is ignored.
     """
 
     entropy_LN: np.ndarray
@@ -164,16 +185,22 @@ class KVCalibration:
     distance_LN: np.ndarray | None = None
 
     def signal(self, name: str) -> np.ndarray:
-        """Returns `entropy`, `coverage` or `distance` of the query heads `[L, N]`, or `loss` of the key heads `[L, K, C]`.
+        """Returns `entropy`, `coverage` or `distance` of the query heads `[L, N]`, or `loss` of the
+        key heads `[L, K, C]`.
 
         Raises:
           UserError: this signal was not measured.
         """
-        measured = {"entropy": self.entropy_LN, "coverage": self.coverage_LN, "distance": self.distance_LN}
+        measured = {
+            "entropy": self.entropy_LN,
+            "coverage": self.coverage_LN,
+            "distance": self.distance_LN,
+        }
         found = (measured | {"loss": self.loss_LKC})[name]
         if found is None:
             raise UserError(
-                f"the calibration {self.path} holds no {name}: {_recalibrate_hint(self.path, 'kv')}, or set another kv.signal"
+                f"the calibration {self.path} holds no {name}:"
+                f" {_recalibrate_hint(self.path, 'kv')}, or set another kv.signal"
             )
         return found
 
@@ -211,10 +238,14 @@ def load_kv_calibration(
     found = read_kv_calibration(path, config, weights, tokenizer)
 
     def by_layer(name: str, *columns: int) -> np.ndarray | None:
-        """Returns a signal as an array `[layers, heads, *columns]`, or None if it was not measured."""
+        """Returns a signal as an array `[layers, heads, *columns]`, or None if it was not
+        measured.
+        """
         if name not in found:
             return None
-        return np.array(list(found[name].values()), np.float64).reshape(config.num_blocks, -1, *columns)
+        return np.array(list(found[name].values()), np.float64).reshape(
+            config.num_blocks, -1, *columns
+        )
 
     entropy_LN = by_layer("head_entropies")
     slots = tuple(found.get("loss_slots", ()))
@@ -236,43 +267,64 @@ def read_kv_calibration(
 
     Args:
       config: the model that the file must match in layers and heads.
-      weights: the expected SHA-256 of the weights, compared only if the file contains a SHA-256. None: not compared.
+      weights: the expected SHA-256 of the weights, compared only if the file contains a SHA-256.
+        None: not compared.
       tokenizer: the expected SHA-256 of the tokenizer, compared in the same way.
 
     Returns:
       The fields of `HeadCalibrationFile` that are not null, with the heads in order.
 
     Raises:
-      UserError: the file cannot be read, is invalid, or is for another model, other weights or another tokenizer.
+      UserError: the file cannot be read, is invalid, or is for another model, other weights or
+        another tokenizer.
     """
     path = Path(path)
     hint = _recalibrate_hint(path, "kv")
     file = _read(path, HeadCalibrationFile, MAX_KV_BYTES, hint)
     theirs = f"{file.n_layer} layers with {file.n_head} query heads and {file.n_head_kv} key heads"
-    ours = f"{config.num_blocks} layers with {config.n_heads} query heads and {config.kv_heads} key heads"
+    ours = (
+        f"{config.num_blocks} layers with {config.n_heads} query heads and {config.kv_heads} key"
+        " heads"
+    )
     if theirs != ours:
-        raise UserError(f"the calibration {path} is for another model: it has {theirs}, this model has {ours}")
-    for what, expected, stored in (("other weights", weights, file.weights), ("another tokenizer", tokenizer, file.tokenizer)):
+        raise UserError(
+            f"the calibration {path} is for another model: it has {theirs}, this model has {ours}"
+        )
+    for what, expected, stored in (
+        ("other weights", weights, file.weights),
+        ("another tokenizer", tokenizer, file.tokenizer),
+    ):
         if expected is not None and stored is not None and expected != stored:
             raise UserError(f"the calibration {path} was measured on {what}: {hint}")
     found: dict[str, Any] = file.model_dump(exclude_none=True)
     for key, letter in HEAD_SIGNALS.items():
         if key in found:
-            names = head_names(file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter)
+            names = head_names(
+                file.n_layer, file.n_head if letter == "H" else file.n_head_kv, letter
+            )
             values = found[key]
             missing = [name for name in names if name not in values]
             if missing:
-                raise UserError(f"the calibration {path} lacks {missing[0]} in {key}, a head of this model: {hint}")
+                raise UserError(
+                    f"the calibration {path} lacks {missing[0]} in {key}, a head of this model:"
+                    f" {hint}"
+                )
             surplus = values.keys() - set(names)
             if surplus:
                 name = escape_name(min(surplus))
-                raise UserError(f"the calibration {path} holds {name} in {key}, which this model does not have: {hint}")
+                raise UserError(
+                    f"the calibration {path} holds {name} in {key}, which this model does not have:"
+                    f" {hint}"
+                )
             found[key] = {name: values[name] for name in names}  # in the order of the heads
     for name, axis in (("length_entropies", "lengths"), ("loss", "loss_slots")):
         count = len(found.get(axis, []))
         for head, values in found.get(name, {}).items():
             if len(values) != count:
-                raise UserError(f"the calibration {path} has {len(values)} numbers for {head} in {name}, expected {count}")
+                raise UserError(
+                    f"the calibration {path} has {len(values)} numbers for {head} in {name},"
+                    f" expected {count}"
+                )
     slots = found.get("loss_slots", [1])
     if not slots or any(slot >= next_slot for slot, next_slot in itertools.pairwise(slots)):
         raise UserError(f"the calibration {path} has loss_slots that do not increase: {hint}")
@@ -280,7 +332,9 @@ def read_kv_calibration(
 
 
 def head_names(layers: int, heads: int, letter: str) -> list[str]:
-    """Returns the names of all heads: `L0_H0`, `L0_H1` … for query heads (`letter` H), `L0_K0` … for key heads (K)."""
+    """Returns the names of all heads: `L0_H0`, `L0_H1` … for query heads (`letter` H), `L0_K0` …
+    for key heads (K).
+    """
     return [f"L{layer}_{letter}{head}" for layer in range(layers) for head in range(heads)]
 
 
@@ -303,7 +357,9 @@ def has_calibration(path: Path, what: str) -> bool:
 
 
 def _recalibrate_hint(path: Path, what: str) -> str:
-    """Returns the hint to repeat a calibration with `dantinox calibrate`. It names the run directory if `path` is in one."""
+    """Returns the hint to repeat a calibration with `dantinox calibrate`. It names the run
+    directory if `path` is in one.
+    """
     folder = RunDirectory(path.parent)
     run = path.parent if path.absolute() in (folder.kv, folder.router) else "RUN"
     return f"run `dantinox calibrate --run_dir {run} --what {what}` again"

@@ -23,12 +23,28 @@ from dantinox.run.manifest import (
 )
 
 RUNS = Path("runs")
-INHERITED_FILES = ("chat_template.jinja", "origin.json")  # copied into a run that starts from another run
-# Files and folders of a run that exist before its first step. Together with the tokens, they are all that a start leaves that
-# was killed or that failed. `config.yaml` is the last file that a start writes.
-START_FILES = ("tokenizer.json", "tokenizer_config.json", MANIFEST, *INHERITED_FILES, "checkpoints", "samples")
-TOKEN_FILES = re.compile(r"\.lock|\.tokens.*|tokens\.json|tokens-.*|\.dataset-\d+\.jsonl|reference\.json|\..*\.tmp")
-V0_WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack")  # files that only DantinoX 0 writes
+INHERITED_FILES = (
+    "chat_template.jinja",
+    "origin.json",
+)  # copied into a run that starts from another run
+# Files and folders of a run that exist before its first step. Together with the tokens, they are
+# all that a start leaves that was killed or that failed. `config.yaml` is the last file that a
+# start writes.
+START_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    MANIFEST,
+    *INHERITED_FILES,
+    "checkpoints",
+    "samples",
+)
+TOKEN_FILES = re.compile(
+    r"\.lock|\.tokens.*|tokens\.json|tokens-.*|\.dataset-\d+\.jsonl|reference\.json|\..*\.tmp"
+)
+V0_WEIGHTS = (
+    "best_model_weights.msgpack",
+    "checkpoint_best.msgpack",
+)  # files that only DantinoX 0 writes
 
 
 class RunDirectory:
@@ -51,11 +67,15 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.manifest = self.path / MANIFEST
         self.tokenizer = self.path / "tokenizer.json"
-        self.tokenizer_config = self.path / "tokenizer_config.json"  # BOS and EOS tokens whose names do not tell their role
+        self.tokenizer_config = (
+            self.path / "tokenizer_config.json"
+        )  # BOS and EOS tokens whose names do not tell their role
         self.origin = self.path / "origin.json"  # only in imported runs: metadata of the checkpoint
         self.chat_template = self.path / "chat_template.jinja"
         self.weights = self.path / "model_weights.msgpack"
-        self.adapter = self.path / "adapter" / "adapter_model.safetensors"  # replaces the weights in a run with adapters
+        self.adapter = (
+            self.path / "adapter" / "adapter_model.safetensors"
+        )  # replaces the weights in a run with adapters
         self.data = self.path / "data"  # the token store
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
@@ -63,7 +83,9 @@ class RunDirectory:
         self.rewards = self.path / "rewards.html"  # only in training with rewards
         self.plots = self.path / "plots"
         self.router = self.path / "router.json"  # measured thresholds of the entropy router
-        self.kv = self.path / "kv_entropy.json"  # statistics of the attention heads, for compressed caches
+        self.kv = (
+            self.path / "kv_entropy.json"
+        )  # statistics of the attention heads, for compressed caches
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
@@ -71,7 +93,9 @@ class RunDirectory:
     def _repr_html_(self) -> str:
         files = {name: path for name, path in vars(self).items() if name != "path"}
         existing = {name: path.name for name, path in files.items() if path.exists()}
-        return html_table(f"run directory {self.path}", {"exists": ", ".join(existing.values()) or "no file yet"})
+        return html_table(
+            f"run directory {self.path}", {"exists": ", ".join(existing.values()) or "no file yet"}
+        )
 
     @property
     def weights_or_adapter(self) -> Path:
@@ -87,7 +111,9 @@ class RunDirectory:
         return self.path / config.logging.summary_file
 
     def tokens(self, recorded: bool = False) -> list[str]:
-        """Returns the relative paths of the token files on disk or, if `recorded` is true, of those listed in the manifest."""
+        """Returns the relative paths of the token files on disk or, if `recorded` is true, of those
+        listed in the manifest.
+        """
         if recorded:
             names = list(read_manifest(self.manifest)["files"])
         else:
@@ -98,13 +124,16 @@ class RunDirectory:
         """Compares files of the run with the manifest.
 
         Raises:
-          UserError: a file is damaged. The message names it and the command that accepts an intended change.
+          UserError: a file is damaged. The message names it and the command that accepts an
+            intended change.
         """
         try:
             check_files(self.path, [str(path.relative_to(self.path)) for path in paths])
         except DamagedFile as error:
             accept = f"dantinox verify {self.path} --accept"
-            raise UserError(f"{error}: restore the original file, or accept this one with `{accept}`") from None
+            raise UserError(
+                f"{error}: restore the original file, or accept this one with `{accept}`"
+            ) from None
 
     def start_check(self, *paths: Path) -> None:
         """Starts to hash files in the background, so that a later `check` waits less."""
@@ -121,10 +150,14 @@ class RunDirectory:
         """
         with contextlib.ExitStack() as stack:
             try:
-                file = stack.enter_context(open(self.path / ".lock", "ab"))  # unlike "w", "a" does not change the file
+                file = stack.enter_context(
+                    open(self.path / ".lock", "ab")
+                )  # unlike "w", "a" does not change the file
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"another process is working on {self.path}: wait, or use another run directory") from None
+                raise UserError(
+                    f"another process is working on {self.path}: wait, or use another run directory"
+                ) from None
             except OSError as error:
                 raise UserError(f"cannot lock {self.path}: {error.strerror}") from None
             # Temporary files remain if a process is killed during an `atomic_write`.
@@ -138,30 +171,40 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
     """Creates the directory of a new run.
 
     Args:
-      path: None: `runs/run_YYYYMMDD_HHMMSS`, with a number appended if another run started in the same second.
+      path: None: `runs/run_YYYYMMDD_HHMMSS`, with a number appended if another run started in the
+        same second.
 
     Raises:
-      UserError: the directory is not empty, or cannot be created. A directory with only what a failed start has left counts as
-        empty.
+      UserError: the directory is not empty, or cannot be created. A directory with only what a
+        failed start has left counts as empty.
     """
-    run = RunDirectory(RUNS if path is None else path)  # without a path, the folder in which the run is created
+    run = RunDirectory(
+        RUNS if path is None else path
+    )  # without a path, the folder in which the run is created
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         if path is None:
             return RunDirectory(_make_numbered(run.path / time.strftime("run_%Y%m%d_%H%M%S")))
         occupied = any(run.path.iterdir()) and not is_failed_start(run)
     except OSError as error:
-        reason = "a file with this name exists" if isinstance(error, FileExistsError) else error.strerror
+        reason = (
+            "a file with this name exists" if isinstance(error, FileExistsError) else error.strerror
+        )
         raise UserError(f"cannot create the run directory {run.path}: {reason}") from None
     if occupied:
-        raise UserError(f"the run directory {run.path} is not empty: add --resume to continue, or choose another --run_dir")
+        raise UserError(
+            f"the run directory {run.path} is not empty: add --resume to continue, or choose"
+            " another --run_dir"
+        )
     return run
 
 
 def check_new_run(path: str | Path) -> None:
     """Raises the UserError of `create_run` for a new run, and creates no directory."""
     path = Path(path).absolute()
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]  # the deepest folder first
+    missing = [
+        folder for folder in (path, *path.parents) if not folder.exists()
+    ]  # the deepest folder first
     try:
         create_run(path)
     finally:
@@ -171,7 +214,9 @@ def check_new_run(path: str | Path) -> None:
 
 
 def is_failed_start(run: RunDirectory) -> bool:
-    """Whether a directory holds only what a start leaves that was killed or that failed before its first step."""
+    """Whether a directory holds only what a start leaves that was killed or that failed before its
+    first step.
+    """
     if not (run.path / ".lock").is_file():
         return False
     for child in run.path.iterdir():
@@ -188,7 +233,9 @@ def is_failed_start(run: RunDirectory) -> bool:
 
 
 def clear_failed_start(run: RunDirectory) -> None:
-    """Removes the files of a start that failed before its first step, except for its tokens, which the next start may use."""
+    """Removes the files of a start that failed before its first step, except for its tokens, which
+    the next start may use.
+    """
     for name in (run.config.name, *START_FILES):
         path = run.path / name
         with contextlib.suppress(OSError):  # a file is missing, or a folder is not empty
@@ -224,14 +271,23 @@ def check_resumable(path: str | Path) -> Path:
     """Returns the path of the config of a run that training can continue.
 
     Raises:
-      UserError: the directory has no config.yaml, or weights without checkpoints and logs, as an imported run.
+      UserError: the directory has no config.yaml, or weights without checkpoints and logs, as an
+        imported run.
     """
     run = RunDirectory(path)
     if not run.config.is_file():
         raise UserError(f"nothing to resume at {path}: it has no {run.config.name}")
-    # A training that is killed before its first checkpoint may already have written the weights of an evaluation.
-    if run.weights_or_adapter.is_file() and not run.checkpoints.is_dir() and not run.metrics.is_file():
-        raise UserError(f"nothing to resume at {path}: it has no checkpoints; to fine-tune it, train with --init_from {path}")
+    # A training that is killed before its first checkpoint may already have written the weights of
+    # an evaluation.
+    if (
+        run.weights_or_adapter.is_file()
+        and not run.checkpoints.is_dir()
+        and not run.metrics.is_file()
+    ):
+        raise UserError(
+            f"nothing to resume at {path}: it has no checkpoints; to fine-tune it, train with"
+            f" --init_from {path}"
+        )
     return run.config
 
 
@@ -239,11 +295,12 @@ def open_run(path: str | Path, *, check: bool = True) -> RunDirectory:
     """Opens a trained run for reading.
 
     Args:
-      check: compare the tokenizer and the weights with the manifest. If false, only start to hash them in the background;
-        a later `RunDirectory.check` compares them.
+      check: compare the tokenizer and the weights with the manifest. If false, only start to hash
+        them in the background; a later `RunDirectory.check` compares them.
 
     Raises:
-      UserError: the directory, its config.yaml or its weights are missing, or the tokenizer or the weights are damaged.
+      UserError: the directory, its config.yaml or its weights are missing, or the tokenizer or the
+        weights are damaged.
     """
     run = RunDirectory(path)
     newest = newest_run()
@@ -255,7 +312,8 @@ def open_run(path: str | Path, *, check: bool = True) -> RunDirectory:
     for name in V0_WEIGHTS:
         if (run.path / name).is_file():
             raise UserError(
-                f"{path} is a run of DantinoX 0 (it has {name}): convert it with `dantinox import {path} --run_dir …`"
+                f"{path} is a run of DantinoX 0 (it has {name}): convert it with `dantinox import"
+                f" {path} --run_dir …`"
             )
     if not run.weights_or_adapter.is_file():
         raise UserError(f"{path} has no weights yet: {run.weights.name} is missing{hint}")
@@ -267,13 +325,15 @@ def open_run(path: str | Path, *, check: bool = True) -> RunDirectory:
     return run
 
 
-def open_base(init_from: str | None, run: RunDirectory | None = None, role: str = "base") -> RunDirectory:
+def open_base(
+    init_from: str | None, run: RunDirectory | None = None, role: str = "base"
+) -> RunDirectory:
     """Opens the run whose weights initialize a training run, or the teacher of a training run.
 
     Args:
       init_from: the path of the base run.
-      run: the run that was trained from the base. If nothing exists at `init_from`, the base is looked up by its name in the
-        directory that contains this run.
+      run: the run that was trained from the base. If nothing exists at `init_from`, the base is
+        looked up by its name in the directory that contains this run.
       role: the role of the base, for messages.
 
     Raises:
@@ -283,13 +343,17 @@ def open_base(init_from: str | None, run: RunDirectory | None = None, role: str 
     if run is not None and not base.is_dir():
         sibling = run.path.parent / base.name
         if not sibling.is_dir():
-            raise UserError(f"the {role} of {run.path} is missing: there is no run at {init_from} or {sibling}")
+            raise UserError(
+                f"the {role} of {run.path} is missing: there is no run at {init_from} or {sibling}"
+            )
         base = sibling
     return open_run(base)
 
 
 def save_config(run: RunDirectory, config: Config) -> None:
-    """Writes all settings, including default values, so that a later version with other defaults does not change the run."""
+    """Writes all settings, including default values, so that a later version with other defaults
+    does not change the run.
+    """
     write_file(run.path, run.config.name, dump_config(config))
 
 
@@ -302,7 +366,11 @@ def save_tokenizer(run: RunDirectory, content: str, roles: Mapping[str, Any] | N
     """
     write_file(run.path, run.tokenizer.name, content)
     if roles:
-        write_file(run.path, run.tokenizer_config.name, json.dumps(roles, indent=1, ensure_ascii=False) + "\n")
+        write_file(
+            run.path,
+            run.tokenizer_config.name,
+            json.dumps(roles, indent=1, ensure_ascii=False) + "\n",
+        )
 
 
 def find_chat_template(run: RunDirectory) -> Path | None:
@@ -313,12 +381,17 @@ def find_chat_template(run: RunDirectory) -> Path | None:
     """
     problem = recorded_file_damage(run.chat_template)
     if problem:
-        raise UserError(f"{problem}: restore the original file, or accept this one with `dantinox verify {run.path} --accept`")
+        raise UserError(
+            f"{problem}: restore the original file, or accept this one with `dantinox verify"
+            f" {run.path} --accept`"
+        )
     return run.chat_template if run.chat_template.is_file() else None
 
 
 def copy_inherited_files(source: RunDirectory, run: RunDirectory) -> None:
-    """Copies the chat template and the metadata of imported weights from `source` into a run that starts from it."""
+    """Copies the chat template and the metadata of imported weights from `source` into a run that
+    starts from it.
+    """
     for name in INHERITED_FILES:
         if (source.path / name).is_file():
             write_file(run.path, name, (source.path / name).read_bytes())
@@ -330,6 +403,8 @@ def load_run_config(run: RunDirectory) -> Config:
     Raises:
       UserError: config.yaml is not valid, or was changed after the run wrote it.
     """
-    config = load_config(run.config)  # first: if a line is invalid, its error says more than the manifest check
+    config = load_config(
+        run.config
+    )  # first: if a line is invalid, its error says more than the manifest check
     run.check(run.config)
     return config

@@ -1,9 +1,11 @@
-"""Manifests record the SHA-256 and the size of every file that a run writes, so that damage can be detected.
+"""Manifests record the SHA-256 and the size of every file that a run writes, so that damage can be
+detected.
 
-A manifest is a JSON object, followed by one line with the SHA-256 of the lines before it. The object holds the SHA-256 and the
-size of each file, and the provenance of the files: settings, tokenizer, versions. The run directory has a manifest for the
-files outside of checkpoints, and every checkpoint has its own manifest. A manifest reveals files that are changed, truncated,
-empty, missing or swapped. Its last line reveals damage to the manifest itself.
+A manifest is a JSON object, followed by one line with the SHA-256 of the lines before it. The
+object holds the SHA-256 and the size of each file, and the provenance of the files: settings,
+tokenizer, versions. The run directory has a manifest for the files outside of checkpoints, and
+every checkpoint has its own manifest. A manifest reveals files that are changed, truncated, empty,
+missing or swapped. Its last line reveals damage to the manifest itself.
 """
 
 import contextlib
@@ -15,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +26,9 @@ from dantinox.files import UserError, atomic_write, quote, staged_write, wrap_os
 MANIFEST = "manifest.txt"
 MANIFEST_FORMAT = 1
 CHECKSUM_LINE_BYTES = 65  # bytes: 64 hexadecimal digits and a line break
-SMALL_FILE_BYTES = 1 << 20  # bytes; a quick check hashes files up to this size; of a larger file it compares only the size
+SMALL_FILE_BYTES = (
+    1 << 20
+)  # bytes; a quick check hashes files up to this size; of a larger file it compares only the size
 READ_BYTES = 8 << 20  # bytes per read
 
 
@@ -42,7 +46,8 @@ class Entry(NamedTuple):
 def hash_file(path: Path, size: int | None = None) -> Entry:
     """Returns the SHA-256 and the size of a file, or of its first `size` bytes.
 
-    The file is read in large blocks because another thread may hold the interpreter lock between two reads.
+    The file is read in large blocks because another thread may hold the interpreter lock between
+    two reads.
 
     Raises:
       OSError: the file cannot be read.
@@ -59,7 +64,9 @@ def hash_file(path: Path, size: int | None = None) -> Entry:
 
 
 def hash_file_cached(path: Path) -> Entry:
-    """Returns `hash_file(path)`, computed once as long as inode, size and modification time stay the same."""
+    """Returns `hash_file(path)`, computed once as long as inode, size and modification time stay
+    the same.
+    """
     try:
         return hash_file_in_background(path).result()
     except OSError:
@@ -75,7 +82,9 @@ def hash_file_in_background(path: Path) -> "Future[Entry]":
 
 @lru_cache(maxsize=16)
 def _hash_future(path: Path, *state: int) -> "Future[Entry]":
-    """Starts to hash a file; `state` is part of the key of the cache, so that a changed file is hashed again."""
+    """Starts to hash a file; `state` is part of the key of the cache, so that a changed file is
+    hashed again.
+    """
     future: Future[Entry] = Future()
 
     def compute() -> None:
@@ -92,16 +101,23 @@ def write_manifest(path: Path, record: Mapping[str, Any]) -> None:
     """Replaces a manifest and flushes it to disk.
 
     Args:
-      record: `files` maps each name to the list of entries that are valid for it; a null entry means that the file may be
-        absent. The other keys record the provenance of the files.
+      record: `files` maps each name to the list of entries that are valid for it; a null entry
+        means that the file may be absent. The other keys record the provenance of the files.
 
     Raises:
       UserError: the manifest cannot be written, for example to a full or read-only disk.
     """
-    files = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entries)}" for name, entries in record["files"].items())
-    facts = {"format": MANIFEST_FORMAT} | {name: value for name, value in record.items() if name != "files"}
+    files = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(entries)}" for name, entries in record["files"].items()
+    )
+    facts = {"format": MANIFEST_FORMAT} | {
+        name: value for name, value in record.items() if name != "files"
+    }
     # One line per file: `json.dumps` would put every number of `files` on a line of its own.
-    text = json.dumps(facts, indent=1, allow_nan=False).removesuffix("\n}") + f',\n "files": {{\n{files}\n }}\n}}\n'
+    text = (
+        json.dumps(facts, indent=1, allow_nan=False).removesuffix("\n}")
+        + f',\n "files": {{\n{files}\n }}\n}}\n'
+    )
     atomic_write(path, text + hashlib.sha256(text.encode()).hexdigest() + "\n")
 
 
@@ -109,7 +125,8 @@ def read_manifest(path: Path, step: int | None = None) -> dict[str, Any]:
     """Reads the record that `write_manifest` wrote and checks its last line.
 
     Args:
-      step: the step of the checkpoint that the manifest must belong to. None: it must belong to a run.
+      step: the step of the checkpoint that the manifest must belong to. None: it must belong to a
+        run.
 
     Raises:
       DamagedFile: the manifest is missing, damaged, or belongs to another step.
@@ -127,13 +144,18 @@ def read_manifest(path: Path, step: int | None = None) -> dict[str, Any]:
 
 
 def _parse_record(path: Path, text: bytes, step: int | None) -> dict[str, Any]:
-    """Returns the record of a manifest without its last line; the errors are those of `read_manifest`."""
+    """Returns the record of a manifest without its last line; the errors are those of
+    `read_manifest`.
+    """
     try:
         record = json.loads(text)
     except ValueError:
         record = None
     if isinstance(record, dict) and record.get("format", MANIFEST_FORMAT) != MANIFEST_FORMAT:
-        raise UserError(f"{path} has format {quote(record['format'])}, but this version reads format {MANIFEST_FORMAT}")
+        raise UserError(
+            f"{path} has format {quote(record['format'])}, but this version reads format"
+            f" {MANIFEST_FORMAT}"
+        )
     if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
         raise DamagedFile(f"{path} is damaged: it lists no files")
     found = record.get("step")
@@ -144,9 +166,13 @@ def _parse_record(path: Path, text: bytes, step: int | None) -> dict[str, Any]:
 
 
 def write_file(
-    folder: Path, name: str, data: bytes | str | Iterable[bytes | memoryview], facts: Mapping[str, Any] | None = None
+    folder: Path,
+    name: str,
+    data: bytes | str | Iterable[bytes | memoryview],
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Replaces a file of a run and its entry in the manifest atomically: after a crash, file and manifest agree.
+    """Replaces a file of a run and its entry in the manifest atomically: after a crash, file and
+    manifest agree.
 
     Args:
       folder: the run directory.
@@ -155,7 +181,8 @@ def write_file(
       facts: the provenance of the file; added to the manifest.
 
     Raises:
-      UserError: the file cannot be written, in which case the old file is intact; or the manifest is damaged.
+      UserError: the file cannot be written, in which case the old file is intact; or the manifest
+        is damaged.
     """
     data = data.encode() if isinstance(data, str) else data
     digest = hashlib.sha256()
@@ -173,10 +200,14 @@ def write_file(
         before = record["files"].get(name, [None])[0]  # None: the file may be absent
         with staged_write(folder / name, hashed_pieces()):
             new = Entry(digest.hexdigest(), size)
-            # File and manifest cannot be replaced in one operation. In between, the manifest accepts both the old and the new
-            # content of the file.
-            _write_sorted_manifest(folder, record | {"files": record["files"] | {name: [new, before]}})
-        _write_sorted_manifest(folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}})
+            # File and manifest cannot be replaced in one operation. In between, the manifest
+            # accepts both the old and the new content of the file.
+            _write_sorted_manifest(
+                folder, record | {"files": record["files"] | {name: [new, before]}}
+            )
+        _write_sorted_manifest(
+            folder, {**record, **(facts or {}), "files": record["files"] | {name: [new]}}
+        )
 
 
 def record_files(folder: Path, names: Iterable[str], reset: bool = False) -> None:
@@ -199,7 +230,9 @@ def record_files(folder: Path, names: Iterable[str], reset: bool = False) -> Non
 
 @contextlib.contextmanager
 def _lock_manifest(folder: Path) -> Iterator[None]:
-    """Locks the manifest, because two processes may write it: a run can be calibrated while it is trained."""
+    """Locks the manifest, because two processes may write it: a run can be calibrated while it is
+    trained.
+    """
     with wrap_os_errors(f"cannot write {folder / MANIFEST}"):
         directory = os.open(folder, os.O_RDONLY)
     try:
@@ -221,7 +254,8 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
     """Compares files of a run with its manifest.
 
     Raises:
-      DamagedFile: a file differs from its entry or has no entry (the message names the file), or the manifest is damaged.
+      DamagedFile: a file differs from its entry or has no entry (the message names the file), or
+        the manifest is damaged.
     """
     files = read_manifest(folder / MANIFEST)["files"]
     for name in names:
@@ -230,7 +264,9 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def recorded_file_damage(path: Path) -> str:
-    """Returns `describe_damage` for a file, or "" if no manifest lists the file, for example because the user added it."""
+    """Returns `describe_damage` for a file, or "" if no manifest lists the file, for example
+    because the user added it.
+    """
     manifest = path.parent / MANIFEST
     expected = read_manifest(manifest)["files"].get(path.name) if manifest.exists() else None
     return describe_damage(path.parent, path.name, expected) if expected else ""
@@ -243,16 +279,18 @@ def describe_damage(
     hash_entry: Callable[[Path], Entry] = hash_file,
     quick: bool = False,
 ) -> str:
-    """Returns a sentence that says how a file differs from its recorded content, or "" if the file is unchanged.
+    """Returns a sentence that says how a file differs from its recorded content, or "" if the file
+    is unchanged.
 
     Args:
-      expected: the entries that are valid for the file; a null entry means that the file may be absent. None: no manifest lists
-        the file.
+      expected: the entries that are valid for the file; a null entry means that the file may be
+        absent. None: no manifest lists the file.
       hash_entry: computes the actual entry of the file.
       quick: compare only the size of files of more than 1 MiB.
 
     Raises:
-      UserError: the file cannot be read, for example for lack of permission, so its state is unknown.
+      UserError: the file cannot be read, for example for lack of permission, so its state is
+        unknown.
     """
     path = folder / name
     if expected is None:
@@ -264,7 +302,11 @@ def describe_damage(
             return f"{path} is not a regular file" if os.path.lexists(path) else missing
         size = path.stat().st_size
         if quick and size > SMALL_FILE_BYTES:
-            return "" if any(entry and entry.size == size for entry in allowed) else _size_message(path, size, allowed)
+            return (
+                ""
+                if any(entry and entry.size == size for entry in allowed)
+                else _size_message(path, size, allowed)
+            )
         found = hash_entry(path)
     except OSError as error:
         if error.errno == errno.EIO:
@@ -284,7 +326,8 @@ def _size_message(path: Path, size: int, allowed: list[Entry | None]) -> str:
 
 
 def write_step_manifest(step: Path, facts: Mapping[str, Any], logs: Mapping[Path, int]) -> None:
-    """Writes the manifest of a complete checkpoint: all of its files, and the logs of the run up to this step.
+    """Writes the manifest of a complete checkpoint: all of its files, and the logs of the run up to
+    this step.
 
     Args:
       step: the directory of the checkpoint; its name is the step number.
@@ -297,7 +340,9 @@ def write_step_manifest(step: Path, facts: Mapping[str, Any], logs: Mapping[Path
     """
     files = {name: [hash_file(step / name)] for name in _files(step)}
     log_entries = {path.name: [hash_file(path, size)] for path, size in logs.items()}
-    write_manifest(step / MANIFEST, {"step": int(step.name), "files": files, "logs": log_entries} | dict(facts))
+    write_manifest(
+        step / MANIFEST, {"step": int(step.name), "files": files, "logs": log_entries} | dict(facts)
+    )
 
 
 def find_step_damage(step: Path, quick: bool = False) -> Iterator[str]:
@@ -321,15 +366,19 @@ def find_step_damage(step: Path, quick: bool = False) -> Iterator[str]:
 
 
 def find_log_damage(folder: Path, step: Path) -> Iterator[str]:
-    """Yields one sentence for each log whose beginning is no longer what it was when the checkpoint was saved."""
+    """Yields one sentence for each log whose beginning is no longer what it was when the checkpoint
+    was saved.
+    """
     for name, size, entries in recorded_logs(step):
-        problem = describe_damage(folder, name, entries, lambda path, size=size: hash_file(path, size))  # type: ignore[misc]
+        problem = describe_damage(folder, name, entries, partial(hash_file, size=size))
         if problem:
             yield f"{problem} (compared up to step {step.name})"
 
 
 def recorded_logs(step: Path) -> Iterator[tuple[str, int, Any]]:
-    """Yields (name, size in bytes when the checkpoint was saved, valid entries) of each log that a checkpoint records."""
+    """Yields (name, size in bytes when the checkpoint was saved, valid entries) of each log that a
+    checkpoint records.
+    """
     for name, entries in read_manifest(step / MANIFEST, int(step.name))["logs"].items():
         yield name, entries[0][1], entries
 
@@ -337,4 +386,6 @@ def recorded_logs(step: Path) -> Iterator[tuple[str, int, Any]]:
 def _files(step: Path) -> list[str]:
     """Returns the relative paths of all files; a symbolic link to a directory counts as a file."""
     found = (path for path in step.rglob("*") if path.name != MANIFEST or path.parent != step)
-    return sorted(str(path.relative_to(step)) for path in found if path.is_symlink() or not path.is_dir())
+    return sorted(
+        str(path.relative_to(step)) for path in found if path.is_symlink() or not path.is_dir()
+    )

@@ -1,4 +1,6 @@
-"""Reads adapters from a PEFT folder (Hugging Face), or from a run with adapters, which contains such a folder."""
+"""Reads adapters from a PEFT folder (Hugging Face), or from a run with adapters, which contains
+such a folder.
+"""
 
 import hashlib
 import math
@@ -11,23 +13,36 @@ import numpy as np
 
 from dantinox.config import ModelConfig
 from dantinox.files import UserError, escape_name, quote, read_json
-from dantinox.run.adapters import ADAPTER_CONFIG, BASE_HASH_KEY, AdapterDeltas, check_base, read_adapter
+from dantinox.run.adapters import (
+    ADAPTER_CONFIG,
+    BASE_HASH_KEY,
+    AdapterDeltas,
+    check_base,
+    read_adapter,
+)
 from dantinox.run.directory import RunDirectory, open_run
 
 WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20  # of an adapter_config.json
 # Keys of adapter_config.json that do not change the output of a trained adapter.
 IGNORED_KEYS = {
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
-    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
 READ_KEYS = {"r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"}
 # Keys and their supported values. Every key that is not listed must be null, false or empty.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # all other methods also change the base weights
+    "init_lora_weights": (
+        True,
+        False,
+        "gaussian",
+        "eva",
+        "orthogonal",
+    ),  # all other methods also change the base weights
 }
 
 
@@ -45,39 +60,54 @@ class LoraAdapter(NamedTuple):
     digest: bytes
 
 
-def load_lora(path: str | Path, base: RunDirectory | None, model: ModelConfig, max_rank: int | None = None) -> LoraAdapter:
-    """Reads the adapter of a run with adapters, or a PEFT folder, for use beside the weights of a base model.
+def load_lora(
+    path: str | Path, base: RunDirectory | None, model: ModelConfig, max_rank: int | None = None
+) -> LoraAdapter:
+    """Reads the adapter of a run with adapters, or a PEFT folder, for use beside the weights of a
+    base model.
 
     Args:
-      base: the run of the base model; None: do not compare its weights with those that the adapter was trained on. A folder
-        that PEFT wrote does not record them.
+      base: the run of the base model; None: do not compare its weights with those that the adapter
+        was trained on. A folder that PEFT wrote does not record them.
       model: the architecture of the base model.
       max_rank: the largest rank allowed; None: any.
 
     Raises:
-      UserError: a file is missing or damaged, uses an unsupported feature, or does not fit the base model.
+      UserError: a file is missing or damaged, uses an unsupported feature, or does not fit the base
+        model.
     """
     path = Path(path)
     run = RunDirectory(path)
     if run.config.is_file():
         open_run(path)
         if not run.adapter.is_file():
-            raise UserError(f"{path} is a run without adapters: give a run that was trained with lora.rank, or a PEFT folder")
+            raise UserError(
+                f"{path} is a run without adapters: give a run that was trained with lora.rank, or"
+                " a PEFT folder"
+            )
         run.check(run.adapter.parent / ADAPTER_CONFIG)
     folder = run.adapter.parent if run.adapter.is_file() else path
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise UserError(f"no adapter at {path}: it must be a run with adapters or a PEFT folder with {ADAPTER_CONFIG}")
+        raise UserError(
+            f"no adapter at {path}: it must be a run with adapters or a PEFT folder with"
+            f" {ADAPTER_CONFIG}"
+        )
     deltas, metadata = _read_folder(folder, model, max_rank)
     if base is not None and (trained_on := metadata.get(BASE_HASH_KEY)) is not None:
         check_base(path, trained_on, base, "use the base that they were trained on")
     if any(delta.magnitude_O is not None for changes in deltas.values() for delta in changes):
-        raise UserError(f"{path} has DoRA adapters, which must be merged into their base: use dantinox merge-lora")
+        raise UserError(
+            f"{path} has DoRA adapters, which must be merged into their base: use dantinox"
+            " merge-lora"
+        )
     rank = max(delta.a_IR.shape[1] for changes in deltas.values() for delta in changes)
     return LoraAdapter(deltas, rank, _digest(deltas))
 
 
 def _digest(deltas: AdapterDeltas) -> bytes:
-    """Returns the SHA-256 of all matrices, their projections and scales. Adapters with magnitudes were rejected before."""
+    """Returns the SHA-256 of all matrices, their projections and scales. Adapters with magnitudes
+    were rejected before.
+    """
     found = hashlib.sha256()
     for path, changes in sorted(deltas.items()):
         for projection, a_IR, b_RO, scale, _ in changes:
@@ -91,19 +121,27 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> AdapterDeltas:
     """Reads the adapters in a PEFT folder and returns their changes to the kernels of a model.
 
     Raises:
-      UserError: a file is missing or damaged, uses an unsupported feature, or does not fit the model.
+      UserError: a file is missing or damaged, uses an unsupported feature, or does not fit the
+        model.
     """
     return _read_folder(Path(folder), model, None)[0]
 
 
-def _read_folder(folder: Path, model: ModelConfig, max_rank: int | None) -> tuple[AdapterDeltas, dict[str, str]]:
-    """Returns the changes and the metadata of the adapters in a PEFT folder; for the errors see `load_lora`."""
+def _read_folder(
+    folder: Path, model: ModelConfig, max_rank: int | None
+) -> tuple[AdapterDeltas, dict[str, str]]:
+    """Returns the changes and the metadata of the adapters in a PEFT folder; for the errors see
+    `load_lora`.
+    """
     settings = _read_settings(folder / ADAPTER_CONFIG)
 
     def scaling(module: str) -> tuple[int, float]:
         rank = _value_for_module(settings["rank_pattern"], module, settings["r"])
         if max_rank is not None and rank > max_rank:
-            raise UserError(f"{folder} has an adapter of rank {rank}, but the largest rank allowed is {max_rank}")
+            raise UserError(
+                f"{folder} has an adapter of rank {rank}, but the largest rank allowed is"
+                f" {max_rank}"
+            )
         alpha = _value_for_module(settings["alpha_pattern"], module, settings["lora_alpha"])
         divisor = math.sqrt(rank) if settings["use_rslora"] else rank
         return rank, alpha / divisor
@@ -112,7 +150,9 @@ def _read_folder(folder: Path, model: ModelConfig, max_rank: int | None) -> tupl
 
 
 def _value_for_module(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns the value of the first pattern that is a suffix of a module name, as PEFT does, or the default."""
+    """Returns the value of the first pattern that is a suffix of a module name, as PEFT does, or
+    the default.
+    """
     for pattern, value in patterns.items():
         if f".model.{name}".endswith(f".{pattern}"):
             return value
@@ -120,7 +160,9 @@ def _value_for_module(patterns: Mapping[str, Any], name: str, default: Any) -> A
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """Reads the `READ_KEYS` of an `adapter_config.json`, and checks that no other key changes the output."""
+    """Reads the `READ_KEYS` of an `adapter_config.json`, and checks that no other key changes the
+    output.
+    """
     settings = read_json(path, MAX_CONFIG_BYTES)
     for key, value in settings.items():
         if key in SUPPORTED_VALUES:
@@ -128,7 +170,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
                 allowed = ", ".join(map(quote, SUPPORTED_VALUES[key]))
                 raise UserError(f"{path} has {key}: {quote(value)}, expected one of {allowed}")
         elif key not in IGNORED_KEYS | READ_KEYS and value not in (None, False, [], {}):
-            raise UserError(f"{path} has {escape_name(key)}: {quote(value)}, which is not supported")
+            raise UserError(
+                f"{path} has {escape_name(key)}: {quote(value)}, which is not supported"
+            )
     if "peft_type" not in settings:
         raise UserError(f"{path} has no peft_type: it is not the configuration of a PEFT adapter")
     defaults = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}  # those of PEFT
@@ -158,6 +202,8 @@ def _suffix_values(path: Path, key: str, patterns: Any) -> dict[str, Any]:
     for pattern, value in (patterns or {}).items():
         name = re.sub(r"\\([.\-])", r"\1", pattern.removeprefix("^").removesuffix("$"))
         if not re.fullmatch(r"[\w.\-]+", name):
-            raise UserError(f"{path} has the pattern {quote(pattern)} in {key}, expected the name of a module")
+            raise UserError(
+                f"{path} has the pattern {quote(pattern)} in {key}, expected the name of a module"
+            )
         plain[name] = value
     return plain

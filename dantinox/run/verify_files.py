@@ -1,4 +1,6 @@
-"""`dantinox verify`: compares the files of a run with its manifests; the names of its checkpoints."""
+"""`dantinox verify`: compares the files of a run with its manifests; the names of its
+checkpoints.
+"""
 
 import contextlib
 import os
@@ -21,9 +23,14 @@ from dantinox.run.manifest import (
     recorded_logs,
 )
 
-SAVING_SUFFIX = ".saving"  # checkpoints/12.saving: step 12 is being saved, or the process ended during the save
-TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax saves to a directory with this suffix, then renames it
-DAMAGED_PREFIX = "damaged-"  # checkpoints/damaged-12: a damaged checkpoint that a resumed run set aside
+# Checkpoints/12.saving: step 12 is being saved, or the process ended during the save.
+SAVING_SUFFIX = ".saving"
+TEMPORARY_SUFFIX = (  # Orbax saves to a directory with this suffix, then renames it
+    ".orbax-checkpoint-tmp"
+)
+DAMAGED_PREFIX = (  # checkpoints/damaged-12: a damaged checkpoint that a resumed run set aside
+    "damaged-"
+)
 
 
 @dataclass
@@ -57,15 +64,20 @@ def verify_run(run: RunDirectory) -> VerifyReport:
       UserError: the directory is not a run.
     """
     if not run.config.is_file() and not (run.path / MANIFEST).is_file():
-        raise UserError(f"{run.path} is not a run directory: it has neither {run.config.name} nor {MANIFEST}")
+        raise UserError(
+            f"{run.path} is not a run directory: it has neither {run.config.name} nor {MANIFEST}"
+        )
     found = VerifyReport()
     found.damage += _check_own_files(run, found)
     found.damage += _errors_as_problems(_check_checkpoints(run, found))
     return found
 
 
-def find_file_damage(run: RunDirectory, entry: Callable[[Path], Entry] = hash_file) -> Iterator[str]:
-    """Yields one sentence for each damaged, missing or unlisted file of a run, except checkpoints and logs.
+def find_file_damage(
+    run: RunDirectory, entry: Callable[[Path], Entry] = hash_file
+) -> Iterator[str]:
+    """Yields one sentence for each damaged, missing or unlisted file of a run, except checkpoints
+    and logs.
 
     Args:
       entry: computes the size and SHA-256 of a file.
@@ -75,7 +87,11 @@ def find_file_damage(run: RunDirectory, entry: Callable[[Path], Entry] = hash_fi
       UserError: a file cannot be read.
     """
     files = read_manifest(run.path / MANIFEST)["files"]
-    own = {str(path.relative_to(run.path)) for path in (run.config, run.tokenizer, run.weights, run.adapter) if path.exists()}
+    own = {
+        str(path.relative_to(run.path))
+        for path in (run.config, run.tokenizer, run.weights, run.adapter)
+        if path.exists()
+    }
     for name in sorted({*files, *own}):
         if problem := describe_damage(run.path, name, files.get(name), entry):
             yield problem
@@ -107,11 +123,15 @@ def _file_state(path: Path) -> tuple[int, ...]:
 
 
 def _check_checkpoints(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
-    """Yields the damage of all checkpoints, and of the logs compared with the newest checkpoint that has a valid manifest."""
+    """Yields the damage of all checkpoints, and of the logs compared with the newest checkpoint
+    that has a valid manifest.
+    """
     logs_compared = False
     for number in saved_steps(run.checkpoints):
         step = run.checkpoints / str(number)
-        if (run.checkpoints / f"{number}{SAVING_SUFFIX}").exists() and not (step / MANIFEST).exists():
+        if (run.checkpoints / f"{number}{SAVING_SUFFIX}").exists() and not (
+            step / MANIFEST
+        ).exists():
             continue  # `_check_stray_files` remarks on the unfinished checkpoint
         for path in step.rglob("*"):
             _count_file(path, found)
@@ -133,7 +153,9 @@ def _check_logs(run: RunDirectory, step: Path, found: VerifyReport) -> Iterator[
         log = run.path / name
         more = log.stat().st_size - size if log.is_file() else 0
         if more > 0:
-            found.remarks.append(f"{log} has {more} bytes more than when step {step.name} was saved")
+            found.remarks.append(
+                f"{log} has {more} bytes more than when step {step.name} was saved"
+            )
 
 
 def _check_stray_files(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
@@ -153,7 +175,9 @@ def _check_stray_files(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
             yield f"{path} is not listed in the manifest"
     for step in sorted(unfinished):
         if not (step / MANIFEST).exists():
-            found.remarks.append(f"{step} is unfinished: it is being saved, or the run ended during the save")
+            found.remarks.append(
+                f"{step} is unfinished: it is being saved, or the run ended during the save"
+            )
 
 
 def _errors_as_problems(problems: Iterator[str]) -> Iterator[str]:
@@ -179,11 +203,26 @@ def accept_run(run: RunDirectory) -> list[str]:
       The names of the recorded files.
 
     Raises:
-      UserError: another process is working on the run, a file cannot be read, or the manifest cannot be written.
+      UserError: another process is working on the run, a file cannot be read, or the manifest
+        cannot be written.
     """
     with run.lock():
-        own = (run.config, run.tokenizer, run.tokenizer_config, run.chat_template, run.origin, run.weights, run.router, run.kv)
-        paths = [*own, *run.adapter.parent.glob("adapter_*"), *run.data.glob("tokens*"), run.data / "reference.json"]
+        own = (
+            run.config,
+            run.tokenizer,
+            run.tokenizer_config,
+            run.chat_template,
+            run.origin,
+            run.weights,
+            run.router,
+            run.kv,
+        )
+        paths = [
+            *own,
+            *run.adapter.parent.glob("adapter_*"),
+            *run.data.glob("tokens*"),
+            run.data / "reference.json",
+        ]
         names = sorted(str(path.relative_to(run.path)) for path in paths if path.is_file())
         record_files(run.path, names, reset=True)
         return names

@@ -1,10 +1,12 @@
-"""The weights file of a run in Flax's msgpack format, written array by array and read through a memory map.
+"""The weights file of a run in Flax's msgpack format, written array by array and read through a
+memory map.
 
-An array is msgpack extension 1: the packed triple (shape, dtype name, bytes). A large array is a map of flat chunks. The
-reader never executes code from the file, and compares every size with the remaining bytes before it allocates memory.
+An array is msgpack extension 1: the packed triple (shape, dtype name, bytes). A large array is a
+map of flat chunks. The reader never executes code from the file, and compares every size with the
+remaining bytes before it allocates memory.
 
-Arrays are float32 or bfloat16. Weights that stay in the blocks of a quantized GGUF file are uint8 arrays, see
-`dantinox.model.packed`.
+Arrays are float32 or bfloat16. Weights that stay in the blocks of a quantized GGUF file are uint8
+arrays, see `dantinox.model.packed`.
 """
 
 import math
@@ -29,7 +31,8 @@ CHUNK_BYTES = 1 << 30
 CHUNKED_KEY = "__msgpack_chunked_array__"
 BFLOAT16 = "bfloat16"
 MAX_DEPTH = 16  # maximum nesting of names in a file
-# Type bytes (github.com/msgpack/msgpack/blob/master/spec.md). These precede a length of 1, 2 or 4 bytes:
+# Type bytes (github.com/msgpack/msgpack/blob/master/spec.md). These precede a length of 1, 2 or 4
+# bytes:
 BINARY = (0xC4, 0xC5, 0xC6)
 EXTENSION = (0xC7, 0xC8, 0xC9)
 TEXT = (0xD9, 0xDA, 0xDB)
@@ -41,19 +44,28 @@ SHORT_TEXT = range(0xA0, 0xC0)
 LIST_OF_THREE = SHORT_LIST[3]
 TRUE = 0xC3
 UNSIGNED = range(0xCC, 0xD0)  # precede an integer of 1, 2, 4 or 8 bytes
-FIXED_EXTENSION = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}  # size of the content → type byte, which no length follows
+FIXED_EXTENSION = {
+    1: 0xD4,
+    2: 0xD5,
+    4: 0xD6,
+    8: 0xD7,
+    16: 0xD8,
+}  # size of the content → type byte, which no length follows
 PACKER = msgpack.Packer()
 
 
-def save_weights(path: str | Path, parameters: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
-    """Writes arrays in Flax's msgpack format, and adds the SHA-256 of the file to the manifest in the same directory.
+def save_weights(
+    path: str | Path, parameters: Mapping[str, Any], facts: Mapping[str, Any] | None = None
+) -> None:
+    """Writes arrays in Flax's msgpack format, and adds the SHA-256 of the file to the manifest in
+    the same directory.
 
-    Equal weights result in equal bytes. Arrays are read from `parameters` one at a time, so a lazy mapping needs memory for
-    only one array.
+    Equal weights result in equal bytes. Arrays are read from `parameters` one at a time, so a lazy
+    mapping needs memory for only one array.
 
     Args:
-      parameters: arrays by path, such as "blocks/0/norm1/scale". The file holds them as nested dicts: bfloat16 and uint8 arrays
-        unchanged, all others as float32.
+      parameters: arrays by path, such as "blocks/0/norm1/scale". The file holds them as nested
+        dicts: bfloat16 and uint8 arrays unchanged, all others as float32.
       facts: the provenance of the weights, for the manifest.
 
     Raises:
@@ -69,41 +81,60 @@ def load_weights(
     place: Callable[[str, np.ndarray], Any] = lambda path, array: array,
     widen: "Callable[[Mapping[str, StoredArray]], Mapping[str, Any]] | None" = None,
 ) -> dict[str, Any]:
-    """Reads a file that `save_weights` wrote. The file is memory-mapped. Loading never executes code.
+    """Reads a file that `save_weights` wrote. The file is memory-mapped. Loading never executes
+    code.
 
     Args:
-      expected_shapes: for every path, an object with a `shape`, and the `dtype` uint8 if the array is packed.
-      place: called with each path and its read-only array, with the dtype in the file. Its results are returned.
-      widen: converts the packed arrays that `expected_shapes` lacks, by path, to float parameters by path. A float parameter
-        has the attributes of a `StoredArray`. None: such arrays are an error.
+      expected_shapes: for every path, an object with a `shape`, and the `dtype` uint8 if the array
+        is packed.
+      place: called with each path and its read-only array, with the dtype in the file. Its results
+        are returned.
+      widen: converts the packed arrays that `expected_shapes` lacks, by path, to float parameters
+        by path. A float parameter has the attributes of a `StoredArray`. None: such arrays are an
+        error.
 
     Returns:
       The results of `place` by path, in the order of `expected_shapes`.
 
     Raises:
-      UserError: the file is missing, damaged, or does not hold exactly the expected names and shapes.
+      UserError: the file is missing, damaged, or does not hold exactly the expected names and
+        shapes.
     """
     path = Path(path)
     shapes = {name: tuple(leaf.shape) for name, leaf in expected_shapes.items()}
     arrays, size = read_arrays(path)
     total = sum(leaf.nbytes for leaf in arrays.values())
-    overhead = 1024 + sum(256 + len(name) for name in arrays)  # the header of an array has less than 256 bytes
-    quantized = {name: array for name, array in arrays.items() if array.dtype == np.uint8 and name not in shapes}
+    overhead = 1024 + sum(
+        256 + len(name) for name in arrays
+    )  # the header of an array has less than 256 bytes
+    quantized = {
+        name: array
+        for name, array in arrays.items()
+        if array.dtype == np.uint8 and name not in shapes
+    }
     if quantized:
         if widen is None:
             raise UserError(
-                f"the weights {path} are quantized ({escape_name(next(iter(quantized)))}), and this use needs float weights: "
-                "import the checkpoint again with --dtype bfloat16 or float32"
+                f"the weights {path} are quantized ({escape_name(next(iter(quantized)))}), and this"
+                " use needs float weights: import the checkpoint again with --dtype bfloat16 or"
+                " float32"
             )
         try:
-            arrays = {name: array for name, array in arrays.items() if name not in quantized} | dict(widen(quantized))
+            arrays = {
+                name: array for name, array in arrays.items() if name not in quantized
+            } | dict(widen(quantized))
         except ValueError as error:
             raise UserError(f"the weights {path} {error}") from None
-    packed = {name for name, leaf in expected_shapes.items() if getattr(leaf, "dtype", None) == np.uint8}
+    packed = {
+        name for name, leaf in expected_shapes.items() if getattr(leaf, "dtype", None) == np.uint8
+    }
     _compare(path, arrays, shapes, packed)
-    if size > total + overhead:  # content that belongs to no array, such as maps without entries, which the reader accepts
+    if (
+        size > total + overhead
+    ):  # content that belongs to no array, such as maps without entries, which the reader accepts
         raise UserError(
-            f"the weights {path} are damaged: {size} bytes, expected {total} for the arrays and at most {overhead} more"
+            f"the weights {path} are damaged: {size} bytes, expected {total} for the arrays and at"
+            f" most {overhead} more"
         )
     return {name: place(name, arrays[name].array()) for name in shapes}
 
@@ -121,17 +152,27 @@ def read_arrays(path: Path) -> tuple[dict[str, "StoredArray"], int]:
         return MsgpackReader(content).arrays(), size
     except OSError as error:
         raise UserError(f"cannot read the weights {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, struct.error) as error:  # invalid bytes can cause any of these
-        raise UserError(f"the weights {path} are damaged or not a weights file: {first_line(error)}") from None
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        struct.error,
+    ) as error:  # invalid bytes can cause any of these
+        raise UserError(
+            f"the weights {path} are damaged or not a weights file: {first_line(error)}"
+        ) from None
 
 
 def packed_arrays(path: Path) -> dict[str, "StoredArray"]:
-    """Returns the packed arrays of a weights file by name; the errors are those of `read_arrays`."""
+    """Returns the packed arrays of a weights file by name; the errors are those of
+    `read_arrays`.
+    """
     return {name: array for name, array in read_arrays(path)[0].items() if array.dtype == np.uint8}
 
 
 def weights_digest(run: RunDirectory) -> str:
-    """Returns the SHA-256 (hex) of the weights of a run, or of its adapter file, which contains the digest of the base weights.
+    """Returns the SHA-256 (hex) of the weights of a run, or of its adapter file, which contains the
+    digest of the base weights.
 
     The digest is computed again only if the file changes.
 
@@ -167,14 +208,18 @@ def msgpack_pieces(parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview
     """Yields the bytes of a weights file in parts: the arrays as nested dicts with sorted names.
 
     Args:
-      parameters: arrays by path, such as "blocks/0/norm1/scale", each read just before it is written. bfloat16 and uint8
-        arrays stay unchanged, all others become float32.
+      parameters: arrays by path, such as "blocks/0/norm1/scale", each read just before it is
+        written. bfloat16 and uint8 arrays stay unchanged, all others become float32.
     """
-    paths = _nested({name: name for name in parameters})  # its leaves are paths, so that each array is read when it is written
+    paths = _nested(
+        {name: name for name in parameters}
+    )  # its leaves are paths, so that each array is read when it is written
     return _tree_pieces(paths, parameters)
 
 
-def _tree_pieces(tree: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
+def _tree_pieces(
+    tree: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a nested dict, whose leaves are paths in `parameters`."""
     yield PACKER.pack_map_header(len(tree))
     for key in sorted(tree):
@@ -190,7 +235,9 @@ def _tree_pieces(tree: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iter
 
 
 def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
-    """Yields one array as Flax packs it: an extension, or a map of extensions if the array is larger than `CHUNK_BYTES`."""
+    """Yields one array as Flax packs it: an extension, or a map of extensions if the array is
+    larger than `CHUNK_BYTES`.
+    """
     if array.nbytes <= CHUNK_BYTES:
         yield from _extension_pieces(array)
         return
@@ -199,7 +246,9 @@ def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
     starts = range(0, flat.size, step)
     shape = {str(axis): size for axis, size in enumerate(array.shape)}
     # {CHUNKED_KEY: true, "shape": shape, "chunks": {"0": part, …}}
-    yield PACKER.pack_map_header(3) + b"".join(map(PACKER.pack, (CHUNKED_KEY, True, "shape", shape, "chunks")))
+    yield PACKER.pack_map_header(3) + b"".join(
+        map(PACKER.pack, (CHUNKED_KEY, True, "shape", shape, "chunks"))
+    )
     yield PACKER.pack_map_header(len(starts))
     for number, start in enumerate(starts):
         yield PACKER.pack(str(number))
@@ -207,15 +256,23 @@ def _array_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
 
 
 def _extension_pieces(array: np.ndarray) -> Iterator[bytes | memoryview]:
-    """Yields one array as an extension with the triple (shape, dtype name, bytes). The bytes are not copied."""
+    """Yields one array as an extension with the triple (shape, dtype name, bytes). The bytes are
+    not copied.
+    """
     shape_and_dtype = PACKER.pack(array.shape) + PACKER.pack(array.dtype.name)
     before_data = bytes([LIST_OF_THREE]) + shape_and_dtype + _data_header(array.nbytes, BINARY)
-    yield _data_header(len(before_data) + array.nbytes, EXTENSION) + bytes([ARRAY_EXTENSION]) + before_data
+    yield (
+        _data_header(len(before_data) + array.nbytes, EXTENSION)
+        + bytes([ARRAY_EXTENSION])
+        + before_data
+    )
     yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _data_header(size: int, type_bytes: tuple[int, int, int]) -> bytes:
-    """Returns the type and length bytes of binary data or of an extension; the content follows separately."""
+    """Returns the type and length bytes of binary data or of an extension; the content follows
+    separately.
+    """
     if type_bytes == EXTENSION and size in FIXED_EXTENSION:
         return bytes([FIXED_EXTENSION[size]])
     for width, type_byte in zip((1, 2, 4), type_bytes, strict=True):
@@ -240,38 +297,54 @@ class StoredArray:
         return sum(part.nbytes for part in self.parts)
 
     def array(self) -> np.ndarray:
-        """Returns the read-only array; it is a copy only if the file stores the array in several parts."""
+        """Returns the read-only array; it is a copy only if the file stores the array in several
+        parts.
+        """
         flat = self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
         flat.flags.writeable = False
         return flat.reshape(self.shape)
 
 
-def _compare(path: Path, arrays: Mapping[str, StoredArray], shapes: dict[str, tuple[int, ...]], packed: set[str]) -> None:
-    """Raises a UserError for the first parameter that is missing, unexpected, or has a wrong shape or dtype.
+def _compare(
+    path: Path,
+    arrays: Mapping[str, StoredArray],
+    shapes: dict[str, tuple[int, ...]],
+    packed: set[str],
+) -> None:
+    """Raises a UserError for the first parameter that is missing, unexpected, or has a wrong shape
+    or dtype.
 
     The arrays in `packed` must be uint8.
     """
     for name, shape in shapes.items():
         if name not in arrays:
-            raise UserError(f"the weights {path} lack {name} of shape {shape}, which this model needs")
+            raise UserError(
+                f"the weights {path} lack {name} of shape {shape}, which this model needs"
+            )
         array = arrays[name]
         if array.shape != shape:
-            raise UserError(f"the weights {path} hold {name} with shape {array.shape}, but this model has {shape}")
+            raise UserError(
+                f"the weights {path} hold {name} with shape {array.shape}, but this model has"
+                f" {shape}"
+            )
         allowed = ("uint8",) if name in packed else ("float32", BFLOAT16)
         if array.dtype.name not in allowed:
-            raise UserError(f"the weights {path} hold {name} as {array.dtype}, expected {' or '.join(allowed)}")
+            raise UserError(
+                f"the weights {path} hold {name} as {array.dtype}, expected {' or '.join(allowed)}"
+            )
     for name, array in arrays.items():
         if name not in shapes:
             raise UserError(
-                f"the weights {path} hold {escape_name(name)} of shape {array.shape}, which this model does not have"
+                f"the weights {path} hold {escape_name(name)} of shape {array.shape}, which this"
+                " model does not have"
             )
 
 
 class MsgpackReader:
     """Reads the subset of msgpack that a tree of arrays uses. Arrays are views of the file content.
 
-    Every size is compared with the remaining bytes before anything is allocated. Invalid content raises a ValueError, KeyError,
-    TypeError or struct.error.
+    Every size is compared with the remaining bytes before anything is allocated. Invalid content
+    raises a ValueError, KeyError, TypeError or struct.error.
     """
 
     def __init__(self, content: Any):
@@ -287,7 +360,9 @@ class MsgpackReader:
         return dict(_flat(tree))
 
     def _peek(self) -> int:
-        """Returns the next byte, which stays unread. At the end of the file it is 0, and the following read raises an error."""
+        """Returns the next byte, which stays unread. At the end of the file it is 0, and the
+        following read raises an error.
+        """
         return self.content[self.at] if self.at < self.end else 0
 
     def _take(self, form: str) -> int:
@@ -297,7 +372,9 @@ class MsgpackReader:
         return value
 
     def _read_length(self, short: range, type_bytes: tuple[int, ...], what: str) -> int:
-        """Reads a length, from the type byte itself (`short`) or from the 1, 2 or 4 bytes after the type byte."""
+        """Reads a length, from the type byte itself (`short`) or from the 1, 2 or 4 bytes after the
+        type byte.
+        """
         kind = self._take(">B")
         if kind in short:
             return kind - short.start
@@ -355,7 +432,9 @@ class MsgpackReader:
         return tree.get(CHUNKED_KEY, tree)
 
     def _chunked(self, depth: int) -> StoredArray:
-        """Reads the rest of a chunked array after its first name: true, "shape": {"0": n, …}, "chunks": {"0": array, …}."""
+        """Reads the rest of a chunked array after its first name: true, "shape": {"0": n, …},
+        "chunks": {"0": array, …}.
+        """
         if self._take(">B") != TRUE or self._text() != "shape":
             raise ValueError("a chunked array without a shape")
         dimensions = self._read_length(SHORT_MAP, (), "a shape")
@@ -365,15 +444,23 @@ class MsgpackReader:
             raise ValueError("a chunked array without chunks")
         chunks = self._map(depth + 1)
         parts = tuple(chunks[str(number)].parts[0] for number in range(len(chunks)))
-        if not parts or sum(part.size for part in parts) != math.prod(shape) or len({part.dtype for part in parts}) > 1:
+        if (
+            not parts
+            or sum(part.size for part in parts) != math.prod(shape)
+            or len({part.dtype for part in parts}) > 1
+        ):
             raise ValueError(f"chunks that do not form an array of shape {shape}")
         return StoredArray(shape, parts)
 
     def _array(self) -> tuple[tuple[int, ...], np.ndarray]:
-        """Reads an array that is not chunked: its shape, and its values as a flat view of the file."""
+        """Reads an array that is not chunked: its shape, and its values as a flat view of the
+        file.
+        """
         head = self._take(">B")
         fixed = {byte: size for size, byte in FIXED_EXTENSION.items()}
-        size = fixed[head] if head in fixed else self._take((">B", ">H", ">I")[EXTENSION.index(head)])
+        size = (
+            fixed[head] if head in fixed else self._take((">B", ">H", ">I")[EXTENSION.index(head)])
+        )
         code = self._take(">B")
         if code != ARRAY_EXTENSION:
             raise ValueError(f"unknown extension type {code}")
@@ -387,6 +474,10 @@ class MsgpackReader:
         dtype = np.dtype(ml_dtypes.bfloat16 if dtype_name == BFLOAT16 else dtype_name)
         if math.prod(shape) * dtype.itemsize != count or self.at + count != end or end > self.end:
             raise ValueError(f"an array of shape {shape} with content of another size")
-        values = np.frombuffer(self.content, dtype, math.prod(shape), self.at) if count else np.empty(0, dtype)
+        values = (
+            np.frombuffer(self.content, dtype, math.prod(shape), self.at)
+            if count
+            else np.empty(0, dtype)
+        )
         self.at = end
         return shape, values

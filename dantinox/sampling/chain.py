@@ -15,7 +15,13 @@ import dantinox.sampling.steps as steps
 import dantinox.sampling.watermark as watermark
 from dantinox.config.generation_settings import GREEDY_BELOW, ROUTED_STEPS
 from dantinox.config.sampling_steps import EDIT_STEPS, LAST_STEPS, PENALTY_STEPS, STEPS
-from dantinox.sampling.best_of_n import Candidates, best_candidate, best_of_n, candidates_given_token, guide_score
+from dantinox.sampling.best_of_n import (
+    Candidates,
+    best_candidate,
+    best_of_n,
+    candidates_given_token,
+    guide_score,
+)
 from dantinox.sampling.draw import draw, row_key
 from dantinox.sampling.entropy_router import (
     ADAPTIVE,
@@ -44,10 +50,14 @@ ALL_ALLOWED = 0xFFFFFFFF  # the mask word of 32 allowed tokens
 
 def _find_function(name: str) -> Callable[..., Array]:
     """Returns the function with this name from the module that defines it."""
-    return next(getattr(module, name) for module in (steps, history, watermark) if hasattr(module, name))
+    return next(
+        getattr(module, name) for module in (steps, history, watermark) if hasattr(module, name)
+    )
 
 
-FUNCTIONS: dict[str, Callable[..., Array]] = {name: _find_function(step.function or name) for name, step in STEPS.items()}
+FUNCTIONS: dict[str, Callable[..., Array]] = {
+    name: _find_function(step.function or name) for name, step in STEPS.items()
+}
 
 
 class SampleInfo(NamedTuple):
@@ -74,15 +84,18 @@ def sample(
     active_B: Array | None = None,
     report: int | None = None,
 ) -> tuple[Array, SamplerState, SampleInfo]:
-    """Chooses the next token of every row. The token of a row does not depend on other rows or on its index.
+    """Chooses the next token of every row. The token of a row does not depend on other rows or on
+    its index.
 
     Args:
       logits_BV: logits of the last position, of any float type. All arithmetic is float32.
       params: the sampling parameters of the batch.
       state: the history of the batch.
-      keys_B: a random key per row. None: derived from seed, sample index and number of generated tokens.
+      keys_B: a random key per row. None: derived from seed, sample index and number of generated
+        tokens.
       attention: attention metrics of the newest query, [B] each; required if the router uses them.
-      active_B: bool, the rows whose state is updated. None: all. The tokens of other rows are meaningless.
+      active_B: bool, the rows whose state is updated. None: all. The tokens of other rows are
+        meaningless.
       report: the number of alternatives to report with each token (static). None: no report.
 
     Returns:
@@ -110,39 +123,53 @@ def sample(
     greedy_B = params.temperature < GREEDY_BELOW
     drawable_BV = final_BV
     if params.stochastic and keys_B is not None:
-        drawable_BV, drawn_B, candidates = _draw_tokens(final_BV, raw_BV, keys_B, plan.last, context, metrics, routes)
+        drawable_BV, drawn_B, candidates = _draw_tokens(
+            final_BV, raw_BV, keys_B, plan.last, context, metrics, routes
+        )
         token_B = jnp.where(greedy_B, token_B, drawn_B)
     surprise_B = None
     if state.mu is not None:
-        # In bits, before the truncation by mirostat: it does not change a kept logit, and `log_mass_B` is the mass before it.
+        # In bits, before the truncation by mirostat: it does not change a kept logit, and
+        # `log_mass_B` is the mass before it.
         surprise_B = (log_mass_B - final_BV[jnp.arange(params.batch), token_B]) / jnp.log(2.0)
     routed: RouterReport | None = None
     since_clarify_text_B: Array | None = None
     if routes is not None:
-        token_B, forced_B, since_clarify_text_B = _clarify(token_B, routes.strategy, edited_BV, params, state)
-        routed = RouterReport(attention if params.uses_attention else None, routes, forced_B, candidates)
+        token_B, forced_B, since_clarify_text_B = _clarify(
+            token_B, routes.strategy, edited_BV, params, state
+        )
+        routed = RouterReport(
+            attention if params.uses_attention else None, routes, forced_B, candidates
+        )
     empty_B = jnp.max(allowed_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
     reported = None
     if report is not None:
-        reported = _report_rows(report, params.report_rows, (raw_BV, drawable_BV, token_B, greedy_B))
+        reported = _report_rows(
+            report, params.report_rows, (raw_BV, drawable_BV, token_B, greedy_B)
+        )
         reported = reported._replace(routed=routed)
-    probability_B = None if state.adaptive_sum is None else _probabilities(final_BV, token_B, params)
-    new_state = update(params, state, token_B, active_B, surprise_B, probability_B, since_clarify_text_B)
+    probability_B = (
+        None if state.adaptive_sum is None else _probabilities(final_BV, token_B, params)
+    )
+    new_state = update(
+        params, state, token_B, active_B, surprise_B, probability_B, since_clarify_text_B
+    )
     return token_B, new_state, SampleInfo(repaired_B, empty_B, reported)
 
 
 class _Plan(NamedTuple):
     """The three parts of a plan.
 
-    The logits after the edits are kept, for the tokens of greedy rows and for the clarify token, which edits may forbid.
+    The logits after the edits are kept, for the tokens of greedy rows and for the clarify token,
+    which edits may forbid.
 
     Attributes:
       edits: the edits and penalties before any other step.
       others: the steps after them, without the last ones.
       last: the names of the last steps, which only rows that draw run.
-      edits_first: whether all edits and penalties are in `edits`. Greedy rows enable no other steps, so their tokens then do
-        not depend on `others`.
+      edits_first: whether all edits and penalties are in `edits`. Greedy rows enable no other
+        steps, so their tokens then do not depend on `others`.
     """
 
     edits: SharedOrder
@@ -159,7 +186,12 @@ def _split_plan(params: SamplingParams, active_B: Array) -> _Plan:
     plan = params.plan[: len(params.plan) - len(last)]
     n_edits = next((i for i, name in enumerate(plan) if name not in GREEDY_STEPS), len(plan))
     edits_first = not any(name in GREEDY_STEPS for name in plan[n_edits:])
-    return _Plan(_shared_order(params, plan[:n_edits]), _shared_order(params, plan[n_edits:]), last, edits_first)
+    return _Plan(
+        _shared_order(params, plan[:n_edits]),
+        _shared_order(params, plan[n_edits:]),
+        last,
+        edits_first,
+    )
 
 
 def _draw_tokens(
@@ -174,8 +206,8 @@ def _draw_tokens(
     """Runs the last steps and draws a token for every row.
 
     Returns:
-      The logits from which the tokens are drawn, with the router those of the best of several candidates; the tokens; and the
-      candidates, if they are scored or reported.
+      The logits from which the tokens are drawn, with the router those of the best of several
+      candidates; the tokens; and the candidates, if they are scored or reported.
     """
     params = context.params
     processed_BV = run_steps(_apply_step, _shared_order(params, last), final_BV, context)
@@ -186,16 +218,22 @@ def _draw_tokens(
     if routes is None or not params.candidates:
         return drawable_BV, drawn_B, None
     candidates = _candidates(drawn_B, processed_BV, raw_BV, keys_B, metrics, params)
-    return drawable_BV, jnp.where(routes.strategy == ADAPTIVE, candidates.token, drawn_B), candidates
+    return (
+        drawable_BV,
+        jnp.where(routes.strategy == ADAPTIVE, candidates.token, drawn_B),
+        candidates,
+    )
 
 
 def _clarify(
     token_B: Array, strategy_B: Array, edited_BV: Array, params: SamplingParams, state: SamplerState
 ) -> tuple[Array, Array, Array | None]:
-    """Replaces the drawn tokens by the clarify token, or by tokens of the clarify text, where the router asks for it.
+    """Replaces the drawn tokens by the clarify token, or by tokens of the clarify text, where the
+    router asks for it.
 
     Returns:
-      The tokens, the rows whose token was replaced, and the new `since_clarify_text` if the router inserts texts.
+      The tokens, the rows whose token was replaced, and the new `since_clarify_text` if the router
+      inserts texts.
     """
     assert params.router is not None and state.clarified is not None and state.length is not None
     distance_B = jnp.where(state.clarified < 0, -1, state.length - 1 - state.clarified)
@@ -206,12 +244,16 @@ def _clarify(
     assert state.since_clarify_text is not None
     cooldown_B = jnp.asarray(params.router.clarify_cooldown)
     clarifies_B = strategy_B == CLARIFY
-    inserted = params.clarify_text.insert(state.since_clarify_text, clarifies_B, edited_BV, cooldown_B)
+    inserted = params.clarify_text.insert(
+        state.since_clarify_text, clarifies_B, edited_BV, cooldown_B
+    )
     forced_B = forced_B | inserted.forced
     return jnp.where(inserted.forced, inserted.token, token_B), forced_B, inserted.since
 
 
-def _report_rows(count: int, report_rows_B: Array | None, inputs: tuple[Array, Array, Array, Array]) -> StepInfo:
+def _report_rows(
+    count: int, report_rows_B: Array | None, inputs: tuple[Array, Array, Array, Array]
+) -> StepInfo:
     """Returns the reports of all rows; zeros if `report_rows_B` is given and no row needs a report.
 
     Args:
@@ -231,18 +273,27 @@ def _report_rows(count: int, report_rows_B: Array | None, inputs: tuple[Array, A
 
 
 def edit_logits(logits_BV: Array, params: SamplingParams, state: SamplerState) -> Array:
-    """Returns the logits [B, V] after the steps of a plan that has only edits and penalties, for decoding without a draw."""
+    """Returns the logits [B, V] after the steps of a plan that has only edits and penalties, for
+    decoding without a draw.
+    """
     raw_BV, _ = jax.vmap(steps.sanitize)(logits_BV)
-    return run_steps(_apply_step, _shared_order(params, params.plan), raw_BV, Context(params, state))
+    return run_steps(
+        _apply_step, _shared_order(params, params.plan), raw_BV, Context(params, state)
+    )
 
 
 def trace(
-    logits_BV: Array, params: SamplingParams, state: SamplerState, attention: AttentionMetrics | None = None
+    logits_BV: Array,
+    params: SamplingParams,
+    state: SamplerState,
+    attention: AttentionMetrics | None = None,
 ) -> tuple[list[tuple[str, Array]], Route | None]:
-    """Returns the logits [B, V] after every step, by name and in order, and the choice of the router (or None).
+    """Returns the logits [B, V] after every step, by name and in order, and the choice of the
+    router (or None).
 
-    The first entry is `model`, the repaired logits. Then come `logit_processor` if there is one, `constraint` if tokens are
-    masked, the steps of the plan, and `candidates` if the router draws several.
+    The first entry is `model`, the repaired logits. Then come `logit_processor` if there is one,
+    `constraint` if tokens are masked, the steps of the plan, and `candidates` if the router draws
+    several.
     """
     raw_BV, _ = jax.vmap(steps.sanitize)(logits_BV)
     routes = None
@@ -272,7 +323,9 @@ def all_allowed(rows: int, vocab_size: int) -> np.ndarray:
 
 
 def unpack_bits(bits_W: Array, vocab_size: int) -> Array:
-    """Unpacks a token mask to bool [V]: token i is bit i mod 32 of word ⌊i/32⌋ of `bits_W` (uint32)."""
+    """Unpacks a token mask to bool [V]: token i is bit i mod 32 of word ⌊i/32⌋ of `bits_W`
+    (uint32).
+    """
     bits_W32 = (bits_W[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits_W32.reshape(-1)[:vocab_size].astype(bool)
 
@@ -288,14 +341,21 @@ def _apply_allowed(raw_BV: Array, params: SamplingParams) -> Array:
     if params.allowed_bits is None:
         return raw_BV
     is_constrained = (params.allowed_bits != jnp.uint32(ALL_ALLOWED)).any()
-    return lax.cond(is_constrained, jax.vmap(_mask_disallowed), lambda raw_BV, _: raw_BV, raw_BV, params.allowed_bits)
+    return lax.cond(
+        is_constrained,
+        jax.vmap(_mask_disallowed),
+        lambda raw_BV, _: raw_BV,
+        raw_BV,
+        params.allowed_bits,
+    )
 
 
 def _mask_disallowed(raw_V: Array, bits_W: Array) -> Array:
     allowed_V = unpack_bits(bits_W, raw_V.shape[0])
     allowed_logits_V = jnp.where(allowed_V, raw_V, -jnp.inf)
-    # If all allowed tokens have the logit -inf, they become equally likely, so that the constraint holds for any logits. An
-    # unconstrained row without tokens does not change, so that `sample` reports it as empty.
+    # If all allowed tokens have the logit -inf, they become equally likely, so that the constraint
+    # holds for any logits. An unconstrained row without tokens does not change, so that `sample`
+    # reports it as empty.
     all_removed = (allowed_logits_V == -jnp.inf).all() & ~allowed_V.all()
     return jnp.where(all_removed & allowed_V, 0.0, allowed_logits_V)
 
@@ -305,12 +365,18 @@ def _apply_router(
 ) -> tuple[SamplingParams, Metrics, Route]:
     """Runs the router.
 
-    Returns the parameters, with the numbers that the router chose for this token, the metrics, and the choice of the router.
+    Returns the parameters, with the numbers that the router chose for this token, the metrics, and
+    the choice of the router.
     """
     assert params.router is not None
     if params.uses_attention and attention is None:
-        raise ValueError("this router uses attention metrics: pass attention, or build it with use_attention: false")
-    metrics = Metrics(*jax.vmap(logit_metrics)(raw_BV), attention if params.uses_attention else None)
+        raise ValueError(
+            "this router uses attention metrics: pass attention, or build it with use_attention:"
+            " false"
+        )
+    metrics = Metrics(
+        *jax.vmap(logit_metrics)(raw_BV), attention if params.uses_attention else None
+    )
     routes = jax.vmap(route)(metrics, params.router)
     numbers = {name: getattr(routes, name) for name in ROUTED_STEPS}
     on = {
@@ -319,11 +385,17 @@ def _apply_router(
         "top_p": routes.top_p < 1,
         "min_p": routes.min_p > 0,
     }
-    return replace(params, numbers=params.numbers | numbers, enabled=params.enabled | on), metrics, routes
+    return (
+        replace(params, numbers=params.numbers | numbers, enabled=params.enabled | on),
+        metrics,
+        routes,
+    )
 
 
 def _apply_loop_temperature(params: SamplingParams, state: SamplerState) -> SamplingParams:
-    """Returns the parameters with the temperatures of this token: higher in rows whose text ends in a loop."""
+    """Returns the parameters with the temperatures of this token: higher in rows whose text ends in
+    a loop.
+    """
     if params.loops is None or params.loops.factor is None:
         return params
     assert state.loop_runs is not None
@@ -332,30 +404,50 @@ def _apply_loop_temperature(params: SamplingParams, state: SamplerState) -> Samp
     return replace(params, numbers=params.numbers | {"temperature": temperature_B}, enabled=enabled)
 
 
-def _best_of_n_logits(final_BV: Array, raw_BV: Array, params: SamplingParams, routes: Route) -> Array:
-    """Returns the distribution of the best of n candidates in adaptive rows; other rows do not change."""
+def _best_of_n_logits(
+    final_BV: Array, raw_BV: Array, params: SamplingParams, routes: Route
+) -> Array:
+    """Returns the distribution of the best of n candidates in adaptive rows; other rows do not
+    change.
+    """
     assert params.router is not None
     n_B = jnp.where(routes.strategy == ADAPTIVE, params.router.candidates, 1)
     return jax.vmap(best_of_n)(final_BV, raw_BV, n_B, jnp.asarray(params.router.score_logprob))
 
 
 def _candidates(
-    drawn_B: Array, processed_BV: Array, raw_BV: Array, keys_B: Array, metrics: Any, params: SamplingParams
+    drawn_B: Array,
+    processed_BV: Array,
+    raw_BV: Array,
+    keys_B: Array,
+    metrics: Any,
+    params: SamplingParams,
 ) -> Candidates:
-    """Draws the candidates of every row. Without a score function, they are drawn so that the drawn token is the best."""
+    """Draws the candidates of every row. Without a score function, they are drawn so that the drawn
+    token is the best.
+    """
     assert params.router is not None
     score_fn = params.score_fn
     draws = params.candidates
 
     def in_row(
-        drawn: Array, processed_V: Array, raw_V: Array, key: Array, metrics: Metrics, config: RouterConfig
+        drawn: Array,
+        processed_V: Array,
+        raw_V: Array,
+        key: Array,
+        metrics: Metrics,
+        config: RouterConfig,
     ) -> Candidates:
         candidates_key = jax.random.fold_in(key, CANDIDATES_KEY)
         if score_fn is None:
-            found = candidates_given_token(drawn, processed_V, raw_V, candidates_key, metrics, config, draws=draws)
+            found = candidates_given_token(
+                drawn, processed_V, raw_V, candidates_key, metrics, config, draws=draws
+            )
         else:
             score = partial(guide_score, config=config) if score_fn is guide_score else score_fn
-            found = best_candidate(processed_V, raw_V, candidates_key, metrics, config.candidates, score, draws=draws)
+            found = best_candidate(
+                processed_V, raw_V, candidates_key, metrics, config.candidates, score, draws=draws
+            )
         return found._replace(ids=jnp.where(jnp.arange(draws) < config.candidates, found.ids, -1))
 
     return jax.vmap(in_row)(drawn_B, processed_BV, raw_BV, keys_B, metrics, params.router)
@@ -366,9 +458,12 @@ def _probabilities(final_BV: Array, token_B: Array, params: SamplingParams) -> A
 
     def step(_: str, on_B: Array, probability_B: Array) -> Array:
         logits_B = final_BV[jnp.arange(params.batch), token_B]
-        return jnp.where(on_B, jnp.exp(logits_B - jax.vmap(steps.log_mass)(final_BV)), probability_B)
+        return jnp.where(
+            on_B, jnp.exp(logits_B - jax.vmap(steps.log_mass)(final_BV)), probability_B
+        )
 
-    # Run in the place of the step `adaptive_p`, so that a program that skips inactive steps also skips this.
+    # Run in the place of the step `adaptive_p`, so that a program that skips inactive steps also
+    # skips this.
     return _shared_order(params, ["adaptive_p"]).run(step, jnp.zeros(params.batch))
 
 
@@ -378,7 +473,9 @@ def _keys(params: SamplingParams, state: SamplerState) -> Array:
 
 def _shared_order(params: SamplingParams, names: Sequence[str]) -> SharedOrder:
     """Returns an order of some steps of the plan."""
-    return SharedOrder({name: params.enabled[name] for name in names}, tuple(names), params.skip_inactive_steps)
+    return SharedOrder(
+        {name: params.enabled[name] for name in names}, tuple(names), params.skip_inactive_steps
+    )
 
 
 def _apply_step(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
@@ -395,16 +492,24 @@ def _apply_step(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
 
 
 def run_step(name: str, x_N: Array, row: Context, **overrides: Any) -> Array:
-    """Applies one step to a row or its window; `overrides` replace arguments that are otherwise read from the context."""
+    """Applies one step to a row or its window; `overrides` replace arguments that are otherwise
+    read from the context.
+    """
     step = STEPS[name]
     settings = row.params.numbers | dict(row.params.choices)
     arguments = {parameter: settings[key] for parameter, key in step.arguments.items()}
-    read = {parameter: STEP_INPUTS[parameter](x_N, row, name) for parameter in step.reads if parameter not in overrides}
+    read = {
+        parameter: STEP_INPUTS[parameter](x_N, row, name)
+        for parameter in step.reads
+        if parameter not in overrides
+    }
     return FUNCTIONS[name](x_N, **arguments, **read, **overrides)
 
 
 def _token_table(row: Context, name: str, suffix: str = "") -> Array:
-    """Returns the table that a step reads: its token ids, their biases (`_by`), or the tokens before them (`_before`)."""
+    """Returns the table that a step reads: its token ids, their biases (`_by`), or the tokens
+    before them (`_before`).
+    """
     return row.params.tables[STEPS[name].indirect[0] + suffix]
 
 
@@ -424,14 +529,20 @@ def _distances(x_N: Array, row: Context, name: str) -> Array:
 def _repeated(x_N: Array, row: Context, name: str) -> Array:
     state = row.state
     window = row.params.numbers["dry_range"]
-    repeated_V = history.longest_repeats(state.text, state.length, state.repeats, state.breaker, window, _vocab_size(x_N, row))
+    repeated_V = history.longest_repeats(
+        state.text, state.length, state.repeats, state.breaker, window, _vocab_size(x_N, row)
+    )
     return _at_window(repeated_V, row)
 
 
 def _biases(x_N: Array, row: Context, name: str) -> Array:
     V = x_N.shape[0]
     ids_K = _token_table(row, name)
-    return jnp.zeros(V).at[jnp.where(ids_K < 0, V, ids_K)].add(_token_table(row, name, "_by"), mode="drop")
+    return (
+        jnp.zeros(V)
+        .at[jnp.where(ids_K < 0, V, ids_K)]
+        .add(_token_table(row, name, "_by"), mode="drop")
+    )
 
 
 def _protected(x_N: Array, row: Context, name: str) -> Array:
@@ -439,8 +550,8 @@ def _protected(x_N: Array, row: Context, name: str) -> Array:
     return (ids_N[:, None] == row.params.tables["protected_ids"]).any(axis=1)
 
 
-# Functions (row or window, context, step) -> value that compute the inputs of a step besides its settings. The key is the name
-# of the parameter in the function of the step.
+# Functions (row or window, context, step) -> value that compute the inputs of a step besides its
+# settings. The key is the name of the parameter in the function of the step.
 STEP_INPUTS: dict[str, Callable[[Array, Context, str], Any]] = {
     "history_S": lambda x_N, row, name: row.state.text,
     "length": lambda x_N, row, name: row.state.length,

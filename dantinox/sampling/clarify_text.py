@@ -59,23 +59,29 @@ class ClarifyText:
         if max(lengths, default=0) == 0:
             return None
         if max(lengths) > MAX_CLARIFY_TOKENS:
-            message = f"router.clarify_text must be at most {MAX_CLARIFY_TOKENS} tokens, got {max(lengths)}"
+            message = (
+                f"router.clarify_text must be at most {MAX_CLARIFY_TOKENS} tokens, got"
+                f" {max(lengths)}"
+            )
             raise UserError(message, key="router.clarify_text")
         tokens_BK = np.full((len(texts), MAX_CLARIFY_TOKENS), -1, np.int32)
         for tokens_K, ids in zip(tokens_BK, texts, strict=True):
             tokens_K[: len(ids)] = ids
         return cls(tokens_BK, np.asarray(lengths, np.int32))  # type: ignore[arg-type]
 
-    def insert(self, since_B: Array, clarifies_B: Array, edited_BV: Array, cooldown_B: Array) -> Insertion:
+    def insert(
+        self, since_B: Array, clarifies_B: Array, edited_BV: Array, cooldown_B: Array
+    ) -> Insertion:
         """Returns which rows emit a token of their text.
 
-        A text begins where the strategy is `clarify`, if it is the first one of the row, or if `cooldown_B`
-        tokens have followed the end of the last one. It continues in the next steps whatever their
-        strategies are. A token that the edits forbid is not emitted: the text does not begin, or it ends
-        before this token.
+        A text begins where the strategy is `clarify`, if it is the first one of the row, or if
+        `cooldown_B` tokens have followed the end of the last one. It continues in the next steps
+        whatever their strategies are. A token that the edits forbid is not emitted: the text does
+        not begin, or it ends before this token.
 
         Args:
-          since_B: the tokens since the beginning of the newest text, with its own; `NEVER`: there was none.
+          since_B: the tokens since the beginning of the newest text, with its own; `NEVER`: there
+            was none.
           clarifies_B: whether the strategy of the row is `clarify`.
           edited_BV: logits after edits and penalties; -inf forbids a token.
           cooldown_B: `clarify_cooldown`.

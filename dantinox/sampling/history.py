@@ -1,8 +1,8 @@
 """Sampling steps that read earlier tokens or lists of ids: bans, biases and repetition penalties.
 
-All are pure functions of one row and follow the rules of `dantinox.sampling.steps`: a removed token is -inf, a kept logit is
-bitwise unchanged, and a disabled step returns the row itself. A history is an array `history_S`. Its first `length` entries are
-valid.
+All are pure functions of one row and follow the rules of `dantinox.sampling.steps`: a removed token
+is -inf, a kept logit is bitwise unchanged, and a disabled step returns the row itself. A history is
+an array `history_S`. Its first `length` entries are valid.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,9 @@ def ban(logits_V: Array, ids_S: Array, on: Array | bool = True) -> Array:
     """Removes the tokens `ids_S` if `on`. Ids outside the vocabulary are ignored."""
     V = logits_V.shape[0]
     ids_S = jnp.where(ids_S < 0, V, ids_S)  # a negative index would count from the end
-    return jnp.where(on, keep_only(logits_V, jnp.ones(V, bool).at[ids_S].set(False, mode="drop")), logits_V)
+    return jnp.where(
+        on, keep_only(logits_V, jnp.ones(V, bool).at[ids_S].set(False, mode="drop")), logits_V
+    )
 
 
 def min_tokens(logits_V: Array, n: Number, stop_ids_S: Array, n_generated: Number) -> Array:
@@ -29,26 +31,34 @@ def min_tokens(logits_V: Array, n: Number, stop_ids_S: Array, n_generated: Numbe
 
 
 def encoder_repetition_penalty(logits_V: Array, prompt_V: Array, penalty: Number) -> Array:
-    """Returns x·P if x > 0, else x/P, for tokens of the prompt: the inverse repetition penalty. Off: penalty = 1.
+    """Returns x·P if x > 0, else x/P, for tokens of the prompt: the inverse repetition penalty.
+    Off: penalty = 1.
 
-    Above 1, tokens of the prompt become more likely ("hallucination penalty" of Hugging Face Transformers).
+    Above 1, tokens of the prompt become more likely ("hallucination penalty" of Hugging Face
+    Transformers).
 
     Args:
       prompt_V: the mask of the tokens that the prompt contains.
       penalty: P.
     """
-    return repetition_penalty(logits_V, jnp.where(prompt_V, 0, -1), 1 / jnp.asarray(penalty, jnp.float32))
+    return repetition_penalty(
+        logits_V, jnp.where(prompt_V, 0, -1), 1 / jnp.asarray(penalty, jnp.float32)
+    )
 
 
-def repetition_penalty(logits_V: Array, distance_V: Array, penalty: Number, range: Number = 0, slope: Number = 0.0) -> Array:
+def repetition_penalty(
+    logits_V: Array, distance_V: Array, penalty: Number, range: Number = 0, slope: Number = 0.0
+) -> Array:
     """Scales the logit x of every token in the history: x·P if x ≤ 0, else x/P. Off: penalty = 1.
 
     Source: Keskar et al. 2019, equation 2.
 
     Args:
-      distance_V: distance of each token's last occurrence from the end of the history (0: the last token); -1: no occurrence.
+      distance_V: distance of each token's last occurrence from the end of the history (0: the last
+        token); -1: no occurrence.
       penalty: P.
-      range: the number of tokens at the end of the history that are penalized. 0: all tokens of the history, without slope.
+      range: the number of tokens at the end of the history that are penalized. 0: all tokens of the
+        history, without slope.
       slope: how steeply the penalty rises towards the end of the range (KoboldAI). 0: flat.
     """
     d_V = distance_V.astype(jnp.float32)
@@ -61,8 +71,12 @@ def repetition_penalty(logits_V: Array, distance_V: Array, penalty: Number, rang
     return jnp.where(seen_V & (jnp.asarray(penalty) != 1), scaled_V, logits_V)
 
 
-def presence_frequency_penalty(logits_V: Array, count_V: Array, presence: Number, frequency: Number) -> Array:
-    """Returns x − presence·[c > 0] − frequency·c, with c the count of the token in the output (OpenAI). Off: both are 0."""
+def presence_frequency_penalty(
+    logits_V: Array, count_V: Array, presence: Number, frequency: Number
+) -> Array:
+    """Returns x − presence·[c > 0] − frequency·c, with c the count of the token in the output
+    (OpenAI). Off: both are 0.
+    """
     count_V = count_V.astype(jnp.float32)
     present_V = clip_finite(logits_V - presence, logits_V)
     lowered_V = present_V - frequency * count_V
@@ -73,7 +87,9 @@ def presence_frequency_penalty(logits_V: Array, count_V: Array, presence: Number
 def logit_bias(logits_V: Array, bias_V: Array) -> Array:
     """Returns x + bias; a bias of -inf bans the token, a bias of 0 does not change it."""
     banned_V = bias_V == -jnp.inf
-    moved_V = jnp.where((bias_V == 0) | banned_V, logits_V, clip_finite(logits_V + bias_V, logits_V))
+    moved_V = jnp.where(
+        (bias_V == 0) | banned_V, logits_V, clip_finite(logits_V + bias_V, logits_V)
+    )
     return keep_only(moved_V, ~banned_V)
 
 
@@ -85,14 +101,18 @@ def allowed_tokens(logits_V: Array, ids_S: Array) -> Array:
 
 
 def repeat_lengths(history_S: Array, length: Number) -> Array:
-    """Returns, for each position, how many tokens directly before it match the end of the history, int32 [S]."""
+    """Returns, for each position, how many tokens directly before it match the end of the history,
+    int32 [S].
+    """
     S = history_S.shape[0]
     position_S = jnp.arange(S)
 
     def extend(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         i, run_S, matching_S = carry
         tail = jnp.asarray(length) - 1 - i
-        matching_S &= (jnp.roll(history_S, 1 + i) == history_S[tail]) & (position_S > i) & (tail >= 0)
+        matching_S &= (
+            (jnp.roll(history_S, 1 + i) == history_S[tail]) & (position_S > i) & (tail >= 0)
+        )
         return i + 1, run_S + matching_S, matching_S
 
     start = jnp.int32(0), jnp.zeros(S, jnp.int32), position_S < length
@@ -100,24 +120,33 @@ def repeat_lengths(history_S: Array, length: Number) -> Array:
 
 
 def extend_repeat_lengths(run_S: Array, history_S: Array, length: Number, token: Number) -> Array:
-    """Updates `repeat_lengths` in one pass after `token` is appended to the first `length` tokens."""
+    """Updates `repeat_lengths` in one pass after `token` is appended to the first `length`
+    tokens.
+    """
     position_S = jnp.arange(run_S.shape[0])
     same_S = (jnp.roll(history_S, 1) == token) & (position_S >= 1) & (position_S <= length)
     return jnp.where(same_S, jnp.roll(run_S, 1) + 1, 0)
 
 
-def no_repeat_ngram(logits_V: Array, history_S: Array, length: Number, run_S: Array, n: Number) -> Array:
+def no_repeat_ngram(
+    logits_V: Array, history_S: Array, length: Number, run_S: Array, n: Number
+) -> Array:
     """Bans tokens that would repeat an n-gram of the history (Paulus et al. 2018). Off: n ≤ 0.
 
     Args:
       run_S: the `repeat_lengths` of the history.
     """
     repeats_S = (run_S >= jnp.asarray(n) - 1) & (jnp.arange(history_S.shape[0]) < length)
-    return jnp.where(jnp.asarray(n) <= 0, logits_V, ban(logits_V, jnp.where(repeats_S, history_S, -1)))
+    return jnp.where(
+        jnp.asarray(n) <= 0, logits_V, ban(logits_V, jnp.where(repeats_S, history_S, -1))
+    )
 
 
-def dry(logits_V: Array, repeated_V: Array, multiplier: Number, base: Number, allowed_length: Number) -> Array:
-    """Subtracts m·b^(L−A) from the logit of a token that would extend a repeated suffix of L ≥ A tokens. Off: m = 0.
+def dry(
+    logits_V: Array, repeated_V: Array, multiplier: Number, base: Number, allowed_length: Number
+) -> Array:
+    """Subtracts m·b^(L−A) from the logit of a token that would extend a repeated suffix of L ≥ A
+    tokens. Off: m = 0.
 
     Source: DRY, p-e-w 2024.
 
@@ -130,13 +159,21 @@ def dry(logits_V: Array, repeated_V: Array, multiplier: Number, base: Number, al
     return jnp.where(hit_V, clip_finite(logits_V - penalty_V, logits_V), logits_V)
 
 
-def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: Array, window: Number, vocab_size: int) -> Array:
-    """Returns for every token the length, at most 50, of the longest repeated suffix that the token would extend, int32 [V].
+def longest_repeats(
+    history_S: Array,
+    length: Number,
+    run_S: Array,
+    breaker_S: Array,
+    window: Number,
+    vocab_size: int,
+) -> Array:
+    """Returns for every token the length, at most 50, of the longest repeated suffix that the token
+    would extend, int32 [V].
 
     Args:
       run_S: the `repeat_lengths` of the history.
-      breaker_S: the mask of positions whose token ends a repetition. A repetition neither contains such a token nor is extended
-        by one.
+      breaker_S: the mask of positions whose token ends a repetition. A repetition neither contains
+        such a token nor is extended by one.
       window: the number of tokens at the end of the history that are searched. 0: all.
     """
     position_S = jnp.arange(history_S.shape[0])
@@ -144,12 +181,18 @@ def longest_repeats(history_S: Array, length: Number, run_S: Array, breaker_S: A
     window = jnp.asarray(window)
     first = jnp.where(window > 0, jnp.maximum(length - window, 0), 0)
     unbroken = length - 1 - jnp.max(jnp.where(breaker_S & (position_S < length), position_S, -1))
-    run_S = jnp.minimum(jnp.minimum(run_S, unbroken), jnp.minimum(position_S - first, LONGEST_REPEAT))
-    ids_S = jnp.where((position_S >= first) & (position_S < length) & ~breaker_S, history_S, vocab_size)
+    run_S = jnp.minimum(
+        jnp.minimum(run_S, unbroken), jnp.minimum(position_S - first, LONGEST_REPEAT)
+    )
+    ids_S = jnp.where(
+        (position_S >= first) & (position_S < length) & ~breaker_S, history_S, vocab_size
+    )
     return jnp.zeros(vocab_size, jnp.int32).at[ids_S].max(run_S, mode="drop")
 
 
-def bad_words(logits_V: Array, history_S: Array, length: Number, prefix_WM: Array, last_W: Array) -> Array:
+def bad_words(
+    logits_V: Array, history_S: Array, length: Number, prefix_WM: Array, last_W: Array
+) -> Array:
     """Bans the last token of every sequence of which all other tokens are the end of the history.
 
     Args:
@@ -159,8 +202,16 @@ def bad_words(logits_V: Array, history_S: Array, length: Number, prefix_WM: Arra
     return ban(logits_V, jnp.where(_prefix_matches(history_S, length, prefix_WM), last_W, -1))
 
 
-def sequence_bias(logits_V: Array, history_S: Array, length: Number, prefix_WM: Array, last_W: Array, bias_W: Array) -> Array:
-    """Adds `bias_W` to the logit of the last token of every sequence whose other tokens end the history.
+def sequence_bias(
+    logits_V: Array,
+    history_S: Array,
+    length: Number,
+    prefix_WM: Array,
+    last_W: Array,
+    bias_W: Array,
+) -> Array:
+    """Adds `bias_W` to the logit of the last token of every sequence whose other tokens end the
+    history.
 
     A bias of -inf bans the token. The other arguments are those of `bad_words`.
     """
@@ -170,14 +221,18 @@ def sequence_bias(logits_V: Array, history_S: Array, length: Number, prefix_WM: 
 
 
 def _prefix_matches(history_S: Array, length: Number, prefix_WM: Array) -> Array:
-    """Returns the mask [W] of the sequences whose tokens except the last are the end of the history."""
+    """Returns the mask [W] of the sequences whose tokens except the last are the end of the
+    history.
+    """
     M = prefix_WM.shape[1]
     position_M = jnp.asarray(length) - M + jnp.arange(M)
     tail_M = jnp.where(position_M >= 0, history_S[jnp.maximum(position_M, 0)], -2)
     return ((prefix_WM == -1) | (prefix_WM == tail_M)).all(axis=1)
 
 
-def sequence_arrays(sequences: Sequence[Sequence[int]], count: int = 1, longest: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def sequence_arrays(
+    sequences: Sequence[Sequence[int]], count: int = 1, longest: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns `prefix_WM` and `last_W` of `bad_words` for lists of ids.
 
     Args:

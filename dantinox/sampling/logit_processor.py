@@ -1,4 +1,6 @@
-"""Logit processors: a user's function that edits the logits of every token, as a part of the compiled program."""
+"""Logit processors: a user's function that edits the logits of every token, as a part of the
+compiled program.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +17,8 @@ class TokenHistory(NamedTuple):
     """The tokens of one row before the token that is chosen next.
 
     Attributes:
-      tokens_S: int32 [S], the tokens of prompt and output. The first `length` are valid; S is the capacity of the program.
+      tokens_S: int32 [S], the tokens of prompt and output. The first `length` are valid; S is the
+        capacity of the program.
       length: int32, the number of tokens in prompt and output.
       n_generated: int32, the number of tokens in the output, which is the index of the next token.
     """
@@ -33,20 +36,29 @@ def check_logit_processor(function: Any) -> None:
     """Checks everything about a logit processor that can be checked without its arguments.
 
     Raises:
-      UserError: it is not a function, or it cannot be hashed, so that its program could not be found again.
+      UserError: it is not a function, or it cannot be hashed, so that its program could not be
+        found again.
     """
     if not callable(function):
-        raise UserError(f"logit_processor must be a function (logits_V, history) -> logits_V, got {quote(function)}")
+        raise UserError(
+            "logit_processor must be a function (logits_V, history) -> logits_V, got"
+            f" {quote(function)}"
+        )
     try:
         hash(function)
     except TypeError:
-        raise UserError("logit_processor must be hashable: pass a function, or an object without __eq__") from None
+        raise UserError(
+            "logit_processor must be hashable: pass a function, or an object without __eq__"
+        ) from None
 
 
-def apply_logit_processor(function: LogitProcessor, logits_BV: Array, histories: TokenHistory) -> Array:
+def apply_logit_processor(
+    function: LogitProcessor, logits_BV: Array, histories: TokenHistory
+) -> Array:
     """Returns the logits [B, V] after a processor has edited each row.
 
-    NaN and +inf are repaired as in the logits of the model. A row of which no token would remain does not change.
+    NaN and +inf are repaired as in the logits of the model. A row of which no token would remain
+    does not change.
 
     Args:
       histories: the history of every row, [B, …] each.

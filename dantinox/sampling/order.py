@@ -1,4 +1,6 @@
-"""Runs the sampling steps in their order: one static order, or an array per row; steps that no row enables can be skipped."""
+"""Runs the sampling steps in their order: one static order, or an array per row; steps that no row
+enables can be skipped.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +14,8 @@ from jax import Array, lax
 
 from dantinox.config.sampling_steps import EDIT_STEPS, LAST_STEPS, STEPS
 
-# The steps that can run in any order. An entry of an order array is an index into this tuple; -1 is an unused entry.
+# The steps that can run in any order. An entry of an order array is an index into this tuple; -1 is
+# an unused entry.
 ORDERABLE = tuple(name for name in STEPS if name not in (*EDIT_STEPS, *LAST_STEPS))
 IS_TRUNCATION = np.asarray([bool(STEPS[name].keeps) for name in ORDERABLE])
 
@@ -49,7 +52,9 @@ class SharedOrder:
         return result
 
     def any_enabled(self) -> Array | bool:
-        """Returns whether some row may enable a step; a bool if this is known without running the program."""
+        """Returns whether some row may enable a step; a bool if this is known without running the
+        program.
+        """
         if not self.names or not self.skip:
             return bool(self.names)
         return jnp.stack([self.on[name] for name in self.names]).any()
@@ -65,8 +70,9 @@ class SharedOrder:
 class RowOrders:
     """A separate order of steps for every row, in one program.
 
-    The program is a loop: each iteration chooses a step that is next in some row, and runs it for all rows in which it is next.
-    If all orders are equal, the loop is one pass over the enabled steps. The result of a row does not depend on other rows.
+    The program is a loop: each iteration chooses a step that is next in some row, and runs it for
+    all rows in which it is next. If all orders are equal, the loop is one pass over the enabled
+    steps. The result of a row does not depend on other rows.
 
     Attributes:
       steps: [B, N] int32, the steps of every row in order, as indices into `ORDERABLE`.
@@ -81,15 +87,22 @@ class RowOrders:
     @classmethod
     def build(cls, steps_BN: Array, on: dict[str, Array], active_B: Array) -> "RowOrders":
         """Builds the orders [B, N]; the enabled steps of active rows are pending."""
-        on_BN = jnp.take_along_axis(jnp.stack([on[name] for name in ORDERABLE], axis=1), jnp.maximum(steps_BN, 0), axis=1)
+        on_BN = jnp.take_along_axis(
+            jnp.stack([on[name] for name in ORDERABLE], axis=1), jnp.maximum(steps_BN, 0), axis=1
+        )
         return cls(steps_BN, (steps_BN >= 0) & on_BN & active_B[:, None], ORDERABLE)
 
     def run(self, function: StepFunction[T], carry: T) -> T:
-        """Applies `function` to the carry for every pending step of every row, and returns the final carry."""
+        """Applies `function` to the carry for every pending step of every row, and returns the
+        final carry.
+        """
         unused = len(ORDERABLE)
         branches = [partial(function, name) for name in self.names]
-        # From an index into `ORDERABLE` to a branch; a step that is not in `names` is never pending.
-        branch_of = np.asarray([self.names.index(name) if name in self.names else 0 for name in ORDERABLE], np.int32)
+        # From an index into `ORDERABLE` to a branch; a step that is not in `names` is never
+        # pending.
+        branch_of = np.asarray(
+            [self.names.index(name) if name in self.names else 0 for name in ORDERABLE], np.int32
+        )
 
         def next_step(loop: tuple[Array, T]) -> tuple[Array, T]:
             pending_BN, carry = loop
@@ -121,7 +134,9 @@ Order = SharedOrder | RowOrders
 
 
 def order_array(names: Sequence[str]) -> np.ndarray:
-    """Returns the order array [N] int32 for the names of the steps, without the last steps, whose order is fixed."""
+    """Returns the order array [N] int32 for the names of the steps, without the last steps, whose
+    order is fixed.
+    """
     steps_N = np.full(len(ORDERABLE), -1, np.int32)
     indices = [ORDERABLE.index(name) for name in names if name not in LAST_STEPS]
     steps_N[: len(indices)] = indices

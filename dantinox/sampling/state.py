@@ -18,13 +18,17 @@ from dantinox.sampling.steps import mirostat_update
 
 # Maps an input of a step to the state fields from which it is computed.
 FIELDS_OF_INPUT = {
-    "history_S": {"text"}, "run_S": {"text", "repeats"}, "repeated_V": {"text", "repeats", "breaker"},
-    "distance_V": {"last_seen"}, "count_V": {"count"}, "prompt_V": {"in_prompt"}, "mu": {"mu"},
+    "history_S": {"text"}, "run_S": {"text", "repeats"},
+    "repeated_V": {"text", "repeats", "breaker"}, "distance_V": {"last_seen"}, "count_V": {"count"},
+    "prompt_V": {"in_prompt"}, "mu": {"mu"},
     "average": {"adaptive_sum", "adaptive_weight"},
 }  # fmt: skip
-# Fields that depend on how the earlier tokens were chosen, so that they cannot be computed from the tokens.
+# Fields that depend on how the earlier tokens were chosen, so that they cannot be computed from the
+# tokens.
 RECURRENT_FIELDS = ("mu", "adaptive_sum", "adaptive_weight", "since_clarify_text")
-_repeat_lengths_of_rows = jax.jit(jax.vmap(repeat_lengths))  # outside jit the loop would be compiled at every call
+_repeat_lengths_of_rows = jax.jit(
+    jax.vmap(repeat_lengths)
+)  # outside jit the loop would be compiled at every call
 _loop_runs_of_rows = jax.jit(jax.vmap(loop_runs))
 
 
@@ -54,19 +58,21 @@ class SamplerState:
     Attributes:
       n_generated: [B] int32, number of generated tokens.
       length: [B] int32, number of tokens in prompt and output.
-      last_seen: [B, V] int32, last position of each token in the scope of the repetition penalty; −1: it does not occur.
+      last_seen: [B, V] int32, last position of each token in the scope of the repetition penalty;
+        −1: it does not occur.
       count: [B, V] int32, count of each token in the scope of the presence and frequency penalties.
       in_prompt: [B, V] bool, the tokens that the prompt contains.
       text: [B, S] int32, prompt and output; the first `length` tokens are valid.
       repeats: [B, S] int32, the `repeat_lengths` of `text`.
       breaker: [B, S] bool, positions whose token ends a repetition.
       mu: [B] float32, the bound of mirostat in bits.
-      adaptive_sum, adaptive_weight: [B] float32, the sum and the total weight of the probabilities of the drawn tokens, for
-        adaptive-p; their quotient is the weighted average.
-      loop_runs: [B, P] int32, for each period how many tokens at the end of the output repeat it, see `loops.loop_runs`.
+      adaptive_sum, adaptive_weight: [B] float32, the sum and the total weight of the probabilities
+        of the drawn tokens, for adaptive-p; their quotient is the weighted average.
+      loop_runs: [B, P] int32, for each period how many tokens at the end of the output repeat it,
+        see `loops.loop_runs`.
       clarified: [B] int32, last position of the router's clarify token; −1: it does not occur.
-      since_clarify_text: [B] int32, tokens since the beginning of the newest clarify text, with its own; `clarify_text.NEVER`:
-        none was inserted.
+      since_clarify_text: [B] int32, tokens since the beginning of the newest clarify text, with its
+        own; `clarify_text.NEVER`: none was inserted.
     """
 
     n_generated: Array
@@ -87,10 +93,13 @@ class SamplerState:
     @property
     def recurrent(self) -> dict[str, Array]:
         """The `RECURRENT_FIELDS` that the plan reads, by name."""
-        return {name: value for name in RECURRENT_FIELDS if (value := getattr(self, name)) is not None}
+        return {
+            name: value for name in RECURRENT_FIELDS if (value := getattr(self, name)) is not None
+        }
 
 
-# Outside of another program, it would be dozens of small ones without `jit`; `inline` leaves no call inside of one.
+# Outside of another program, it would be dozens of small ones without `jit`; `inline` leaves no
+# call inside of one.
 @partial(jax.jit, static_argnames=("vocab_size", "capacity"), inline=True)
 def init_state(
     params: SamplingParams,
@@ -109,10 +118,11 @@ def init_state(
       prompt_tokens_BT: token ids of the prompts.
       prompt_valid_BT: bool, True for tokens and False for padding.
       vocab_size: V.
-      capacity: maximum number of tokens in prompt and output, S. Steps that read the token history need it (DRY, n-grams, bad
-        words, a logit processor).
+      capacity: maximum number of tokens in prompt and output, S. Steps that read the token history
+        need it (DRY, n-grams, bad words, a logit processor).
       generated_B: how many of the last tokens were generated; None: none.
-      recurrent: the `SamplerState.recurrent` after the last generated token; NaN, or None, stands for the initial value.
+      recurrent: the `SamplerState.recurrent` after the last generated token; NaN, or None, stands
+        for the initial value.
 
     Raises:
       ValueError: a step needs `capacity`.
@@ -132,19 +142,29 @@ def init_state(
     arrays: dict[str, Array] = {"n_generated": generated_B, "length": length_B}
     if "last_seen" in fields:
         seen_BT = jnp.where(params.tables["repetition_scope"] | is_output_BT, position_BT, -1)
-        arrays["last_seen"] = jnp.full((B, vocab_size), -1, jnp.int32).at[rows_B1, ids_BT].max(seen_BT, mode="drop")
+        arrays["last_seen"] = (
+            jnp.full((B, vocab_size), -1, jnp.int32).at[rows_B1, ids_BT].max(seen_BT, mode="drop")
+        )
     if "count" in fields:
         one_BT = (params.tables["presence_scope"] | is_output_BT).astype(jnp.int32)
-        arrays["count"] = jnp.zeros((B, vocab_size), jnp.int32).at[rows_B1, ids_BT].add(one_BT, mode="drop")
+        arrays["count"] = (
+            jnp.zeros((B, vocab_size), jnp.int32).at[rows_B1, ids_BT].add(one_BT, mode="drop")
+        )
     if "in_prompt" in fields:
         prompt_BT = jnp.where(is_output_BT, vocab_size, ids_BT)
-        arrays["in_prompt"] = jnp.zeros((B, vocab_size), bool).at[rows_B1, prompt_BT].set(True, mode="drop")
+        arrays["in_prompt"] = (
+            jnp.zeros((B, vocab_size), bool).at[rows_B1, prompt_BT].set(True, mode="drop")
+        )
     if "text" in fields:
         if capacity is None:
             readers = ", ".join(_text_readers(params))
-            raise ValueError(f"capacity must be set for the steps that read the token history: {readers}")
+            raise ValueError(
+                f"capacity must be set for the steps that read the token history: {readers}"
+            )
         text = jnp.zeros((B, capacity), jnp.int32)
-        arrays["text"] = text.at[rows_B1, jnp.where(valid_BT, position_BT, capacity)].set(prompt_tokens_BT, mode="drop")
+        arrays["text"] = text.at[rows_B1, jnp.where(valid_BT, position_BT, capacity)].set(
+            prompt_tokens_BT, mode="drop"
+        )
         if "repeats" in fields:
             arrays["repeats"] = _repeat_lengths_of_rows(arrays["text"], length_B)
         if "breaker" in fields:
@@ -163,8 +183,12 @@ def init_state(
     return SamplerState(**arrays)
 
 
-def _recurrent_arrays(params: SamplingParams, fields: set[str], recurrent: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns the `RECURRENT_FIELDS` among `fields`: their initial values, or those of `recurrent` where these are numbers."""
+def _recurrent_arrays(
+    params: SamplingParams, fields: set[str], recurrent: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Returns the `RECURRENT_FIELDS` among `fields`: their initial values, or those of `recurrent`
+    where these are numbers.
+    """
     arrays: dict[str, Array] = {}
     if "mu" in fields:
         arrays["mu"] = 2 * params.numbers["mirostat_tau"]
@@ -200,7 +224,8 @@ def update(
     Args:
       token_B: the chosen tokens, int32.
       active_B: bool, the rows to update. None: all.
-      surprise_B: −log2 P of the tokens before mirostat's truncation; required if the plan contains mirostat.
+      surprise_B: −log2 P of the tokens before mirostat's truncation; required if the plan contains
+        mirostat.
       probability_B: P of the tokens before adaptive-p; required if the plan contains adaptive-p.
       since_B: the new `since_clarify_text`; required if the router inserts texts.
     """
@@ -208,7 +233,10 @@ def update(
     assert state.length is not None
     rows_B = jnp.arange(token_B.shape[0])
     position_B = state.length
-    new: dict[str, Array] = {"n_generated": state.n_generated + active_B, "length": position_B + active_B}
+    new: dict[str, Array] = {
+        "n_generated": state.n_generated + active_B,
+        "length": position_B + active_B,
+    }
     if state.last_seen is not None:
         ids_B = jnp.where(active_B, token_B, state.last_seen.shape[1])
         new["last_seen"] = state.last_seen.at[rows_B, ids_B].set(position_B, mode="drop")
@@ -218,7 +246,9 @@ def update(
     if state.text is not None:
         end_B = jnp.where(active_B, position_B, state.text.shape[1])
         if state.repeats is not None:
-            repeats = jax.vmap(extend_repeat_lengths)(state.repeats, state.text, position_B, token_B)
+            repeats = jax.vmap(extend_repeat_lengths)(
+                state.repeats, state.text, position_B, token_B
+            )
             new["repeats"] = jnp.where(active_B[:, None], repeats, state.repeats)
         if state.breaker is not None:
             breaks_B = (params.tables["dry_breakers"] == token_B[:, None]).any(axis=1)
@@ -228,33 +258,54 @@ def update(
         new["loop_runs"] = _next_loop_runs(params, state, token_B, active_B)
     if state.mu is not None:
         assert surprise_B is not None
-        mu = mirostat_update(state.mu, surprise_B, params.numbers["mirostat_tau"], params.numbers["mirostat_eta"])
+        mu = mirostat_update(
+            state.mu, surprise_B, params.numbers["mirostat_tau"], params.numbers["mirostat_eta"]
+        )
         new["mu"] = jnp.where(active_B, mu, state.mu)
     if state.adaptive_sum is not None and state.adaptive_weight is not None:
         assert probability_B is not None
         decay_B = params.numbers["adaptive_decay"]
-        new["adaptive_sum"] = jnp.where(active_B, probability_B + decay_B * state.adaptive_sum, state.adaptive_sum)
-        new["adaptive_weight"] = jnp.where(active_B, 1 + decay_B * state.adaptive_weight, state.adaptive_weight)
+        new["adaptive_sum"] = jnp.where(
+            active_B, probability_B + decay_B * state.adaptive_sum, state.adaptive_sum
+        )
+        new["adaptive_weight"] = jnp.where(
+            active_B, 1 + decay_B * state.adaptive_weight, state.adaptive_weight
+        )
     if state.clarified is not None:
         assert params.router is not None
-        new["clarified"] = jnp.where(active_B & (token_B == params.router.clarify_token), position_B, state.clarified)
+        new["clarified"] = jnp.where(
+            active_B & (token_B == params.router.clarify_token), position_B, state.clarified
+        )
     if state.since_clarify_text is not None:
         assert since_B is not None
         new["since_clarify_text"] = jnp.where(active_B, since_B, state.since_clarify_text)
     return replace(state, **new)
 
 
-def _next_loop_runs(params: SamplingParams, state: SamplerState, token_B: Array, active_B: Array) -> Array:
-    """Returns the `loop_runs` after each active row appends its token. Rows without loop detection may keep old values."""
+def _next_loop_runs(
+    params: SamplingParams, state: SamplerState, token_B: Array, active_B: Array
+) -> Array:
+    """Returns the `loop_runs` after each active row appends its token. Rows without loop detection
+    may keep old values.
+    """
     text_BS = state.text
     length_B = state.length
-    assert params.loops is not None and state.loop_runs is not None and text_BS is not None and length_B is not None
+    assert (
+        params.loops is not None
+        and state.loop_runs is not None
+        and text_BS is not None
+        and length_B is not None
+    )
 
     def extend(run_BP: Array) -> Array:
-        extended_BP = jax.vmap(extend_loop_runs)(run_BP, text_BS, length_B, state.n_generated, token_B)
+        extended_BP = jax.vmap(extend_loop_runs)(
+            run_BP, text_BS, length_B, state.n_generated, token_B
+        )
         return jnp.where(active_B[:, None], extended_BP, run_BP)
 
     if not params.skip_inactive_steps:
         return extend(state.loop_runs)
-    runs: Array = lax.cond((params.loops.max_period > 0).any(), extend, lambda run_BP: run_BP, state.loop_runs)
+    runs: Array = lax.cond(
+        (params.loops.max_period > 0).any(), extend, lambda run_BP: run_BP, state.loop_runs
+    )
     return runs

@@ -1,4 +1,6 @@
-"""`StepInfo`: the report on the token of a step, such as its log-probability, alternatives and entropy."""
+"""`StepInfo`: the report on the token of a step, such as its log-probability, alternatives and
+entropy.
+"""
 
 from typing import NamedTuple
 
@@ -17,9 +19,11 @@ class RouterReport(NamedTuple):
     Attributes:
       attention: the attention metrics, or None if the router does not use them.
       route: the strategy, and the temperature, top-p, top-k and min-p to draw with.
-      forced: whether the clarify token, or a token of the clarify text, was emitted instead of a drawn token.
-      candidates: the candidates in rows with the strategy `adaptive`; None if they are neither scored nor reported. Token ids,
-        ln p under the model, and scores have shape [B, N]. The id −1 marks an unused entry.
+      forced: whether the clarify token, or a token of the clarify text, was emitted instead of a
+        drawn token.
+      candidates: the candidates in rows with the strategy `adaptive`; None if they are neither
+        scored nor reported. Token ids, ln p under the model, and scores have shape [B, N]. The id
+        −1 marks an unused entry.
     """
 
     attention: AttentionMetrics | None
@@ -33,12 +37,16 @@ class StepInfo(NamedTuple):
 
     Attributes:
       logprob: ln p of the token under the model, before any sampling step.
-      logprob_sampled: ln p under the distribution from which the token was drawn; 0 in a greedy row.
-      rank: number of tokens that are more likely under the model, or equally likely with a lower id.
+      logprob_sampled: ln p under the distribution from which the token was drawn; 0 in a greedy
+        row.
+      rank: number of tokens that are more likely under the model, or equally likely with a lower
+        id.
       survivors: number of tokens that no sampling step removed; 1 in a greedy row.
       entropy, varentropy: of the model's distribution, in bits and bits².
-      top_ids, top_logprobs: [B, k] or [B, steps, k], the most likely tokens of the model, best first.
-      top_logprobs_sampled: ln p of the same tokens under the distribution from which the token was drawn; -inf if removed.
+      top_ids, top_logprobs: [B, k] or [B, steps, k], the most likely tokens of the model, best
+        first.
+      top_logprobs_sampled: ln p of the same tokens under the distribution from which the token was
+        drawn; -inf if removed.
       routed: the decision of the router; None without a router.
     """
 
@@ -67,7 +75,8 @@ def step_info(count: int, raw_V: Array, final_V: Array, token: Array, greedy: Ar
     entropy, varentropy = logit_metrics(raw_V)
     ids_V = jnp.arange(raw_V.shape[0])
     likelier_V = (raw_V > raw_V[token]) | ((raw_V == raw_V[token]) & (ids_V < token))
-    # Without the barrier XLA fuses the next operations into the selection, which then becomes a full sort.
+    # Without the barrier XLA fuses the next operations into the selection, which then becomes a
+    # full sort.
     top_x, top_ids = lax.optimization_barrier(lax.top_k(raw_V, count))
     sampled = jnp.where(top_ids == token, 0.0, -jnp.inf)
     return StepInfo(

@@ -1,7 +1,9 @@
-"""Subsets of the sampling steps that have programs of their own, for batches whose rows use no other steps.
+"""Subsets of the sampling steps that have programs of their own, for batches whose rows use no
+other steps.
 
-The program for all steps decides for every token which of them it runs (`sampling.order`). Such decisions are cheap on a CPU,
-but on an accelerator each of them takes longer than a step. The program for a subset runs its steps without a decision.
+The program for all steps decides for every token which of them it runs (`sampling.order`). Such
+decisions are cheap on a CPU, but on an accelerator each of them takes longer than a step. The
+program for a subset runs its steps without a decision.
 """
 
 from dataclasses import fields, replace
@@ -10,11 +12,19 @@ from typing import Any, NamedTuple
 from dantinox.config import GenerationSection
 from dantinox.config.generation_settings import section_order
 from dantinox.config.sampling_steps import STEPS
-from dantinox.sampling.params import CHOICE_SETTINGS, NUMBER_BOUNDS, SamplingParams, enabled_steps, is_greedy
+from dantinox.sampling.params import (
+    CHOICE_SETTINGS,
+    NUMBER_BOUNDS,
+    SamplingParams,
+    enabled_steps,
+    is_greedy,
+)
 from dantinox.sampling.state import SamplerState, fields_read
 
 # Read once, because the program of every request is chosen with them.
-DEFAULT_CHOICES = tuple((key, GenerationSection.model_fields[key].default) for key in CHOICE_SETTINGS)
+DEFAULT_CHOICES = tuple(
+    (key, GenerationSection.model_fields[key].default) for key in CHOICE_SETTINGS
+)
 
 
 class Subset(NamedTuple):
@@ -39,8 +49,13 @@ class Subset(NamedTuple):
         )
 
     def reduce_params(self, params: SamplingParams) -> SamplingParams:
-        """Returns what the program for these steps reads of the parameters of the program for all steps."""
-        numbers = {"temperature", *(key for name in self.steps for key in STEPS[name].settings)} & NUMBER_BOUNDS.keys()
+        """Returns what the program for these steps reads of the parameters of the program for all
+        steps.
+        """
+        numbers = {
+            "temperature",
+            *(key for name in self.steps for key in STEPS[name].settings),
+        } & NUMBER_BOUNDS.keys()
         tables = {key for name in self.steps for key in STEPS[name].indirect}
         return replace(
             params,
@@ -58,9 +73,13 @@ class Subset(NamedTuple):
         )
 
     def reduce_state(self, state: SamplerState) -> SamplerState:
-        """Returns what the program for these steps reads of the state of the program for all steps."""
+        """Returns what the program for these steps reads of the state of the program for all
+        steps.
+        """
         read = {"n_generated", "length", *fields_read(self.steps)}
-        unread: dict[str, Any] = {field.name: None for field in fields(state) if field.name not in read}
+        unread: dict[str, Any] = {
+            field.name: None for field in fields(state) if field.name not in read
+        }
         return replace(state, **unread)
 
 
@@ -70,14 +89,19 @@ SUBSETS = (
     Subset("temperature", (*_PENALTIES, "temperature"), True),
     Subset("plain", (*_PENALTIES, "temperature", "top_k", "top_p", "min_p"), True),
 )
-# A later subset contains the earlier ones, so the program with the largest index that the rows need serves all of them.
+# A later subset contains the earlier ones, so the program with the largest index that the rows need
+# serves all of them.
 ALL_STEPS = len(SUBSETS)  # the index of the program for all steps
 LARGEST_SUBSET = ALL_STEPS - 1
 
 
 def smallest_subset(section: GenerationSection) -> int:
-    """Returns the index of the first subset that serves a row with these settings; `ALL_STEPS` if none does."""
-    return next((index for index, subset in enumerate(SUBSETS) if subset.serves(section)), ALL_STEPS)
+    """Returns the index of the first subset that serves a row with these settings; `ALL_STEPS` if
+    none does.
+    """
+    return next(
+        (index for index, subset in enumerate(SUBSETS) if subset.serves(section)), ALL_STEPS
+    )
 
 
 def reduce_params(subset: int, params: SamplingParams) -> SamplingParams:
@@ -93,7 +117,8 @@ def reduce_state(subset: int, state: SamplerState) -> SamplerState:
 def restore(state: SamplerState, reduced: SamplerState) -> SamplerState:
     """Returns the state of the program for all steps after the program for a subset.
 
-    The fields that the subset does not read keep their values. No row that the subset serves reads them.
+    The fields that the subset does not read keep their values. No row that the subset serves reads
+    them.
     """
     changed = {field.name: getattr(reduced, field.name) for field in fields(reduced)}
     return replace(state, **{name: value for name, value in changed.items() if value is not None})

@@ -1,12 +1,13 @@
 """SynthID-Text: a watermark in the choice of tokens, and its detector.
 
-Source: Dathathri et al. 2024, "Scalable watermarking for identifying large language model outputs". Hashes, tables and the
-treatment of repeated contexts are those of `SynthIDTextWatermarkLogitsProcessor` of Hugging Face Transformers with its default
-table, so both programs detect each other's texts.
+Source: Dathathri et al. 2024, "Scalable watermarking for identifying large language model outputs".
+Hashes, tables and the treatment of repeated contexts are those of
+`SynthIDTextWatermarkLogitsProcessor` of Hugging Face Transformers with its default table, so both
+programs detect each other's texts.
 
-A keyed hash of the last tokens and a candidate gives every token one bit per key, its g-value. The tournament raises the
-probability of tokens with many ones. On average over all keys, the probabilities do not change. A detector that knows the keys
-finds more ones than in other texts.
+A keyed hash of the last tokens and a candidate gives every token one bit per key, its g-value. The
+tournament raises the probability of tokens with many ones. On average over all keys, the
+probabilities do not change. A detector that knows the keys finds more ones than in other texts.
 """
 
 import math
@@ -22,8 +23,8 @@ from dantinox.sampling.selection import row_sum, top_k_by_id
 from dantinox.sampling.steps import Number, clip_finite, log_mass
 
 TABLE_BITS, TABLE_SEED = 16, 0
-# The hash is a linear congruential generator with 64-bit numbers. Only its lowest 16 bits select an entry of the table, so
-# 32-bit numbers suffice in programs.
+# The hash is a linear congruential generator with 64-bit numbers. Only its lowest 16 bits select an
+# entry of the table, so 32-bit numbers suffice in programs.
 MULTIPLIER = 6364136223846793005
 INCREMENT = 1
 MAX_CONTEXTS = 1024  # a context that occurred among this many last contexts is not marked again
@@ -34,16 +35,26 @@ FIRST_WEIGHT, LAST_WEIGHT = 10.0, 1.0  # of the layers in the mean of the detect
 
 @cache
 def g_table() -> np.ndarray:
-    """Returns the table of g-values, uint8 [2¹⁶]: the lowest bits of the Mersenne Twister with seed 0, as in PyTorch."""
+    """Returns the table of g-values, uint8 [2¹⁶]: the lowest bits of the Mersenne Twister with seed
+    0, as in PyTorch.
+    """
     numbers = np.random.RandomState(TABLE_SEED).randint(0, 2**32, 1 << TABLE_BITS, np.uint32)
     return (numbers & 1).astype(np.uint8)
 
 
-def synthid(logits_V: Array, history_S: Array, length: Number, n_generated: Number, keys_K: Array, ngram: Number) -> Array:
-    """Returns ln P of the tournament: P ← P·(1 + g − Σ g·P) for each key, where g are the g-values. Off: no keys.
+def synthid(
+    logits_V: Array,
+    history_S: Array,
+    length: Number,
+    n_generated: Number,
+    keys_K: Array,
+    ngram: Number,
+) -> Array:
+    """Returns ln P of the tournament: P ← P·(1 + g − Σ g·P) for each key, where g are the g-values.
+    Off: no keys.
 
-    If the last `ngram` − 1 tokens of the output occurred before, the row does not change, because equal hashes would distort
-    the text. Tokens of the prompt count as 0, as in Transformers.
+    If the last `ngram` − 1 tokens of the output occurred before, the row does not change, because
+    equal hashes would distort the text. Tokens of the prompt count as 0, as in Transformers.
 
     Args:
       n_generated: number of tokens of the history that belong to the output.
@@ -76,7 +87,8 @@ def _tournament(logits_N: Array, ids_N: Array, hash_: Array, keys_K: Array, dept
     table = jnp.asarray(g_table(), jnp.float32)
     hash_N = _accumulate(hash_, ids_N)
 
-    # The factor 1 + g − Σ g·P is z for g = 0 and 1 + z for g = 1, where z is the share of the zeros. It is never 0.
+    # The factor 1 + g − Σ g·P is z for g = 0 and 1 + z for g = 1, where z is the share of the
+    # zeros. It is never 0.
     def play(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         P_N, logP_N = carry
         g_N = table[_accumulate(hash_N, keys_K[i]) & ((1 << TABLE_BITS) - 1)]
@@ -89,7 +101,9 @@ def _tournament(logits_N: Array, ids_N: Array, hash_: Array, keys_K: Array, dept
 
 def _accumulate(hash_: Array, numbers: Array) -> Array:
     """Adds numbers to a hash: the lowest 32 bits of a step of the linear congruential generator."""
-    return (hash_ + numbers.astype(jnp.uint32)) * jnp.uint32(MULTIPLIER % 2**32) + jnp.uint32(INCREMENT)
+    return (hash_ + numbers.astype(jnp.uint32)) * jnp.uint32(MULTIPLIER % 2**32) + jnp.uint32(
+        INCREMENT
+    )
 
 
 def _output_tokens(history_S: Array, length: Number, n_generated: Number, position: Array) -> Array:
@@ -105,10 +119,14 @@ def recent_tokens(history_S: Array, length: Number, n_generated: Number) -> Arra
 
 
 def is_repeated(history_S: Array, length: Number, n_generated: Number, ngram: Number) -> Array:
-    """Whether the last `ngram` − 1 tokens of the output occurred before, among the last 1024 contexts."""
+    """Whether the last `ngram` − 1 tokens of the output occurred before, among the last 1024
+    contexts.
+    """
     length = jnp.asarray(length)
     position_S = jnp.arange(history_S.shape[0])
-    same_S = (position_S >= jnp.maximum(length - n_generated, length - MAX_CONTEXTS)) & (position_S < length)
+    same_S = (position_S >= jnp.maximum(length - n_generated, length - MAX_CONTEXTS)) & (
+        position_S < length
+    )
     for i in range(1, MAX_NGRAM):
         earlier_S = _output_tokens(history_S, length, n_generated, position_S - i)
         newest = _output_tokens(history_S, length, n_generated, length - i)
@@ -121,7 +139,8 @@ class Detection:
     """The result of `detect`.
 
     Attributes:
-      tokens: number of tokens with g-values: those after the first `ngram` − 1 whose context did not occur before.
+      tokens: number of tokens with g-values: those after the first `ngram` − 1 whose context did
+        not occur before.
       mean: mean of the g-values, about 0.5 without the watermark.
       weighted_mean: the same with weights that fall from the first key to the last.
       z: the weighted mean in standard deviations above that of other texts.
@@ -135,17 +154,23 @@ class Detection:
     p: float
 
 
-def g_values(tokens: Sequence[int], keys: Sequence[int], ngram: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the g-values [N, K] of the tokens after the first `ngram` − 1, and whether they count, bool [N].
+def g_values(
+    tokens: Sequence[int], keys: Sequence[int], ngram: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the g-values [N, K] of the tokens after the first `ngram` − 1, and whether they
+    count, bool [N].
 
-    A token does not count if its context occurred among the last 1024 contexts, because it then was not marked.
+    A token does not count if its context occurred among the last 1024 contexts, because it then was
+    not marked.
     """
     windows_NG = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens, np.uint64), ngram)
     with np.errstate(over="ignore"):
         hash_N = np.ones(len(windows_NG), np.uint64)
         for token_N in windows_NG.T:
             hash_N = (hash_N + token_N) * np.uint64(MULTIPLIER) + np.uint64(INCREMENT)
-        hash_NK = (hash_N[:, None] + np.asarray(keys, np.uint64)) * np.uint64(MULTIPLIER) + np.uint64(INCREMENT)
+        hash_NK = (hash_N[:, None] + np.asarray(keys, np.uint64)) * np.uint64(
+            MULTIPLIER
+        ) + np.uint64(INCREMENT)
     seen: dict[bytes, int] = {}
     counts_N = np.ones(len(windows_NG), bool)
     for n, context in enumerate(map(bytes, np.ascontiguousarray(windows_NG[:, :-1]))):
@@ -167,7 +192,8 @@ def detect(tokens: Sequence[int], keys: Sequence[int], ngram: int) -> Detection:
     """
     if not keys or len(tokens) < ngram:
         raise ValueError(
-            f"a watermark needs at least one key and {ngram} tokens, got {len(keys)} keys and {len(tokens)} tokens"
+            f"a watermark needs at least one key and {ngram} tokens, got {len(keys)} keys and"
+            f" {len(tokens)} tokens"
         )
     g_NK, counts_N = g_values(tokens, keys, ngram)
     mean_K = g_NK[counts_N].mean(axis=0)

@@ -1,8 +1,9 @@
 """The window: the largest logits of a row, on which truncation steps give exact results.
 
-Selecting the largest 256 of 128k logits takes 0.3 ms on a CPU; after that, each step takes microseconds. If the first
-truncation step of a row keeps tokens outside its window, that row is computed over the whole vocabulary. Its result therefore
-never depends on other rows (docs/decisions/004).
+Selecting the largest 256 of 128k logits takes 0.3 ms on a CPU; after that, each step takes
+microseconds. If the first truncation step of a row keeps tokens outside its window, that row is
+computed over the whole vocabulary. Its result therefore never depends on other rows
+(docs/decisions/004).
 """
 
 from collections.abc import Callable
@@ -41,7 +42,9 @@ class Window:
 
 
 class Context(NamedTuple):
-    """The inputs of a step besides the logits, of a batch or, under `vmap`, of one row. `window` is None for whole rows."""
+    """The inputs of a step besides the logits, of a batch or, under `vmap`, of one row. `window` is
+    None for whole rows.
+    """
 
     params: SamplingParams
     state: Any  # a SamplerState that has every field that the plan reads
@@ -50,7 +53,9 @@ class Context(NamedTuple):
 
 
 class LogitRows(NamedTuple):
-    """Logits [B, N], and ln Σe^x [B] before the truncation by mirostat; 0 for rows without mirostat."""
+    """Logits [B, N], and ln Σe^x [B] before the truncation by mirostat; 0 for rows without
+    mirostat.
+    """
 
     logits: Array
     log_mass: Array
@@ -61,7 +66,8 @@ class WindowResult(NamedTuple):
 
     Attributes:
       rows: the logits.
-      open: rows that no step has truncated yet; the result of such a row is its logits before the steps.
+      open: rows that no step has truncated yet; the result of such a row is its logits before the
+        steps.
       failed: rows whose result is invalid, because a step needs or keeps tokens outside the window.
     """
 
@@ -92,10 +98,13 @@ def run_rows(apply: Apply, order: Order, rows: LogitRows, context: Context) -> L
     return order.run(step, rows)
 
 
-def run_chain(apply: Apply, order: Order, logits_BV: Array, context: Context, active_B: Array) -> LogitRows:
+def run_chain(
+    apply: Apply, order: Order, logits_BV: Array, context: Context, active_B: Array
+) -> LogitRows:
     """Runs steps over rows.
 
-    From the first truncation step on, the steps run in the window, or over the whole row if the window is too small.
+    From the first truncation step on, the steps run in the window, or over the whole row if the
+    window is too small.
 
     Args:
       apply: applies one step.
@@ -116,15 +125,22 @@ def run_chain(apply: Apply, order: Order, logits_BV: Array, context: Context, ac
     run_truncations = partial(_run_truncations, apply)
     if needed is True:
         return run_truncations(truncations, rows, context, active_B)
-    return lax.cond(needed, run_truncations, lambda _, rows, *__: rows, truncations, rows, context, active_B)
+    return lax.cond(
+        needed, run_truncations, lambda _, rows, *__: rows, truncations, rows, context, active_B
+    )
 
 
-def _run_truncations(apply: Apply, order: Order, rows: LogitRows, context: Context, active_B: Array) -> LogitRows:
-    """Runs steps that begin with a truncation, in windows and over the whole rows where necessary."""
+def _run_truncations(
+    apply: Apply, order: Order, rows: LogitRows, context: Context, active_B: Array
+) -> LogitRows:
+    """Runs steps that begin with a truncation, in windows and over the whole rows where
+    necessary.
+    """
     windowed = run_in_windows(apply, order, rows.logits, context)
 
     def with_whole_rows() -> LogitRows:
-        # On a CPU, computing rows one by one is as fast as in a batch, so only the rows that need it are computed.
+        # On a CPU, computing rows one by one is as fast as in a batch, so only the rows that need
+        # it are computed.
         branches = {"cpu": partial(run_failed_rows, apply), "default": partial(run_all_rows, apply)}
         return lax.platform_dependent(order, rows, context, windowed, **branches)
 
@@ -132,23 +148,35 @@ def _run_truncations(apply: Apply, order: Order, rows: LogitRows, context: Conte
     return lax.cond(needed_B.any(), with_whole_rows, lambda: windowed.rows)
 
 
-def run_all_rows(apply: Apply, order: Order, rows: LogitRows, context: Context, windowed: WindowResult) -> LogitRows:
-    """Runs the steps over the whole vocabulary for all rows, and uses the results of the rows that failed in the window."""
+def run_all_rows(
+    apply: Apply, order: Order, rows: LogitRows, context: Context, windowed: WindowResult
+) -> LogitRows:
+    """Runs the steps over the whole vocabulary for all rows, and uses the results of the rows that
+    failed in the window.
+    """
     whole = run_rows(apply, order, rows, context)
     failed_B1, open_B1 = windowed.failed[:, None], windowed.open[:, None]
-    logits_BV = jnp.where(failed_B1, whole.logits, jnp.where(open_B1, rows.logits, windowed.rows.logits))
+    logits_BV = jnp.where(
+        failed_B1, whole.logits, jnp.where(open_B1, rows.logits, windowed.rows.logits)
+    )
     return LogitRows(logits_BV, jnp.where(windowed.failed, whole.log_mass, windowed.rows.log_mass))
 
 
-def run_failed_rows(apply: Apply, order: Order, rows: LogitRows, context: Context, windowed: WindowResult) -> LogitRows:
-    """Runs the steps over the whole vocabulary only for the rows that failed in the window, one by one."""
+def run_failed_rows(
+    apply: Apply, order: Order, rows: LogitRows, context: Context, windowed: WindowResult
+) -> LogitRows:
+    """Runs the steps over the whole vocabulary only for the rows that failed in the window, one by
+    one.
+    """
 
     def row(operands: tuple[Order, LogitRows, Context, WindowResult]) -> LogitRows:
         order_1, rows_1, context_1, windowed_1 = jax.tree.map(lambda leaf: leaf[None], operands)
         outcome: LogitRows = lax.cond(
             operands[3].failed,
             lambda: run_rows(apply, order_1, rows_1, context_1),
-            lambda: windowed_1.rows._replace(logits=jnp.where(windowed_1.open, rows_1.logits, windowed_1.rows.logits)),
+            lambda: windowed_1.rows._replace(
+                logits=jnp.where(windowed_1.open, rows_1.logits, windowed_1.rows.logits)
+            ),
         )
         return jax.tree.map(lambda leaf: leaf[0], outcome)
 
@@ -170,12 +198,14 @@ def run_in_windows(apply: Apply, order: Order, logits_BV: Array, context: Contex
         touched_B = on_B & open_B
         if not STEPS[name].keeps:  # the step needs the tokens outside
             return WindowResult(rows, open_B, failed_B | touched_B), rest
-        # A step keeps the first tokens in canonical order. If it removes the last token of the window, it also removes all
-        # tokens outside. `lax.top_k` distinguishes 0 from -0, so if the smallest logit of a window is 0, the window may lack
-        # the first of the tokens with this logit.
+        # A step keeps the first tokens in canonical order. If it removes the last token of the
+        # window, it also removes all tokens outside. `lax.top_k` distinguishes 0 from -0, so if the
+        # smallest logit of a window is 0, the window may lack the first of the tokens with this
+        # logit.
         closed_B = (rows.logits[jnp.arange(B), last_B] == -jnp.inf) & (least_B1[:, 0] != 0)
         if STEPS[name].keeps == "typical":
-            # Typical sampling keeps tokens in the order of their logits only where the surprise exceeds the entropy.
+            # Typical sampling keeps tokens in the order of their logits only where the surprise
+            # exceeds the entropy.
             before_BK = before.logits
             surprise_B = jax.vmap(log_mass)(before_BK, rest) - before_BK[jnp.arange(B), last_B]
             closed_B &= surprise_B >= jax.vmap(entropy)(before_BK, rest)
@@ -183,15 +213,21 @@ def run_in_windows(apply: Apply, order: Order, logits_BV: Array, context: Contex
         rest = Rest(*(jnp.where(open_B, part_B, 0) for part_B in rest))
         return WindowResult(rows, open_B, failed_B | (touched_B & ~closed_B)), rest
 
-    start = WindowResult(LogitRows(x_BK, jnp.zeros(B)), jnp.asarray(rest.tokens) > 0, jnp.zeros(B, bool))
+    start = WindowResult(
+        LogitRows(x_BK, jnp.zeros(B)), jnp.asarray(rest.tokens) > 0, jnp.zeros(B, bool)
+    )
     result, _ = order.run(step, (start, rest))
     x_BK, mass_B = result.rows
-    scattered_BV = jnp.full((B, V), -jnp.inf).at[jnp.arange(B)[:, None], ids_BK].set(x_BK, unique_indices=True)
+    scattered_BV = (
+        jnp.full((B, V), -jnp.inf).at[jnp.arange(B)[:, None], ids_BK].set(x_BK, unique_indices=True)
+    )
     return result._replace(rows=LogitRows(scattered_BV, mass_B))
 
 
 def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:
-    """Returns the largest logits [B, K] in the order of their ids, the ids [B, K], and the sums over all other tokens."""
+    """Returns the largest logits [B, K] in the order of their ids, the ids [B, K], and the sums
+    over all other tokens.
+    """
     values_BK, ids_BK = jax.vmap(partial(top_k_by_id, count=WINDOW))(logits_BV)
     M_B1 = jax.vmap(finite_max)(logits_BV)[:, None]
 
@@ -199,8 +235,17 @@ def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:
         alive_BN = x_BN > -jnp.inf
         d_BN = jnp.where(alive_BN, jnp.maximum(x_BN - M_B1, MIN_SHIFTED_LOGIT), 0)
         weights_BN = jnp.where(alive_BN, jnp.exp(d_BN), 0)
-        parts = weights_BN, weights_BN * d_BN, weights_BN**2, alive_BN.astype(jnp.float32), d_BN, d_BN**2
-        return Rest(*(jnp.sum(part_BN, axis=1) for part_BN in parts))._replace(least=jnp.min(d_BN, axis=1))
+        parts = (
+            weights_BN,
+            weights_BN * d_BN,
+            weights_BN**2,
+            alive_BN.astype(jnp.float32),
+            d_BN,
+            d_BN**2,
+        )
+        return Rest(*(jnp.sum(part_BN, axis=1) for part_BN in parts))._replace(
+            least=jnp.min(d_BN, axis=1)
+        )
 
     everything = sums(logits_BV)
     inside = sums(values_BK)

@@ -46,7 +46,8 @@ class Protocol(NamedTuple):
 
     Attributes:
       title: its name in the documentation.
-      prefixes: prefixes of the paths whose errors it formats; of all protocols, the longest matching prefix applies.
+      prefixes: prefixes of the paths whose errors it formats; of all protocols, the longest
+        matching prefix applies.
       routes: returns its routes.
       format_error: returns the body of an error response.
       status_of: maps an HTTP status to the status that this protocol sends instead.
@@ -83,7 +84,14 @@ PROTOCOLS = (
         unlimited=kobold.UNLIMITED,
         model_of=kobold.model_of,
     ),
-    Protocol("Ollama", ollama.PATHS, ollama.routes, ollama.format_error, {429: 503}, model_of=ollama.model_of),
+    Protocol(
+        "Ollama",
+        ollama.PATHS,
+        ollama.routes,
+        ollama.format_error,
+        {429: 503},
+        model_of=ollama.model_of,
+    ),
     Protocol("llama.cpp", (), llama_cpp.routes),
     Protocol("Native API", ("/api/dantinox",), native.routes),
     Protocol("Web page", ("/page",), pages.page_routes, public=pages.PUBLIC, needs_model=False),
@@ -93,14 +101,19 @@ PROTOCOLS = (
 EXPOSED_HEADERS = (
     "x-request-id",
     "retry-after",
-    *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
+    *(
+        f"x-ratelimit-{what}-{kind}"
+        for what in ("limit", "remaining", "reset")
+        for kind in ("requests", "tokens")
+    ),
 )
 
 
 def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
     """Returns the ASGI application that serves an engine over all protocols.
 
-    It also serves `/health` (200 if the server accepts requests, else 503 with its state) and `/metrics` (Prometheus).
+    It also serves `/health` (200 if the server accepts requests, else 503 with its state) and
+    `/metrics` (Prometheus).
     """
     options = options or Options()
     metrics = Metrics(engine, options)
@@ -113,7 +126,9 @@ def make_app(engine: EngineProtocol, options: Options | None = None) -> ASGIApp:
 
 
 def make_router(routes: Sequence[BaseRoute]) -> Starlette:
-    """Returns an application of these routes, with errors in the format of the protocol that a path belongs to."""
+    """Returns an application of these routes, with errors in the format of the protocol that a path
+    belongs to.
+    """
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -141,14 +156,21 @@ def guarded(app: ASGIApp, paths: Collection[str], options: Options, metrics: Met
             app,
             allow_origins=options.origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
-            allow_headers=["*"],  # SDKs send headers of their own, such as x-stainless-os; the server ignores unknown ones
+            allow_headers=[
+                "*"
+                # SDKs send headers of their own, such as x-stainless-os; the server ignores unknown
+                # ones.
+            ],
             expose_headers=EXPOSED_HEADERS,
         )
     return app
 
 
 def server_routes(
-    engine: HasStatus, metrics: Metrics, options: Options, about: Callable[[], Mapping[str, object]] = dict
+    engine: HasStatus,
+    metrics: Metrics,
+    options: Options,
+    about: Callable[[], Mapping[str, object]] = dict,
 ) -> list[Route]:
     """The routes `/health`, `/metrics` and `/admin/reload`, which belong to no protocol.
 
@@ -159,7 +181,9 @@ def server_routes(
     async def health(request: Request) -> Response:
         """Returns the state of the server; the status is 200 if it accepts requests, else 503."""
         status = engine.status()
-        doing = status.doing if status.state != "failed" else "see the server's log"  # no details: this path needs no key
+        doing = (
+            status.doing if status.state != "failed" else "see the server's log"
+        )  # no details: this path needs no key
         content = {"status": status.state, "doing": doing, **about(), "slots": status.slots}
         content |= {"busy": status.busy, "queued": status.queued}
         return JSONResponse(content, 200 if status.state == "ready" else 503)
@@ -187,7 +211,9 @@ def server_routes(
 
 def protocol_of(path: str) -> Protocol:
     """Returns the protocol that a path belongs to."""
-    matches = ((len(prefix), p) for p in PROTOCOLS for prefix in p.prefixes if path.startswith(prefix))
+    matches = (
+        (len(prefix), p) for p in PROTOCOLS for prefix in p.prefixes if path.startswith(prefix)
+    )
     return max(matches, key=lambda match: match[0])[1]
 
 
@@ -215,5 +241,7 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
 
 async def _handle_internal_error(request: Request, error: Exception) -> Response:
     request_error = http_error("internal")
-    request_error.headers["connection"] = "close"  # uvicorn closes the connection, and the client must not reuse it
+    request_error.headers["connection"] = (
+        "close"  # uvicorn closes the connection, and the client must not reuse it
+    )
     return _error_response(request.scope["path"], request_error)

@@ -1,4 +1,5 @@
-"""The asyncio front end of the engine: a thread that runs its steps, and a `ResponseStream` for each request.
+"""The asyncio front end of the engine: a thread that runs its steps, and a `ResponseStream` for
+each request.
 
     engine = AsyncEngine(dantinox.load("runs/x"))
     engine.start()
@@ -7,18 +8,23 @@
 
 The threads and their responsibilities:
 
-* The event loop calls `settings`, `submit` and `status`, and reads the streams. `submit` checks sizes and reserves a place in
-  the queue. The duration of these calls does not depend on the size of the vocabulary, the grammar or the model.
+* The event loop calls `settings`, `submit` and `status`, and reads the streams. `submit` checks
+  sizes and reserves a place in the queue. The duration of these calls does not depend on the size
+  of the vocabulary, the grammar or the model.
 * `prepare` (one thread) builds the sampling parameters and the constraint of each request.
-* `engine` (one thread) runs `Engine.step`. Only this thread uses the batch and the cache on the device.
-* `compile` (one thread) compiles the programs that a request needs and that the warm-up did not compile: programs for the
-  entropy router, for prompt log-probabilities and for embeddings. There are at most a dozen such programs. The decode
-  program that the warm-up compiles supports every order of sampling steps. Some of these programs can be compiled in the
-  background as soon as the engine is ready (`background`), before a request needs them. With `steps`, the warm-up compiles only
-  the decode program for the usual sampling steps, and the one for all steps follows in the background.
+* `engine` (one thread) runs `Engine.step`. Only this thread uses the batch and the cache on the
+  device.
+* `compile` (one thread) compiles the programs that a request needs and that the warm-up did not
+  compile: programs for the entropy router, for prompt log-probabilities and for embeddings. There
+  are at most a dozen such programs. The decode program that the warm-up compiles supports every
+  order of sampling steps. Some of these programs can be compiled in the background as soon as the
+  engine is ready (`background`), before a request needs them. With `steps`, the warm-up compiles
+  only the decode program for the usual sampling steps, and the one for all steps follows in the
+  background.
 
-`Engine.lock` guards the scheduler and the table of jobs; `_lock` guards the state of this class. A thread that holds `_lock`
-may acquire `Engine.lock`, but not the reverse. No lock is held during a computation.
+`Engine.lock` guards the scheduler and the table of jobs; `_lock` guards the state of this class. A
+thread that holds `_lock` may acquire `Engine.lock`, but not the reverse. No lock is held during a
+computation.
 """
 
 import asyncio
@@ -56,13 +62,16 @@ from dantinox.serve.errors import Busy, Unavailable
 from dantinox.serve.response_stream import ResponseStream, Status, wake_readers
 
 DEFAULTS = EngineOptions()
-MAX_CACHED_LENGTH = 4096  # the configuration of a request is cached if its settings have at most this many characters
+# The configuration of a request is cached if its settings have at most this many characters.
+MAX_CACHED_LENGTH = 4096
 
 log = logging.getLogger("dantinox.serve")
 
 
 class _Programs(NamedTuple):
-    """The programs of a request, as the arguments of `SlotBatch.compile`, with the key of its configuration."""
+    """The programs of a request, as the arguments of `SlotBatch.compile`, with the key of its
+    configuration.
+    """
 
     key: ProgramKey
     echo: bool
@@ -76,9 +85,13 @@ class _Responder:
         self.stream = stream
         self._tokenizer = model.tokenizer
         request = stream.request
-        # Decode each token by itself, for the reports on tokens: one for each sample. The engine decodes the text.
+        # Decode each token by itself, for the reports on tokens: one for each sample. The engine
+        # decodes the text.
         reported = request.config.generation.n if request.logprobs is not None else 0
-        self._detokenizers = [response_detokenizer(model.tokenizer, request.ids, request.healed or ()) for _ in range(reported)]
+        self._detokenizers = [
+            response_detokenizer(model.tokenizer, request.ids, request.healed or ())
+            for _ in range(reported)
+        ]
 
     def push_output(self, output: Output) -> None:
         """Adds the new tokens of one sample to the stream."""
@@ -91,7 +104,10 @@ class _Responder:
             records = token_records(ids, texts, output.steps, self._tokenizer, request.logprobs)
         if request.echo and not self.stream.prompt:
             self.stream.prompt = self._prompt_records(output.job.prompt_steps)
-        self.stream.push(Delta(output.sample, output.text, records, output.finish_reason, output.stop_string), wake=False)
+        self.stream.push(
+            Delta(output.sample, output.text, records, output.finish_reason, output.stop_string),
+            wake=False,
+        )
 
     def _prompt_records(self, steps: StepInfo | None) -> list[TokenRecord]:
         """Returns a record for each token of the prompt; the first one has no probabilities."""
@@ -100,15 +116,23 @@ class _Responder:
         ids = list(request.ids)
         records: list[TokenRecord] = [{"id": ids[0], "text": text_of(ids[0])}]
         if steps is not None:
-            records += token_records(ids[1:], [text_of(token) for token in ids[1:]], steps, self._tokenizer, request.logprobs)
+            records += token_records(
+                ids[1:],
+                [text_of(token) for token in ids[1:]],
+                steps,
+                self._tokenizer,
+                request.logprobs,
+            )
         return records
 
 
 class AsyncEngine:
-    """Implements `EngineProtocol` with a loaded model. Create it on any thread, and call `submit` on an event loop.
+    """Implements `EngineProtocol` with a loaded model. Create it on any thread, and call `submit`
+    on an event loop.
 
     Attributes:
-      on_failure: called from the engine's thread after a failure that the engine cannot recover from.
+      on_failure: called from the engine's thread after a failure that the engine cannot recover
+        from.
       lora_paths: the paths of the loaded adapters by name.
     """
 
@@ -128,11 +152,13 @@ class AsyncEngine:
           run: the loaded model.
           name: the model's name for clients.
           overrides: settings that replace those of the run.
-          logit_processor: edits the logits of all requests, as in `LoadedModel.generate`; no request can choose it.
+          logit_processor: edits the logits of all requests, as in `LoadedModel.generate`; no
+            request can choose it.
           lora_paths: the paths of the adapters of `run`.
 
         Raises:
-          UserError: a setting is wrong or cannot be served, or the memory is too small for one slot.
+          UserError: a setting is wrong or cannot be served, or the memory is too small for one
+            slot.
         """
         self.run = run
         self.name = name
@@ -150,7 +176,9 @@ class AsyncEngine:
         self._cached_config = lru_cache(CACHED_SETTINGS)(self._apply_overrides)
         self._lock = threading.Lock()
         self._wake = threading.Event()  # the engine's thread has work
-        self._one_adapter = asyncio.Lock()  # one adapter is loaded at a time, which limits the memory for its files
+        self._one_adapter = (
+            asyncio.Lock()
+        )  # one adapter is loaded at a time, which limits the memory for its files
         self._one_save = asyncio.Lock()  # one copy of the prefix cache exists at a time
         self._state = "loading"
         self._doing = "warming up"
@@ -171,17 +199,25 @@ class AsyncEngine:
         self._thread.start()
 
     def settings(self, overrides: Mapping[str, object]) -> Config:
-        """Returns the server's configuration with a request's settings applied; `n` is 1 unless the request sets it.
+        """Returns the server's configuration with a request's settings applied; `n` is 1 unless the
+        request sets it.
 
         Raises:
           UserError: a name or value is wrong, or a setting can only be set when the server starts.
         """
         seed = overrides.get("seed")
-        # The cache key omits such a seed, because otherwise every new seed would add an entry to the cache.
+        # The cache key omits such a seed, because otherwise every new seed would add an entry to
+        # the cache.
         has_plain_seed = type(seed) is int and 0 <= seed < 2**32
-        rest: Mapping[str, object] = {name: value for name, value in overrides.items() if name != "seed" or not has_plain_seed}
+        rest: Mapping[str, object] = {
+            name: value for name, value in overrides.items() if name != "seed" or not has_plain_seed
+        }
         key = CacheKey(rest, rest)
-        config: Config = self._cached_config(key) if len(key.text) <= MAX_CACHED_LENGTH else self._apply_overrides(key)
+        config: Config = (
+            self._cached_config(key)
+            if len(key.text) <= MAX_CACHED_LENGTH
+            else self._apply_overrides(key)
+        )
         if not has_plain_seed:
             return config
         return with_generation(config, seed=seed)
@@ -192,9 +228,11 @@ class AsyncEngine:
         return config
 
     def submit(self, request: GenerationRequest) -> ResponseStream:
-        """Queues a request and returns its stream immediately. A request without a seed gets a random one.
+        """Queues a request and returns its stream immediately. A request without a seed gets a
+        random one.
 
-        The stream raises the errors that are found only during preparation, such as a constraint that cannot be satisfied.
+        The stream raises the errors that are found only during preparation, such as a constraint
+        that cannot be satisfied.
 
         Raises:
           UserError: the request does not fit the context or exceeds a limit.
@@ -208,19 +246,24 @@ class AsyncEngine:
                 job = self._engine.reserve(request)
             except QueueFull:
                 self._counters["refused"] += 1
-                seconds = self._engine.job_seconds * (self._engine.load.queued + 1) / self._batch.count
+                seconds = (
+                    self._engine.job_seconds * (self._engine.load.queued + 1) / self._batch.count
+                )
                 raise Busy(min(60.0, max(1.0, seconds))) from None
             stream = ResponseStream(request, job.stats, lambda: self._cancel(job))
             self._responders[job] = _Responder(self.run, stream)
             self._counters["requests"] += 1
             self._counters["prompt_tokens"] += len(request.ids)
-            self._preparer.submit(self._prepare, job)  # with the lock, because `close` stops this executor
+            self._preparer.submit(
+                self._prepare, job
+            )  # with the lock, because `close` stops this executor
         return stream
 
     async def replace_weights(self, model: LoadedModel) -> None:
         """Uses the weights of `model` for all requests that are admitted from now on.
 
-        Running requests end with the old weights, and waiting ones wait for them. Nothing is compiled.
+        Running requests end with the old weights, and waiting ones wait for them. Nothing is
+        compiled.
 
         Raises:
           UserError: the model has another architecture or another tokenizer.
@@ -228,7 +271,9 @@ class AsyncEngine:
         """
         self._check_ready()
         if model.model.config != self.run.model.config:
-            raise UserError("the new weights have another architecture than the old ones: restart the server")
+            raise UserError(
+                "the new weights have another architecture than the old ones: restart the server"
+            )
         if model.tokenizer.fingerprint != self.run.tokenizer.fingerprint:
             raise UserError("the run has another tokenizer than before: restart the server")
         weights = await asyncio.to_thread(self._batch.prepare_weights, model)
@@ -237,10 +282,12 @@ class AsyncEngine:
         self.run.replace_model(model)
 
     async def embed(self, ids: Sequence[Sequence[int]], pooling: str) -> np.ndarray:
-        """Returns the embeddings of token sequences, float32 `[N, D]`; see `Embedder`. A cancelled call computes no more.
+        """Returns the embeddings of token sequences, float32 `[N, D]`; see `Embedder`. A cancelled
+        call computes no more.
 
         Raises:
-          UserError: a sequence is empty, too long or has an invalid token, or the pooling is unknown.
+          UserError: a sequence is empty, too long or has an invalid token, or the pooling is
+            unknown.
           Busy: too many requests for embeddings wait.
           Unavailable: the engine is loading, draining or has failed.
           RequestFailed: an internal error ended this request.
@@ -272,11 +319,12 @@ class AsyncEngine:
         return () if self._batch.adapters is None else tuple(self._batch.adapters.names)
 
     async def load_lora(self, name: str, path: Path) -> None:
-        """Loads an adapter. Decoding continues while its files are read, and waits only for the copy of its matrices.
+        """Loads an adapter. Decoding continues while its files are read, and waits only for the
+        copy of its matrices.
 
         Raises:
-          UserError: the server has no place for adapters, the name is invalid or in use, no place is free, or the adapter is
-            damaged or does not fit the model.
+          UserError: the server has no place for adapters, the name is invalid or in use, no place
+            is free, or the adapter is damaged or does not fit the model.
           Unavailable: the engine is loading, draining or has failed.
         """
         async with self._one_adapter:
@@ -290,14 +338,17 @@ class AsyncEngine:
         return self._engine.changes.load_adapter(name, self.run.read_lora(path, max_rank=rank))
 
     async def _applied(self, change: Future[None]) -> None:
-        """Waits until a step of the engine has applied a change, or raises Unavailable if there may be no further step."""
+        """Waits until a step of the engine has applied a change, or raises Unavailable if there may
+        be no further step.
+        """
         self._wake.set()
         if self._state != "ready" or not self._thread.is_alive():
             self._engine.changes.fail_waiting(self._unavailable())
         await asyncio.wrap_future(change)
 
     def unload_lora(self, name: str) -> None:
-        """Unloads an adapter. The requests that use it continue; its place is free when the last of them has ended.
+        """Unloads an adapter. The requests that use it continue; its place is free when the last of
+        them has ended.
 
         Raises:
           UserError: no adapter has this name.
@@ -322,8 +373,17 @@ class AsyncEngine:
         """Returns the current state and counters of the engine."""
         load = self._engine.load
         counters = {**self._counters, **self._engine.counters}
-        counters |= {name: getattr(self._embeddings, name) for name in ("embedded_texts", "embedded_tokens")}
-        return Status(self._state, self._doing, *load, self._batch.context, counters, self._batch.prefix_status)
+        counters |= {
+            name: getattr(self._embeddings, name) for name in ("embedded_texts", "embedded_tokens")
+        }
+        return Status(
+            self._state,
+            self._doing,
+            *load,
+            self._batch.context,
+            counters,
+            self._batch.prefix_status,
+        )
 
     async def save_prefixes(self) -> int:
         """Writes the prefix cache to `cache_dir` and returns the number of its blocks.
@@ -343,18 +403,26 @@ class AsyncEngine:
             return await asyncio.to_thread(await asyncio.wrap_future(snapshot))
 
     async def drain(self, seconds: float) -> None:
-        """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
+        """Stops accepting requests, and returns when all accepted ones are complete. After
+        `seconds`, cancels the rest.
+        """
         with self._lock:
             if self._state in ("ready", "loading"):
                 self._state = "draining"
                 self._doing = "it accepts no more requests"
         until = time.monotonic() + seconds
-        while (self._responders or len(self._embeddings)) and self._state == "draining" and time.monotonic() < until:
+        while (
+            (self._responders or len(self._embeddings))
+            and self._state == "draining"
+            and time.monotonic() < until
+        ):
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Stops the engine immediately. Incomplete streams end with `Unavailable`. Further calls have no effect."""
+        """Stops the engine immediately. Incomplete streams end with `Unavailable`. Further calls
+        have no effect.
+        """
         with self._lock:
             self._closing = True
             if self._state in ("ready", "loading"):
@@ -406,14 +474,18 @@ class AsyncEngine:
 
     def _compile_in_background(self) -> None:
         """Queues the compilation of the programs that requests may need later."""
-        wanted: list[tuple[Config, bool]] = []  # configuration, and whether log-probabilities of prompts are reported
+        wanted: list[
+            tuple[Config, bool]
+        ] = []  # configuration, and whether log-probabilities of prompts are reported
         if "steps" in self._background:
             wanted.append((self._config, False))
         if "echo" in self._background:
             wanted.append((self._config, True))
         if "strategies" in self._background:
             other = "chain" if self._config.generation.strategy == "entropy" else "entropy"
-            with contextlib.suppress(UserError):  # the run may have settings that contradict the router
+            with contextlib.suppress(
+                UserError
+            ):  # the run may have settings that contradict the router
                 wanted.append((overlay(self._config, {"strategy": other}), False))
         for config, echo in wanted:
             if not self._batch.ready(self._batch.program_key(config), echo, None):
@@ -492,7 +564,8 @@ class AsyncEngine:
                 log.warning("the prefix cache is not saved: %s", error)
 
     def _deliver(self, output: Output) -> _Responder | None:
-        """Passes an output to its stream, whose reader is yet to be woken, and returns the responder.
+        """Passes an output to its stream, whose reader is yet to be woken, and returns the
+        responder.
 
         An error in this method ends only the request of this output.
         """

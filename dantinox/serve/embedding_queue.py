@@ -1,7 +1,7 @@
 """`EmbeddingQueue`: the texts that a server embeds, one chunk between two steps of the engine.
 
-Requests take turns: after each text, the next text comes from the request that has waited longest. So a query does not wait for
-the many documents of another request.
+Requests take turns: after each text, the next text comes from the request that has waited longest.
+So a query does not wait for the many documents of another request.
 """
 
 import contextlib
@@ -21,7 +21,9 @@ log = logging.getLogger("dantinox.serve")
 
 
 class EmbeddingJob(NamedTuple):
-    """The token sequences of one request, their pooling, the embeddings found so far, and the future of `[N, D]` float32."""
+    """The token sequences of one request, their pooling, the embeddings found so far, and the
+    future of `[N, D]` float32.
+    """
 
     ids: Sequence[Sequence[int]]
     pooling: str
@@ -30,14 +32,17 @@ class EmbeddingJob(NamedTuple):
 
 
 class EmbeddingQueue:
-    """Requests that wait for embeddings. Only the thread of the engine calls `step`; any thread may call the other methods.
+    """Requests that wait for embeddings. Only the thread of the engine calls `step`; any thread may
+    call the other methods.
 
     Attributes:
       embedded_tokens, embedded_texts: totals since the start.
     """
 
     def __init__(self, make: Callable[[], Embedder]):
-        """Creates an empty queue; `make` returns the embedder, which is compiled when it is first needed."""
+        """Creates an empty queue; `make` returns the embedder, which is compiled when it is first
+        needed.
+        """
         self._make = make
         self._lock = Lock()
         self._embedder: Embedder | None = None
@@ -69,7 +74,8 @@ class EmbeddingQueue:
             self._embedder = embedder
 
     def add(self, ids: Sequence[Sequence[int]], pooling: str) -> "Future[np.ndarray]":
-        """Adds a request and returns the future of its embeddings; cancelling the future removes the request.
+        """Adds a request and returns the future of its embeddings; cancelling the future removes
+        the request.
 
         Raises:
           RequestFailed: the programs could not be compiled.
@@ -83,7 +89,9 @@ class EmbeddingQueue:
         return job.future
 
     def step(self) -> bool:
-        """Computes the next chunk of the first request; returns False if there is nothing to compute."""
+        """Computes the next chunk of the first request; returns False if there is nothing to
+        compute.
+        """
         with self._lock:
             job = next(iter(self._jobs), None)
             embedder = self._embedder

@@ -23,12 +23,15 @@ class Options:
       template: renders messages as a prompt; None for a model without a chat template.
       tool_format: notation of tool calls, a name of `TOOL_FORMATS`; `auto`: that of the template.
       key: the only API key, as an alternative to `keys`.
-      keys: the API keys, one of which every request needs; without keys and `key` the server accepts every client.
-      hosts: host names that requests may address, in lower case without a port; `*`: any, `ip`: any IP address.
+      keys: the API keys, one of which every request needs; without keys and `key` the server
+        accepts every client.
+      hosts: host names that requests may address, in lower case without a port; `*`: any, `ip`: any
+        IP address.
       origins: origins whose web pages may use this server, such as `https://a.example`; `*`: any.
       pooling: how embeddings combine the hidden states of a text: `mean` or `last`.
       lite: the file or folder of Kobold Lite that the server provides.
-      stored_responses: how many responses of `/v1/responses` are kept in memory for `previous_response_id`.
+      stored_responses: how many responses of `/v1/responses` are kept in memory for
+        `previous_response_id`.
       lora_dir: the directory from which clients may load adapters; None: they may not.
       limits: limits of requests.
       aliases: further names of models → the names that they stand for.

@@ -1,4 +1,6 @@
-"""`ResponseStream`, the deltas of one request, and `EngineProtocol`, the engine interface that the protocols use."""
+"""`ResponseStream`, the deltas of one request, and `EngineProtocol`, the engine interface that the
+protocols use.
+"""
 
 import asyncio
 from collections import deque
@@ -18,13 +20,15 @@ from dantinox.generation.request import Delta, GenerationRequest, RequestStats, 
 class ResponseStream:
     """Iterates over the deltas of one request in their order: `async for delta in stream`.
 
-    The stream is created and read on one event loop; the engine pushes from its own thread. Unread deltas wait in a deque of at
-    most `n · max_new_tokens` tokens, so a slow reader does not delay the engine.
+    The stream is created and read on one event loop; the engine pushes from its own thread. Unread
+    deltas wait in a deque of at most `n · max_new_tokens` tokens, so a slow reader does not delay
+    the engine.
 
     Attributes:
       request: the request.
       stats: times and counts of the request; complete at the end of the stream.
-      prompt: with `echo`, a record for each token of the prompt; the first has no probabilities. Set with the first delta.
+      prompt: with `echo`, a record for each token of the prompt; the first has no probabilities.
+        Set with the first delta.
     """
 
     def __init__(self, request: GenerationRequest, stats: RequestStats, cancel: Callable[[], None]):
@@ -63,13 +67,17 @@ class ResponseStream:
         raise StopAsyncIteration if item is None else item
 
     def cancel(self) -> None:
-        """Frees the request's slots after at most one chunk of decoding steps. Unfinished samples end with `cancelled`."""
+        """Frees the request's slots after at most one chunk of decoding steps. Unfinished samples
+        end with `cancelled`.
+        """
         self._cancel()
 
     # The engine calls the following methods, from any thread.
 
     def push(self, delta: Delta, wake: bool = True) -> None:
-        """Adds a delta. Without `wake`, a waiting reader is woken by the next call of `wake_readers`."""
+        """Adds a delta. Without `wake`, a waiting reader is woken by the next call of
+        `wake_readers`.
+        """
         self._put(delta, wake)
 
     def end(self, error: BaseException | None = None, wake: bool = True) -> None:
@@ -89,7 +97,9 @@ def _wake(streams: Iterable[ResponseStream]) -> None:
 
 
 def wake_readers(streams: Iterable[ResponseStream]) -> None:
-    """Wakes the readers of streams; a thread switches to the event loop only once for all of them."""
+    """Wakes the readers of streams; a thread switches to the event loop only once for all of
+    them.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, list[ResponseStream]] = {}
     for stream in streams:
         by_loop.setdefault(stream._loop, []).append(stream)
@@ -111,9 +121,9 @@ class Status:
       slots, busy: number of slots, and of slots in use.
       queued, queue: number of waiting requests, and its maximum.
       context: maximum length of a prompt and its continuation, in tokens.
-      counters: sums since the start: `requests`, `finished`, `cancelled`, `refused`, `prompt_tokens`, `reused_tokens`,
-        `new_tokens`, `draft_tokens`, `accepted_draft_tokens`, `embedded_texts`, `embedded_tokens` and `compilations` (after the
-        warm-up).
+      counters: sums since the start: `requests`, `finished`, `cancelled`, `refused`,
+        `prompt_tokens`, `reused_tokens`, `new_tokens`, `draft_tokens`, `accepted_draft_tokens`,
+        `embedded_texts`, `embedded_tokens` and `compilations` (after the warm-up).
       prefixes: the blocks of the prefix cache.
     """
 
@@ -158,7 +168,8 @@ class EngineProtocol(Protocol):
         """Loads an adapter; requests may select it afterwards.
 
         Raises:
-          UserError: the name is invalid or in use, no place is free, or the adapter is damaged or does not fit the model.
+          UserError: the name is invalid or in use, no place is free, or the adapter is damaged or
+            does not fit the model.
           Unavailable: the engine is loading, draining or has failed.
         """
 
@@ -189,7 +200,8 @@ class EngineProtocol(Protocol):
         """Returns the embeddings of token sequences, float32 `[N, D]`.
 
         Raises:
-          UserError: a sequence is empty, too long or has an invalid token, or the pooling is unknown.
+          UserError: a sequence is empty, too long or has an invalid token, or the pooling is
+            unknown.
           Busy: the queue is full.
           Unavailable: the engine is loading, draining or has failed.
         """

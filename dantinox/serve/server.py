@@ -47,7 +47,9 @@ class RunnableEngine(HasStatus, Protocol):
         """Starts loading and the warm-up; returns immediately."""
 
     async def drain(self, seconds: float) -> None:
-        """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
+        """Stops accepting requests, and returns when all accepted ones are complete. After
+        `seconds`, cancels the rest.
+        """
 
     def close(self) -> None:
         """Stops the engine immediately; incomplete requests get an error."""
@@ -63,7 +65,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        reason, _, _ = (error.strerror or str(error)).partition(" (while")  # the rest repeats the address
+        reason, _, _ = (error.strerror or str(error)).partition(
+            " (while"
+        )  # the rest repeats the address
         raise UserError(f"cannot listen at {host} port {port}: {reason.lower()}") from None
 
 
@@ -77,10 +81,10 @@ def serve(
 ) -> int:
     """Serves until a signal or a failure of the engine; returns the exit code.
 
-    After SIGTERM or SIGINT, running responses have `DRAIN_SECONDS` to be completed, and new requests get the status 503. The
-    server then ends with the exit code 0. A second signal ends the server immediately. After a second signal or an engine
-    failure, the exit code is `EXIT_FAILED`. SIGHUP reloads; if the terminal of the process was closed, it has
-    the effect of SIGTERM.
+    After SIGTERM or SIGINT, running responses have `DRAIN_SECONDS` to be completed, and new
+    requests get the status 503. The server then ends with the exit code 0. A second signal ends the
+    server immediately. After a second signal or an engine failure, the exit code is `EXIT_FAILED`.
+    SIGHUP reloads; if the terminal of the process was closed, it has the effect of SIGTERM.
 
     Args:
       app: the ASGI application.
@@ -91,7 +95,9 @@ def serve(
       reloader: called after SIGHUP; None leaves this signal alone.
     """
     allow_open_files(MAX_CONNECTIONS + MAX_REFUSED + OTHER_FILES)
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # hides "socket.send() raised exception" of lost connections
+    logging.getLogger("asyncio").setLevel(
+        logging.ERROR
+    )  # hides "socket.send() raised exception" of lost connections
 
     async def run() -> int:
         return await ServerRun(make_server(app, limits), engine, reloader).run(listener, ready)
@@ -100,7 +106,9 @@ def serve(
 
 
 def allow_open_files(count: int) -> None:
-    """Raises the limit on open files of this process to `count`, or as far as the system permits."""
+    """Raises the limit on open files of this process to `count`, or as far as the system
+    permits.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -108,12 +116,16 @@ def allow_open_files(count: int) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server without its signal handlers, in which accepting connections does not delay the accepted ones."""
+    """A uvicorn server without its signal handlers, in which accepting connections does not delay
+    the accepted ones.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(BACKLOG)  # asyncio has set it to the number of connections that it accepts at once
+            listener.listen(
+                BACKLOG
+            )  # asyncio has set it to the number of connections that it accepts at once
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -151,7 +163,8 @@ def _has_terminal() -> bool:
 
 
 class ServerRun:
-    """A server that runs until a signal or a failure ends it. The methods are called on its event loop.
+    """A server that runs until a signal or a failure ends it. The methods are called on its event
+    loop.
 
     Attributes:
       code: the exit code.
@@ -169,7 +182,9 @@ class ServerRun:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self, listener: socket.socket, ready: Callable[[], None]) -> int:
-        """Serves, and returns the exit code; `ready` is called when the server accepts requests for the first time."""
+        """Serves, and returns the exit code; `ready` is called when the server accepts requests for
+        the first time.
+        """
         self._engine.on_failure = lambda: self._loop.call_soon_threadsafe(self._fail)  # type: ignore[assignment]
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
@@ -224,7 +239,9 @@ class ServerRun:
         self._server.should_exit = True
 
     def _force_exit_after(self, seconds: float) -> None:
-        """Ends the process after `seconds` even if a thread still runs, because a compilation cannot be interrupted."""
+        """Ends the process after `seconds` even if a thread still runs, because a compilation
+        cannot be interrupted.
+        """
         timer = threading.Timer(seconds, exit_now, (EXIT_FAILED,))
         timer.daemon = True
         self._timers.append(timer)

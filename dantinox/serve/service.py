@@ -5,7 +5,15 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, ClassVar
@@ -39,13 +47,15 @@ MAX_NAMES_SHOWN = 5  # names of models in an error message
 
 
 class Reply:
-    """The generation requests of one HTTP request, and the format of its response. Each protocol has a subclass.
+    """The generation requests of one HTTP request, and the format of its response. Each protocol
+    has a subclass.
 
     Attributes:
       requests: the generation requests of the body, at least one.
       stream: whether the response is streamed.
       streams: streams of the requests that the engine has accepted, by request number.
-      aborted: whether the reply itself or another HTTP request has ended it early, so that `cancelled` is not an error.
+      aborted: whether the reply itself or another HTTP request has ended it early, so that
+        `cancelled` is not an error.
       failed: whether the stream has ended with an error.
       truncate_on_error: whether a streamed response with an error lacks its final chunk.
       media_type: media type of a streamed response.
@@ -121,25 +131,34 @@ class Service:
         return self.engine.name if lora is None else f"{self.engine.name}:{lora}"
 
     def resolve_model(self, name: str | None) -> str:
-        """Returns the model that a name in a request means: aliases are replaced, and None is the served model.
+        """Returns the model that a name in a request means: aliases are replaced, and None is the
+        served model.
 
         Raises:
           RequestError: 404, this server has no model of that name, or the key may not use it.
         """
         resolved = self.engine.name if name is None else self.options.aliases.get(name, name)
         if resolved not in self._own_names():
-            raise http_error("model", resolved[:60], shown_names([*self._own_names(), *self.options.aliases]), param="model")
+            raise http_error(
+                "model",
+                resolved[:60],
+                shown_names([*self._own_names(), *self.options.aliases]),
+                param="model",
+            )
         if not self.is_allowed(resolved):
             raise forbidden_model(resolved)
         current_record().model = resolved
         return resolved
 
-    def check_model(self, name: str | None, lora: str | None = None, *, param: str = "lora") -> str | None:
-        """Returns the adapter that a request selects, by the name of a model such as `base:poems` or by the field `param`.
+    def check_model(
+        self, name: str | None, lora: str | None = None, *, param: str = "lora"
+    ) -> str | None:
+        """Returns the adapter that a request selects, by the name of a model such as `base:poems`
+        or by the field `param`.
 
         Raises:
-          RequestError: 404, the server has no such model or adapter, or the key may not use it; 400, the names contradict each
-            other.
+          RequestError: 404, the server has no such model or adapter, or the key may not use it;
+            400, the names contradict each other.
         """
         loras = self.engine.loras
         if lora is not None and lora not in loras:
@@ -152,7 +171,11 @@ class Service:
         resolved = self.resolve_model(resolved)
         named = next((other for other in loras if resolved == self.model_name(other)), None)
         if lora not in (None, named):
-            raise RequestError(400, f"model selects the adapter {named}, and lora {lora}: use one of them", param="lora")
+            raise RequestError(
+                400,
+                f"model selects the adapter {named}, and lora {lora}: use one of them",
+                param="lora",
+            )
         return named
 
     def is_allowed(self, model: str) -> bool:
@@ -179,10 +202,17 @@ class Service:
         config = self.engine.settings(overrides)
         generation = config.generation
         if "n" in overrides and generation.n > MAX_SAMPLES:
-            raise RequestError(400, f"n must be at most {MAX_SAMPLES}, got {generation.n}", param="n")
+            raise RequestError(
+                400, f"n must be at most {MAX_SAMPLES}, got {generation.n}", param="n"
+            )
         stops = generation.stop
-        if "stop" in overrides and (len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops)):
-            message = f"stop must have at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters"
+        if "stop" in overrides and (
+            len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops)
+        ):
+            message = (
+                f"stop must have at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH}"
+                " characters"
+            )
             raise RequestError(400, message, param="stop")
         return config
 
@@ -192,7 +222,9 @@ class Service:
         return reply_format(self.options.template, self.tokenizer, self.options.tool_format)
 
     def check_lengths(self, prompts: Iterable[Sequence[int]], param: str) -> None:
-        """Raises RequestError (400) for a prompt that fills the context; `param` is the field of the prompts."""
+        """Raises RequestError (400) for a prompt that fills the context; `param` is the field of
+        the prompts.
+        """
         longest = max(map(len, prompts), default=0)
         context = self.context
         if longest >= context:
@@ -206,7 +238,8 @@ class Service:
         *,
         continues: bool = False,
     ) -> tuple[ChatPrompt, frozenset[int]]:
-        """Returns the prompt of a conversation up to the assistant's turn, and the token ids that end that turn.
+        """Returns the prompt of a conversation up to the assistant's turn, and the token ids that
+        end that turn.
 
         Args:
           messages, tools, variables, continues: as in `chat_prompt`.
@@ -222,14 +255,19 @@ class Service:
         current_record().operation = "chat"
 
         def encode() -> tuple[ChatPrompt, frozenset[int]]:
-            return chat_prompt(template, messages, tools, variables, continues=continues), template.end_ids
+            return (
+                chat_prompt(template, messages, tools, variables, continues=continues),
+                template.end_ids,
+            )
 
         return await asyncio.get_running_loop().run_in_executor(self._template_thread, encode)
 
     # --- responses
 
     def endpoint(self, parse: Parse) -> Callable[[Request], Awaitable[ASGIApp]]:
-        """Returns a route's endpoint: it parses an HTTP request with `parse` and generates the response."""
+        """Returns a route's endpoint: it parses an HTTP request with `parse` and generates the
+        response.
+        """
 
         @functools.wraps(parse)
         async def respond(request: Request) -> ASGIApp:
@@ -247,7 +285,9 @@ class Service:
         return respond
 
     async def _events(self, reply: Reply) -> AsyncGenerator[bytes, None]:
-        """Yields the bytes of a streamed response. An exception after the first bytes becomes an error event."""
+        """Yields the bytes of a streamed response. An exception after the first bytes becomes an
+        error event.
+        """
         started = False
         try:
             async with contextlib.aclosing(self._deltas(reply)) as deltas:
@@ -266,16 +306,18 @@ class Service:
             reply.close()
 
     async def _deltas(self, reply: Reply) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yields the deltas of all requests of a reply as they arrive, each with its request's number.
+        """Yields the deltas of all requests of a reply as they arrive, each with its request's
+        number.
 
-        If the queue is full, the remaining requests wait until another request of this reply is complete. Closing the
-        generator cancels the incomplete requests.
+        If the queue is full, the remaining requests wait until another request of this reply is
+        complete. Closing the generator cancels the incomplete requests.
 
         Raises:
           UserError, Unavailable: as `EngineProtocol.submit` and `ResponseStream`.
           Busy: the queue is full and no request of this reply is running.
           RequestError: the API key may not use the model.
-          RateLimited, RequestError: the API key has too few tokens left, see `KeyUsage.reserve_tokens`.
+          RateLimited, RequestError: the API key has too few tokens left, see
+            `KeyUsage.reserve_tokens`.
         """
         record = current_record()
         if record.model is None:  # not all protocols name a model
@@ -291,10 +333,14 @@ class Service:
         prompt = len(request.ids)
         return prompt + generation.n * max(0, min(generation.max_new_tokens, self.context - prompt))
 
-    async def _generate(self, reply: Reply, record: RequestRecord) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def _generate(
+        self, reply: Reply, record: RequestRecord
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
         waiting = deque(enumerate(reply.requests))
         live = dict[int, ResponseStream]()  # the streams that have not ended, by request number
-        tasks: dict[int, asyncio.Task[Delta | None]] = {}  # that read the next delta of a live stream
+        tasks: dict[
+            int, asyncio.Task[Delta | None]
+        ] = {}  # that read the next delta of a live stream
         queue_has_room = True  # False after a request is refused
         try:
             while waiting or live:
@@ -312,7 +358,9 @@ class Service:
                         waiting.popleft()
                         reply.on_accepted()
                 readable = [*live]
-                if len(live) > 1:  # one stream is read directly, which needs no task for each of its deltas
+                if (
+                    len(live) > 1
+                ):  # one stream is read directly, which needs no task for each of its deltas
                     for number, stream in live.items():
                         if number not in tasks:
                             tasks[number] = asyncio.ensure_future(_next(stream))
@@ -331,7 +379,9 @@ class Service:
                         queue_has_room = True
                         continue
                     if delta.finish_reason is not None:
-                        record.generations[number].finish_reasons[delta.sample] = delta.finish_reason
+                        record.generations[number].finish_reasons[delta.sample] = (
+                            delta.finish_reason
+                        )
                     if delta.finish_reason == "cancelled" and not reply.aborted:
                         raise http_error("cancelled")
                     yield number, delta
@@ -346,7 +396,11 @@ class Service:
 def key_allows(model: str, aliases: Mapping[str, str]) -> bool:
     """Returns whether the key of this request may use a model, given by its own name."""
     key = current_record().key
-    return key is None or key.models is None or model in {aliases.get(name, name) for name in key.models}
+    return (
+        key is None
+        or key.models is None
+        or model in {aliases.get(name, name) for name in key.models}
+    )
 
 
 def forbidden_model(name: str) -> RequestError:
@@ -356,12 +410,19 @@ def forbidden_model(name: str) -> RequestError:
 
 
 def check_aliases(aliases: Mapping[str, str], own_names: Collection[str]) -> None:
-    """Raises a UserError for an alias that does not stand for a model, or that is the name of one."""
+    """Raises a UserError for an alias that does not stand for a model, or that is the name of
+    one.
+    """
     for alias, name in aliases.items():
         if name in aliases or name not in own_names:
-            raise UserError(f"the alias {quote(alias)} stands for {quote(name)}, which is not a model of this server")
+            raise UserError(
+                f"the alias {quote(alias)} stands for {quote(name)}, which is not a model of this"
+                " server"
+            )
         if alias in own_names:
-            raise UserError(f"the alias {quote(alias)} is already the name of a model of this server")
+            raise UserError(
+                f"the alias {quote(alias)} is already the name of a model of this server"
+            )
 
 
 def shown_names(names: Collection[str]) -> str:
@@ -375,14 +436,19 @@ async def _next(stream: ResponseStream) -> Delta | None:
 
 
 class _EventStream:
-    """A response of events, each sent as soon as it is available. The generator is always closed."""
+    """A response of events, each sent as soon as it is available. The generator is always
+    closed.
+    """
 
     def __init__(self, events: AsyncGenerator[bytes, None], reply: Reply):
         self._events = events
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", self._reply.media_type.encode()), (b"x-accel-buffering", b"no")]
+        headers = [
+            (b"content-type", self._reply.media_type.encode()),
+            (b"x-accel-buffering", b"no"),
+        ]
         async with contextlib.aclosing(self._events) as events:
             data = await anext(events, None)  # an exception here becomes an error response
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -401,14 +467,24 @@ def _check_size(name: str, value: object) -> None:
     while parts:
         part = parts.pop()
         if isinstance(part, int | float) and abs(part) > MAX_NUMBER:
-            raise RequestError(400, f"{name} must have numbers between -2^32 and 2^32, got {quote(part)}", param=name)
+            raise RequestError(
+                400,
+                f"{name} must have numbers between -2^32 and 2^32, got {quote(part)}",
+                param=name,
+            )
         if isinstance(part, dict | list | tuple):
             if len(part) > max_entries:
-                raise RequestError(400, f"{name} must have at most {max_entries:,} entries, got {len(part):,}", param=name)
+                raise RequestError(
+                    400,
+                    f"{name} must have at most {max_entries:,} entries, got {len(part):,}",
+                    param=name,
+                )
             parts += part
             if isinstance(part, dict):  # `part` alone has its keys
                 parts += part.values()
         if isinstance(part, str):
             characters += len(part)
             if characters > MAX_CHARACTERS:
-                raise RequestError(400, f"{name} must have at most {MAX_CHARACTERS:,} characters", param=name)
+                raise RequestError(
+                    400, f"{name} must have at most {MAX_CHARACTERS:,} characters", param=name
+                )

@@ -1,6 +1,14 @@
-"""Tokenizers, chat templates, tool calls, corpora, and the token store with its batches. No module here imports jax."""
+"""Tokenizers, chat templates, tool calls, corpora, and the token store with its batches. No module
+here imports jax.
+"""
 
-from dantinox.text.build_store import Progress, corpus_changed, open_store, prepare_data, vocabulary_size
+from dantinox.text.build_store import (
+    Progress,
+    corpus_changed,
+    open_store,
+    prepare_data,
+    vocabulary_size,
+)
 from dantinox.text.chat_template import ChatTemplate
 from dantinox.text.conversation_store import ConversationStore, LabeledCompletions, Preferences
 from dantinox.text.corpus import Corpus

@@ -38,9 +38,11 @@ class Rows(Protocol):
 
 
 class WindowRows:
-    """Windows of T + 1 tokens that overlap by one token. The first window starts at a random offset that differs by epoch.
+    """Windows of T + 1 tokens that overlap by one token. The first window starts at a random offset
+    that differs by epoch.
 
-    All windows fit at every offset that can be drawn. An epoch omits at most 2 T - 2 targets at the edges.
+    All windows fit at every offset that can be drawn. An epoch omits at most 2 T - 2 targets at the
+    edges.
     """
 
     def __init__(self, start: int, end: int, length: int):
@@ -55,11 +57,13 @@ class WindowRows:
         return starts_N[:, None] + self._offsets_T1
 
 
-def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int, bos_id: int | None = None) -> "PackedRows":
+def pack_documents(
+    ids: np.ndarray, start: int, length: int, eos_id: int, bos_id: int | None = None
+) -> "PackedRows":
     """Packs documents into rows by best fit. Only documents longer than a row are split.
 
-    A split document fills rows with chunks of T targets, and its shorter last chunk is packed like a document. Source: Ding et
-    al. 2024, "Fewer Truncations Improve Language Modeling", section 3.
+    A split document fills rows with chunks of T targets, and its shorter last chunk is packed like
+    a document. Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 3.
 
     Args:
       ids: the tokens of a source.
@@ -72,9 +76,13 @@ def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int, bos_id
     """
     starts_P, sizes_P = split_documents(document_ends(ids, eos_id, bos_id), length)
     if not len(sizes_P):
-        raise UserError("data.packing: best_fit found no document with at least two tokens: set data.path to other text")
+        raise UserError(
+            "data.packing: best_fit found no document with at least two tokens: set data.path to"
+            " other text"
+        )
     occupied_P = sizes_P.copy()
-    # If the validation split cut the last document, no EOS token ends it, so no document may follow it in its row.
+    # If the validation split cut the last document, no EOS token ends it, so no document may follow
+    # it in its row.
     if ids[-1] != eos_id:
         occupied_P[starts_P + sizes_P == len(ids)] = length + 1
     return PackedRows(start + starts_P, sizes_P, occupied_P, length)
@@ -83,12 +91,15 @@ def pack_documents(ids: np.ndarray, start: int, length: int, eos_id: int, bos_id
 class PackedRows:
     """Rows of T + 1 tokens into which chunks are packed by best fit, padded with `NO_TOKEN`."""
 
-    def __init__(self, starts_P: np.ndarray, sizes_P: np.ndarray, occupied_P: np.ndarray, length: int):
+    def __init__(
+        self, starts_P: np.ndarray, sizes_P: np.ndarray, occupied_P: np.ndarray, length: int
+    ):
         """Packs the chunks.
 
         Args:
           starts_P, sizes_P: first token and number of tokens of each chunk.
-          occupied_P: the number of tokens that each chunk occupies in its row; not less than the size of the chunk.
+          occupied_P: the number of tokens that each chunk occupies in its row; not less than the
+            size of the chunk.
           length: T.
         """
         row_P = best_fit(occupied_P, length + 1)
@@ -97,7 +108,9 @@ class PackedRows:
         self._starts_P = starts_P[order_P]
         self._sizes_P = sizes_P[order_P]
         self.count = int(row_P.max()) + 1
-        self._first_R = np.searchsorted(row_P[order_P], np.arange(self.count + 1))  # the index of the first chunk of each row
+        self._first_R = np.searchsorted(
+            row_P[order_P], np.arange(self.count + 1)
+        )  # the index of the first chunk of each row
 
     def read(self, chosen_N: np.ndarray, epoch_random: int) -> np.ndarray:
         indices_NT = np.full((len(chosen_N), self._length + 1), NO_TOKEN, np.int64)
@@ -112,7 +125,9 @@ class PackedRows:
 
 
 class PairRows:
-    """Rows of two chunks each, [N, 2, T + 1], padded with `NO_TOKEN` after the end of each chunk."""
+    """Rows of two chunks each, [N, 2, T + 1], padded with `NO_TOKEN` after the end of each
+    chunk.
+    """
 
     def __init__(self, starts_P: np.ndarray, sizes_P: np.ndarray, length: int):
         self._starts_N2 = starts_P.reshape(-1, 2, 1)
@@ -125,11 +140,13 @@ class PairRows:
         return np.where(self._offsets_T1 < self._sizes_N2[chosen_N], indices_N2T, NO_TOKEN)
 
 
-def ends_document(ids: np.ndarray, next_ids: np.ndarray, eos_id: int | None, bos_id: int | None = None) -> np.ndarray:
+def ends_document(
+    ids: np.ndarray, next_ids: np.ndarray, eos_id: int | None, bos_id: int | None = None
+) -> np.ndarray:
     """Returns whether each token is the EOS token of a document.
 
-    If the BOS token of documents is the same token, the first of two in a row is the EOS token, and any other one is the BOS
-    token, because a document has at least one other token.
+    If the BOS token of documents is the same token, the first of two in a row is the EOS token, and
+    any other one is the BOS token, because a document has at least one other token.
 
     Args:
       ids: token ids of any shape.
@@ -143,7 +160,9 @@ def ends_document(ids: np.ndarray, next_ids: np.ndarray, eos_id: int | None, bos
 
 
 def document_ends(ids: np.ndarray, eos_id: int, bos_id: int | None = None) -> np.ndarray:
-    """Returns the index after the EOS token of each document; the last document ends at the end of `ids`."""
+    """Returns the index after the EOS token of each document; the last document ends at the end of
+    `ids`.
+    """
     found = []
     for start in range(0, len(ids), SCAN_TOKENS):
         part = np.append(ids[start : start + SCAN_TOKENS + 1], eos_id)[: SCAN_TOKENS + 1]
@@ -153,7 +172,8 @@ def document_ends(ids: np.ndarray, eos_id: int, bos_id: int | None = None) -> np
 
 
 def split_documents(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Splits each document into chunks of `length` targets that overlap by one token; the last chunk may be shorter.
+    """Splits each document into chunks of `length` targets that overlap by one token; the last
+    chunk may be shorter.
 
     Returns:
       The starts and the sizes of all chunks with at least two tokens.
@@ -161,7 +181,9 @@ def split_documents(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarr
     starts = np.concatenate([[0], ends[:-1]])
     targets = ends - starts - 1
     counts = np.maximum(1, -(-targets // length))
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # index of each chunk in its document
+    number = np.arange(counts.sum()) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    )  # index of each chunk in its document
     first = np.repeat(starts, counts) + number * length
     sizes = np.minimum(np.repeat(ends, counts) - first, length + 1)
     has_target = sizes > 1
@@ -195,7 +217,9 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class ShuffledRows:
-    """Rows in a shuffled order that depends only on (seed, stream, epoch) and differs between epochs."""
+    """Rows in a shuffled order that depends only on (seed, stream, epoch) and differs between
+    epochs.
+    """
 
     def __init__(self, rows: Rows, seed: int, stream: int = 0):
         self.rows = rows
@@ -203,7 +227,9 @@ class ShuffledRows:
         self._epochs: dict[int, tuple[int, np.ndarray]] = {}
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
-        """Returns the token indices [N, T + 1] of the rows `numbers_N`, ascending; row 0 is the first of the training run."""
+        """Returns the token indices [N, T + 1] of the rows `numbers_N`, ascending; row 0 is the
+        first of the training run.
+        """
         epochs_N, offsets_N = np.divmod(numbers_N, self.rows.count)
         parts = []
         for epoch in np.unique(epochs_N).tolist():  # in the order of the ascending `numbers_N`
@@ -224,7 +250,8 @@ class ShuffledRows:
 
 
 class MixtureRows:
-    """Rows of several sources. Of the first n rows, each source has n times its share, rounded up or down, for every n.
+    """Rows of several sources. Of the first n rows, each source has n times its share, rounded up
+    or down, for every n.
 
     Each source has its own epochs, whose length does not depend on the other sources.
     """
@@ -235,7 +262,8 @@ class MixtureRows:
         denominator = math.lcm(*(weight.denominator for weight in exact))
         whole = [int(weight * denominator) for weight in exact]
         self._weights = [weight // math.gcd(*whole) for weight in whole]
-        # The order of the sources repeats after each cycle. No training run reaches the end of a cycle beyond 2⁶² rows.
+        # The order of the sources repeats after each cycle. No training run reaches the end of a
+        # cycle beyond 2⁶² rows.
         self._cycle = min(sum(self._weights), 1 << 62)
         self._rows_per_cycle = np.array([min(weight, 1 << 62) for weight in self._weights])
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -243,7 +271,9 @@ class MixtureRows:
         self._lock = threading.Lock()
 
     def read(self, numbers_N: np.ndarray) -> np.ndarray:
-        """Returns the token indices [N, T + 1] of the rows `numbers_N`, ascending; row 0 is the first of the training run."""
+        """Returns the token indices [N, T + 1] of the rows `numbers_N`, ascending; row 0 is the
+        first of the training run.
+        """
         cycles_N, places_N = np.divmod(numbers_N, self._cycle)
         source_N = np.empty_like(numbers_N)
         within_N = np.empty_like(numbers_N)  # the number of the row within its source
@@ -253,7 +283,9 @@ class MixtureRows:
             source_N[in_block] = source_B[places_N[in_block] % MIXTURE_BLOCK]
             within_N[in_block] = within_B[places_N[in_block] % MIXTURE_BLOCK]
         within_N += cycles_N * self._rows_per_cycle[source_N]
-        parts = {s: self._sources[s].read(within_N[source_N == s]) for s in np.unique(source_N).tolist()}
+        parts = {
+            s: self._sources[s].read(within_N[source_N == s]) for s in np.unique(source_N).tolist()
+        }
         template = next(iter(parts.values()))
         rows_NT = np.empty((len(numbers_N), *template.shape[1:]), template.dtype)
         for s, part in parts.items():
@@ -261,7 +293,9 @@ class MixtureRows:
         return rows_NT
 
     def _block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each row of a block, and the number of earlier rows of the same source in the cycle."""
+        """Returns the source of each row of a block, and the number of earlier rows of the same
+        source in the cycle.
+        """
         with self._lock:
             if number in self._blocks:
                 return self._blocks[number]
@@ -273,16 +307,19 @@ class MixtureRows:
             for source, before in enumerate(self._counts[number]):
                 chosen = order == source
                 within[chosen] = before + np.arange(np.count_nonzero(chosen))
-            self._blocks = dict(list(self._blocks.items())[1 - CACHED_EPOCHS :]) | {number: (order, within)}
+            self._blocks = dict(list(self._blocks.items())[1 - CACHED_EPOCHS :]) | {
+                number: (order, within)
+            }
             return order, within
 
 
 def assign_sources(weights: Sequence[int], counts: list[int], rows: int) -> list[int]:
     """Returns the sources of the next rows of a mixture, and adds these rows to `counts`.
 
-    The j-th row of a source, from 0, comes after row ⌊j W / w⌋ and not after row ⌈(j + 1) W / w⌉, where w is the weight of
-    the source and W the sum of all weights. The source with the earliest deadline has the next row. This always meets all
-    deadlines. Source: Baruah et al. 1996, "Proportionate progress", for one processor.
+    The j-th row of a source, from 0, comes after row ⌊j W / w⌋ and not after row ⌈(j + 1) W / w⌉,
+    where w is the weight of the source and W the sum of all weights. The source with the earliest
+    deadline has the next row. This always meets all deadlines. Source: Baruah et al. 1996,
+    "Proportionate progress", for one processor.
 
     Args:
       counts: the rows that each source has so far.
@@ -290,10 +327,14 @@ def assign_sources(weights: Sequence[int], counts: list[int], rows: int) -> list
     total = sum(weights)
     order = []
     first = sum(counts)
-    deadlines = [-(-(count + 1) * total // weight) for count, weight in zip(counts, weights, strict=True)]
+    deadlines = [
+        -(-(count + 1) * total // weight) for count, weight in zip(counts, weights, strict=True)
+    ]
     for number in range(first + 1, first + rows + 1):
         released = (
-            (deadlines[source], source) for source, weight in enumerate(weights) if counts[source] * total < number * weight
+            (deadlines[source], source)
+            for source, weight in enumerate(weights)
+            if counts[source] * total < number * weight
         )
         source = min(released)[1]
         counts[source] += 1
@@ -305,8 +346,8 @@ def assign_sources(weights: Sequence[int], counts: list[int], rows: int) -> list
 def philox_permutation(count: int, key: int, counter: int) -> tuple[int, np.ndarray]:
     """Returns a random 64-bit integer and a random permutation of `count` indices.
 
-    It uses raw Philox words instead of `np.random.Generator`, because NumPy guarantees only that the raw words stay the same
-    across versions.
+    It uses raw Philox words instead of `np.random.Generator`, because NumPy guarantees only that
+    the raw words stay the same across versions.
     """
     words = np.random.Philox(key=np.array([key, counter], np.uint64)).random_raw(count + 1)
     return int(words[0]), np.argsort(words[1:], kind="stable")

@@ -31,7 +31,10 @@ class DocumentedFunction(NamedTuple):
         """Returns the question and the answer as chat messages."""
         takes = ", ".join(self.takes)
         answer = f"Takes: {NUMBERS[len(self.takes)]}\nDoes: {self.does}"
-        return [{"role": "user", "content": f"Summarise: {self.name}({takes})"}, {"role": "assistant", "content": answer}]
+        return [
+            {"role": "user", "content": f"Summarise: {self.name}({takes})"},
+            {"role": "assistant", "content": answer},
+        ]
 
 
 def matches_answer_form(text: str) -> bool:
@@ -40,7 +43,9 @@ def matches_answer_form(text: str) -> bool:
 
 
 def functions(module: str, source: str) -> Iterator[DocumentedFunction]:
-    """Yields the public functions of a module that have one to three parameters and a short first docstring line."""
+    """Yields the public functions of a module that have one to three parameters and a short first
+    docstring line.
+    """
     for node in ast.parse(source).body:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
             continue

@@ -1,7 +1,8 @@
 """Chat templates: turn conversations into tokens, with a loss mask of the assistant's tokens.
 
-A message is `{"role": …, "content": text}`; other fields, such as `tool_calls`, are passed to the template. The template is
-Jinja in the dialect of Transformers. A run stores its template in `chat_template.jinja`.
+A message is `{"role": …, "content": text}`; other fields, such as `tool_calls`, are passed to the
+template. The template is Jinja in the dialect of Transformers. A run stores its template in
+`chat_template.jinja`.
 """
 
 import json
@@ -31,8 +32,17 @@ MAX_CHARACTERS = 1 << 24
 REQUEST_BYTES = 1 << 18  # of the conversations in one request, if they are several
 
 _JSON = json.JSONEncoder(allow_nan=False)
-END_MARK = "4b1e3a9c5d0f8b27"  # marks the end of the last message in a rendered conversation; no text has it by chance
-RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token"}
+# Marks the end of the last message in a rendered conversation; no text has it by chance.
+END_MARK = "4b1e3a9c5d0f8b27"
+RESERVED_VARIABLES = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "pad_token",
+}
 
 # Ordinary text, with the EOS token after each turn of the assistant.
 PLAIN = """\
@@ -42,7 +52,8 @@ PLAIN = """\
 {%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '\\n\\nAssistant:\\n' }}{% endif %}"""
-# Only the contents, with the EOS token after each turn of the assistant: for a model that continues text.
+# Only the contents, with the EOS token after each turn of the assistant: for a model that continues
+# text.
 BARE = """\
 {{ bos_token }}
 {%- for message in messages %}{{ message['content'] }}
@@ -78,7 +89,8 @@ class Rendering(NamedTuple):
 
     Attributes:
       messages: the conversation.
-      cuts: for each text, the number of messages, and whether to append the start of an assistant turn.
+      cuts: for each text, the number of messages, and whether to append the start of an assistant
+        turn.
       tools, variables: as in `ChatTemplate.prompt`.
     """
 
@@ -96,7 +108,9 @@ class ChatPrompt(NamedTuple):
 
 
 def continues_last(messages: Sequence[Message]) -> bool:
-    """Returns whether the answer continues the last message: it is a text of the assistant, without tool calls."""
+    """Returns whether the answer continues the last message: it is a text of the assistant, without
+    tool calls.
+    """
     last = messages[-1] if messages else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant" or last.get("tool_calls"):
         return False
@@ -104,13 +118,19 @@ def continues_last(messages: Sequence[Message]) -> bool:
 
 
 def check_message(number: int, message: Any) -> None:
-    """Raises UserError unless a message is an object with a role of `ROLES` and a text as its content."""
+    """Raises UserError unless a message is an object with a role of `ROLES` and a text as its
+    content.
+    """
     if not isinstance(message, Mapping):
-        raise UserError(f"message {number} must be an object with role and content, got {quote(message)}")
+        raise UserError(
+            f"message {number} must be an object with role and content, got {quote(message)}"
+        )
     role = message.get("role")
     content = message.get("content")
     if role not in ROLES:
-        raise UserError(f"the role of message {number} must be one of {', '.join(ROLES)}, got {quote(role)}")
+        raise UserError(
+            f"the role of message {number} must be one of {', '.join(ROLES)}, got {quote(role)}"
+        )
     if not isinstance(content, str):
         raise UserError(f"the content of message {number} must be text, got {quote(content)}")
 
@@ -138,23 +158,37 @@ class ChatTemplate:
         Raises:
           UserError: the file cannot be read, or is not text.
         """
-        return cls(read_text(path, MAX_TEMPLATE_BYTES, "the chat template"), tokenizer, f"the chat template {path}")
+        return cls(
+            read_text(path, MAX_TEMPLATE_BYTES, "the chat template"),
+            tokenizer,
+            f"the chat template {path}",
+        )
 
     @classmethod
     def from_name(cls, name: str, tokenizer: Tokenizer) -> "ChatTemplate":
         """Returns a built-in template, `plain`, `bare` or `chatml`, or reads a file.
 
         Raises:
-          UserError: there is no such file, or the vocabulary lacks special tokens that a built-in template needs.
+          UserError: there is no such file, or the vocabulary lacks special tokens that a built-in
+            template needs.
         """
         if name not in BUILTIN:
             if not Path(name).exists():
-                raise UserError(f"no chat template {quote(name)}: name a Jinja file or one of {', '.join(BUILTIN)}")
+                raise UserError(
+                    f"no chat template {quote(name)}: name a Jinja file or one of"
+                    f" {', '.join(BUILTIN)}"
+                )
             return cls.load(name, tokenizer)
         source, needed = BUILTIN[name]
         for special in needed:
-            if special not in tokenizer.special_tokens and special not in tokenizer.template_variables:
-                raise UserError(f"the chat template {name} needs a vocabulary with {special}: choose another template")
+            if (
+                special not in tokenizer.special_tokens
+                and special not in tokenizer.template_variables
+            ):
+                raise UserError(
+                    f"the chat template {name} needs a vocabulary with {special}: choose another"
+                    " template"
+                )
         return cls(source, tokenizer, f"the chat template {name}")
 
     def text(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
@@ -171,7 +205,8 @@ class ChatTemplate:
           generation_prompt: whether to append the start of an assistant turn.
 
         Raises:
-          UserError: the messages are invalid, or the template is invalid, unsafe, refuses the messages, or exceeds its limits.
+          UserError: the messages are invalid, or the template is invalid, unsafe, refuses the
+            messages, or exceeds its limits.
         """
         return self._tokenizer.encode_special_ids(self._render_one(messages, generation_prompt))
 
@@ -187,28 +222,38 @@ class ChatTemplate:
 
         Args:
           messages: the conversation.
-          tools: the tools that the assistant may call, in OpenAI's format; a template that does not render tools ignores them.
+          tools: the tools that the assistant may call, in OpenAI's format; a template that does not
+            render tools ignores them.
           variables: further variables of the template, such as `enable_thinking`.
-          continues: end the prompt with the content of the last message, which the answer continues.
+          continues: end the prompt with the content of the last message, which the answer
+            continues.
 
         Raises:
-          UserError: as in `encode`, or a variable has a name that the template cannot use or that is reserved, or the template
-            does not write the content of the last message.
+          UserError: as in `encode`, or a variable has a name that the template cannot use or that
+            is reserved, or the template does not write the content of the last message.
         """
         if continues:
-            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + END_MARK}]
+            messages = [
+                *messages[:-1],
+                {**messages[-1], "content": messages[-1]["content"] + END_MARK},
+            ]
         rendered = self._render_one(messages, not continues, tools, variables)
         if continues:
             rendered, found, _ = rendered.rpartition(END_MARK)
             if not found:
-                raise UserError(f"{self.name} does not write the last message, so that it cannot be continued")
+                raise UserError(
+                    f"{self.name} does not write the last message, so that it cannot be continued"
+                )
         return ChatPrompt(self._tokenizer.encode_special_ids(rendered), rendered.replace("\0", ""))
 
     @cached_property
     def renders_tools(self) -> bool:
         """Whether the template writes the tools of a request into the prompt."""
         parameters = {"type": "object", "properties": {"value": {"type": "string"}}}
-        tool = {"type": "function", "function": {"name": "probe_tool", "description": "none", "parameters": parameters}}
+        tool = {
+            "type": "function",
+            "function": {"name": "probe_tool", "description": "none", "parameters": parameters},
+        }
         try:
             return "probe_tool" in self.prompt([{"role": "user", "content": "a"}], [tool]).text
         except UserError:
@@ -221,21 +266,25 @@ class ChatTemplate:
         tools: Tools | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the token ids of a conversation, int32 [N], and the mask of the assistant's tokens, bool [N].
+        """Returns the token ids of a conversation, int32 [N], and the mask of the assistant's
+        tokens, bool [N].
 
-        The tokens of an assistant turn begin after its generation prompt and end with the special token that ends the turn. A
-        token that crosses the start of the turn counts as part of it.
+        The tokens of an assistant turn begin after its generation prompt and end with the special
+        token that ends the turn. A token that crosses the start of the turn counts as part of it.
 
         Args:
           messages: the conversation.
-          in_loss: for each message, whether it is in the mask if it is an assistant message. None: all are.
+          in_loss: for each message, whether it is in the mask if it is an assistant message. None:
+            all are.
           tools, variables: as in `prompt`.
 
         Raises:
-          UserError: as in `prompt`; or the template renders a turn differently if other turns follow. Training and generation
-            would then see different tokens.
+          UserError: as in `prompt`; or the template renders a turn differently if other turns
+            follow. Training and generation would then see different tokens.
         """
-        result = self.encode_with_loss_masks([MaskedConversation(messages, in_loss, tools, variables)])[0]
+        result = self.encode_with_loss_masks(
+            [MaskedConversation(messages, in_loss, tools, variables)]
+        )[0]
         if isinstance(result, UserError):
             raise result
         return result
@@ -243,32 +292,54 @@ class ChatTemplate:
     def encode_with_loss_masks(
         self, conversations: Sequence[MaskedConversation]
     ) -> list[tuple[np.ndarray, np.ndarray] | UserError]:
-        """Returns the result of `encode_with_loss_mask` for each of several conversations, or the error that it raises."""
+        """Returns the result of `encode_with_loss_mask` for each of several conversations, or the
+        error that it raises.
+        """
         turns = [_turns_in_loss(conversation) for conversation in conversations]
-        cuts = [_cuts_around(len(one.messages), own) for one, own in zip(conversations, turns, strict=True)]
+        cuts = [
+            _cuts_around(len(one.messages), own)
+            for one, own in zip(conversations, turns, strict=True)
+        ]
         results: list[tuple[np.ndarray, np.ndarray] | UserError] = []
-        for result, own_cuts, own_turns in zip(self._render_and_encode(conversations, cuts), cuts, turns, strict=True):
+        for result, own_cuts, own_turns in zip(
+            self._render_and_encode(conversations, cuts), cuts, turns, strict=True
+        ):
             if isinstance(result, UserError):
                 results.append(result)
             else:
                 texts, tokens = result
-                results.append(self._mask_turns(dict(zip(own_cuts, texts, strict=True)), own_turns, *tokens))
+                results.append(
+                    self._mask_turns(dict(zip(own_cuts, texts, strict=True)), own_turns, *tokens)
+                )
         return results
 
-    def encode_prompts(self, conversations: Sequence[MaskedConversation]) -> list[np.ndarray | UserError]:
-        """Returns the token ids of `prompt` for each of several conversations, int32, or the error that it raises."""
+    def encode_prompts(
+        self, conversations: Sequence[MaskedConversation]
+    ) -> list[np.ndarray | UserError]:
+        """Returns the token ids of `prompt` for each of several conversations, int32, or the error
+        that it raises.
+        """
         cuts = [[(len(conversation.messages), True)] for conversation in conversations]
         results = self._render_and_encode(conversations, cuts)
         return [result if isinstance(result, UserError) else result[1][0] for result in results]
 
     def _render_and_encode(
-        self, conversations: Sequence[MaskedConversation], cuts: Sequence[Sequence[tuple[int, bool]]]
+        self,
+        conversations: Sequence[MaskedConversation],
+        cuts: Sequence[Sequence[tuple[int, bool]]],
     ) -> list[tuple[list[str], tuple[np.ndarray, np.ndarray]] | UserError]:
-        """Returns the texts of each conversation, and `encode_specials` of the first one; or an error."""
+        """Returns the texts of each conversation, and `encode_specials` of the first one; or an
+        error.
+        """
         rendered = self._render(
-            [Rendering(c.messages, its, c.tools, c.variables) for c, its in zip(conversations, cuts, strict=True)]
+            [
+                Rendering(c.messages, its, c.tools, c.variables)
+                for c, its in zip(conversations, cuts, strict=True)
+            ]
         )
-        encoded = iter(self._encode_texts([texts[0] for texts in rendered if not isinstance(texts, UserError)]))
+        encoded = iter(
+            self._encode_texts([texts[0] for texts in rendered if not isinstance(texts, UserError)])
+        )
         results: list[tuple[list[str], tuple[np.ndarray, np.ndarray]] | UserError] = []
         for texts in rendered:
             if isinstance(texts, UserError):
@@ -278,15 +349,25 @@ class ChatTemplate:
                 results.append(tokens if isinstance(tokens, UserError) else (texts, tokens))
         return results
 
-    def _encode_texts(self, texts: Sequence[str]) -> Sequence[tuple[np.ndarray, np.ndarray] | UserError]:
+    def _encode_texts(
+        self, texts: Sequence[str]
+    ) -> Sequence[tuple[np.ndarray, np.ndarray] | UserError]:
         """Returns the result of `encode_specials` for each text, or its error."""
         try:
             return self._tokenizer.encode_specials_batch(texts)
         except UserError as error:
-            return [error] if len(texts) == 1 else [result for text in texts for result in self._encode_texts([text])]
+            return (
+                [error]
+                if len(texts) == 1
+                else [result for text in texts for result in self._encode_texts([text])]
+            )
 
     def _mask_turns(
-        self, texts: Mapping[tuple[int, bool], str], turns: Sequence[int], ids_N: np.ndarray, ends_N: np.ndarray
+        self,
+        texts: Mapping[tuple[int, bool], str],
+        turns: Sequence[int],
+        ids_N: np.ndarray,
+        ends_N: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray] | UserError:
         """Returns the tokens of a rendered conversation and the mask of some turns.
 
@@ -302,8 +383,9 @@ class ChatTemplate:
             after = texts[turn + 1, False]
             if not (after.startswith(before) and full_text.startswith(after)):
                 return UserError(
-                    f"{self.name} does not support training on single turns: a turn of the assistant does not continue its "
-                    "generation prompt, or changes if other turns follow"
+                    f"{self.name} does not support training on single turns: a turn of the"
+                    " assistant does not continue its generation prompt, or changes if other turns"
+                    " follow"
                 )
             turn_tokens = np.flatnonzero((ends_N > len(before)) & (ends_N <= len(after)))
             specials = np.flatnonzero(self._tokenizer.is_special_V[ids_N[turn_tokens]])
@@ -312,10 +394,14 @@ class ChatTemplate:
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """The special tokens that end a turn of the assistant, including the EOS token of the vocabulary."""
+        """The special tokens that end a turn of the assistant, including the EOS token of the
+        vocabulary.
+        """
         ids = set() if self._tokenizer.eos_id is None else {self._tokenizer.eos_id}
         try:
-            tokens, mask = self.encode_with_loss_mask([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            tokens, mask = self.encode_with_loss_mask(
+                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            )
         except UserError:
             return frozenset(ids)
         return frozenset(ids | (set(tokens[mask][-1:].tolist()) & self._tokenizer.special_ids))
@@ -327,7 +413,9 @@ class ChatTemplate:
         tools: Tools | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        texts = self._render([Rendering(messages, [(len(messages), generation_prompt)], tools, variables)])[0]
+        texts = self._render(
+            [Rendering(messages, [(len(messages), generation_prompt)], tools, variables)]
+        )[0]
         if isinstance(texts, UserError):
             raise texts
         return texts[0]
@@ -353,16 +441,25 @@ class ChatTemplate:
             requests[-1].append(values)
             size += len(values)
         with self._lock:
-            responses = iter([response for request in requests if request for response in self._request(request)])
-        return [self._check_response(next(responses)) if result is None else result for result in results]
+            responses = iter(
+                [response for request in requests if request for response in self._request(request)]
+            )
+        return [
+            self._check_response(next(responses)) if result is None else result
+            for result in results
+        ]
 
     def _to_json(self, conversation: Rendering) -> bytes:
         messages, cuts, tools, variables = conversation
         for name in variables or {}:
             if not name.isidentifier() or name.startswith("_") or name in RESERVED_VARIABLES:
-                raise UserError(f"a variable of the chat template must not have the name {quote(name)}")
+                raise UserError(
+                    f"a variable of the chat template must not have the name {quote(name)}"
+                )
         try:
-            values = self._escape({**(variables or {}), **({"tools": list(tools)} if tools else {})})
+            values = self._escape(
+                {**(variables or {}), **({"tools": list(tools)} if tools else {})}
+            )
             request = {"cuts": cuts, "messages": self._check_messages(messages), "values": values}
             return _JSON.encode(request).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -389,15 +486,27 @@ class ChatTemplate:
     def _request(self, conversations: Sequence[bytes]) -> list[Any]:
         """Sends conversations to the rendering process and returns its response to each of them.
 
-        If the process dies, each of several conversations is sent again separately, to a new process.
+        If the process dies, each of several conversations is sent again separately, to a new
+        process.
         """
-        variables = json.dumps(self._tokenizer.template_variables | {"tools": None, "documents": None})
+        variables = json.dumps(
+            self._tokenizer.template_variables | {"tools": None, "documents": None}
+        )
         shared = json.dumps({"template": self.source, "variables": variables}).encode()
         line = shared[:-1] + b', "conversations": [' + b", ".join(conversations) + b"]}\n"
         if self._process is None:
-            command = [sys.executable, "-P", str(RENDERER), *map(str, (CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS))]
+            command = [
+                sys.executable,
+                "-P",
+                str(RENDERER),
+                *map(str, (CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS)),
+            ]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
             weakref.finalize(self, _kill, self._process)
         stdin = self._process.stdin
@@ -412,7 +521,11 @@ class ChatTemplate:
             _kill(self._process)
             self._process = None
         if len(conversations) > 1:
-            return [response for conversation in conversations for response in self._request([conversation])]
+            return [
+                response
+                for conversation in conversations
+                for response in self._request([conversation])
+            ]
         return [{"error": f"it needs more than {CPU_SECONDS} seconds or {MEMORY_BYTES >> 20} MiB"}]
 
 
@@ -420,11 +533,15 @@ def _turns_in_loss(conversation: MaskedConversation) -> list[int]:
     """Returns the indices of the assistant messages in the loss."""
     messages, in_loss = conversation[:2]
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
-    return [i for i, role in enumerate(roles) if role == "assistant" and (in_loss is None or in_loss[i])]
+    return [
+        i for i, role in enumerate(roles) if role == "assistant" and (in_loss is None or in_loss[i])
+    ]
 
 
 def _cuts_around(messages: int, turns: Sequence[int]) -> list[tuple[int, bool]]:
-    """Returns the `Rendering.cuts` of a conversation: the whole one first, then the start and the end of each turn."""
+    """Returns the `Rendering.cuts` of a conversation: the whole one first, then the start and the
+    end of each turn.
+    """
     cuts = [(messages, False)]
     cuts += [(turn, True) for turn in turns]
     cuts += [(turn + 1, False) for turn in turns]

@@ -14,7 +14,9 @@ SUFFIXES = (".gz", ".zst")
 
 
 def decompressed_name(name: str) -> str:
-    """Returns the name without its compression suffix, in any case: `a.jsonl` for `a.jsonl.zst` and `a.jsonl.ZST`."""
+    """Returns the name without its compression suffix, in any case: `a.jsonl` for `a.jsonl.zst` and
+    `a.jsonl.ZST`.
+    """
     return name.rpartition(".")[0] if name.lower().endswith(SUFFIXES) else name
 
 
@@ -23,7 +25,8 @@ def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     """Opens a file for reading and decompresses it on the fly.
 
     Raises:
-      UserError: the file cannot be read or is damaged, or zstd is not installed. Reading the stream can also raise this error.
+      UserError: the file cannot be read or is damaged, or zstd is not installed. Reading the stream
+        can also raise this error.
     """
     suffix = path.suffix.lower()
     kind = ""
@@ -57,5 +60,7 @@ def _zstd(path: Path) -> Any:
         else:
             from backports import zstd
     except ImportError:
-        raise UserError(f"{path} is compressed with zstd, which is not installed: {install_command('zstd')}") from None
+        raise UserError(
+            f"{path} is compressed with zstd, which is not installed: {install_command('zstd')}"
+        ) from None
     return zstd

@@ -20,8 +20,9 @@ from dantinox.text.corpus_files import CorpusFile, find_corpus_files, warn_skipp
 
 BLOCK_BYTES = 4 << 20
 RECORD_BYTES = 1 << 28  # a record is read into memory as a whole
-# Byte-level BPE with the GPT-2 pattern starts a new word after a single line break and at a single space, so a split at these
-# points changes no token. If a line break is next to other white space, the pattern merges them, so a split is not safe.
+# Byte-level BPE with the GPT-2 pattern starts a new word after a single line break and at a single
+# space, so a split at these points changes no token. If a line break is next to other white space,
+# the pattern merges them, so a split is not safe.
 _SAFE_SPLIT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 _SPLIT_RANGE = 2048
 _JSON = json.JSONDecoder()
@@ -41,7 +42,9 @@ class TextPiece(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The SHA-256 of a corpus, and the end of each document in characters from the start of the corpus."""
+    """The SHA-256 of a corpus, and the end of each document in characters from the start of the
+    corpus.
+    """
 
     digest: str
     ends: np.ndarray
@@ -66,12 +69,19 @@ class Corpus:
     text_field: str = "text"
 
     @classmethod
-    def open(cls, paths: str | tuple[str, ...], text_field: str = "text", skip_bad: bool = False) -> "Corpus":
+    def open(
+        cls, paths: str | tuple[str, ...], text_field: str = "text", skip_bad: bool = False
+    ) -> "Corpus":
         """Finds the files of a corpus; see `find_corpus_files`."""
-        return cls(paths if isinstance(paths, str) else ", ".join(paths), find_corpus_files(paths, skip_bad), text_field)
+        return cls(
+            paths if isinstance(paths, str) else ", ".join(paths),
+            find_corpus_files(paths, skip_bad),
+            text_field,
+        )
 
     def without_bad_files(self, as_records: bool) -> "Corpus":
-        """Returns the corpus without the files that cannot be read. A warning names each of them, with the reason.
+        """Returns the corpus without the files that cannot be read. A warning names each of them,
+        with the reason.
 
         Args:
           as_records: whether the corpus is read by `records` instead of `read_text`.
@@ -95,7 +105,9 @@ class Corpus:
         return replace(self, files=tuple(good))
 
     def digest(self) -> str:
-        """Returns the SHA-256 (hex) over the SHA-256 digests of all files, decompressed but not decoded."""
+        """Returns the SHA-256 (hex) over the SHA-256 digests of all files, decompressed but not
+        decoded.
+        """
         total = hashlib.sha256()
         for file, content in self._contents(total):
             for _ in _blocks(file, content):
@@ -108,10 +120,14 @@ class Corpus:
         count = sum(1 for _ in self._read_records(total))
         return total.hexdigest(), count
 
-    def _contents(self, total: Any, expected: str | None = None) -> Iterator[tuple[CorpusFile, Any]]:
-        """Yields every file with a hash object. The caller updates the hash object with the content of the file.
+    def _contents(
+        self, total: Any, expected: str | None = None
+    ) -> Iterator[tuple[CorpusFile, Any]]:
+        """Yields every file with a hash object. The caller updates the hash object with the content
+        of the file.
 
-        The file type is hashed too, because the same bytes form different documents as text and as records.
+        The file type is hashed too, because the same bytes form different documents as text and as
+        records.
 
         Args:
           total: a hash object (SHA-256) that is updated with the digest of each file.
@@ -122,7 +138,9 @@ class Corpus:
             yield file, content
             total.update(content.digest())
         if expected is not None and total.hexdigest() != expected:
-            raise UserError(f"the corpus {self.name} changed while it was read: start again once it is complete")
+            raise UserError(
+                f"the corpus {self.name} changed while it was read: start again once it is complete"
+            )
 
     def read_text(self, expected: str | None = None, total: Any = None) -> Iterator[TextPiece]:
         """Yields all text in order; documents without text are omitted.
@@ -132,7 +150,8 @@ class Corpus:
           total: a hash object that is updated as in `digest`.
 
         Raises:
-          UserError: a file is not text, a record is invalid, or the digest of the content is not `expected`.
+          UserError: a file is not text, a record is invalid, or the digest of the content is not
+            `expected`.
         """
         document = -1
         for file, content in self._contents(total or hashlib.sha256(), expected):
@@ -144,21 +163,29 @@ class Corpus:
                 document += starts
                 yield TextPiece(document, text)
             if empty and file.named:
-                raise UserError(f"{file.path} holds no text" if file.records else f"{file.path} is empty")
+                raise UserError(
+                    f"{file.path} holds no text" if file.records else f"{file.path} is empty"
+                )
 
     def records(self, expected: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields (file and line, record) of every record of JSON Lines.
 
         Raises:
-          UserError: a file is plain text, a line is not a JSON object, or the digest of the content is not `expected`.
+          UserError: a file is plain text, a line is not a JSON object, or the digest of the content
+            is not `expected`.
         """
         return self._read_records(hashlib.sha256(), expected)
 
-    def _read_records(self, total: Any, expected: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _read_records(
+        self, total: Any, expected: str | None = None
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields the result of `records`; the arguments are those of `read_text`."""
         for file, content in self._contents(total, expected):
             if not file.records:
-                raise UserError(f"{file.path} is plain text: conversations must be records of JSON Lines (.jsonl)")
+                raise UserError(
+                    f"{file.path} is plain text: conversations must be records of JSON Lines"
+                    " (.jsonl)"
+                )
             for number, record in _objects(file, content):
                 yield _where(file, number), record
 
@@ -166,7 +193,8 @@ class Corpus:
         """Reads the whole corpus and returns its digest and document ends.
 
         Raises:
-          UserError: a file is not text, a record is invalid, or the corpus has no text other than white space.
+          UserError: a file is not text, a record is invalid, or the corpus has no text other than
+            white space.
         """
         total = hashlib.sha256()
         sizes = array("q")
@@ -177,14 +205,18 @@ class Corpus:
                 sizes.append(0)
             sizes[document] += len(text)
         if blank:
-            raise UserError(f"the corpus {self.name} holds " + ("only white space" if sizes else "no text"))
+            raise UserError(
+                f"the corpus {self.name} holds " + ("only white space" if sizes else "no text")
+            )
         return Extent(total.hexdigest(), np.cumsum(np.asarray(sizes)))
 
 
 def _blocks(file: CorpusFile, content: Any, lines: bool = False) -> Iterator[bytes]:
     """Yields a file in blocks or lines, and updates the hash `content` with them."""
     first = True
-    with open_decompressed(file.path) if file.content is None else io.BytesIO(file.content) as stream:
+    with (
+        open_decompressed(file.path) if file.content is None else io.BytesIO(file.content)
+    ) as stream:
         while data := stream.readline(RECORD_BYTES + 1) if lines else stream.read(BLOCK_BYTES):
             if first:
                 _check_encoding(file, data)
@@ -194,14 +226,22 @@ def _blocks(file: CorpusFile, content: Any, lines: bool = False) -> Iterator[byt
 
 
 def _check_encoding(file: CorpusFile, data: bytes) -> None:
-    """Raises UserError if the first bytes of a file are the byte order mark of another encoding than UTF-8."""
-    found = next((encoding for mark, encoding in BYTE_ORDER_MARKS.items() if data.startswith(mark)), None)
+    """Raises UserError if the first bytes of a file are the byte order mark of another encoding
+    than UTF-8.
+    """
+    found = next(
+        (encoding for mark, encoding in BYTE_ORDER_MARKS.items() if data.startswith(mark)), None
+    )
     if found is not None:
-        raise UserError(f"{file.path} is {found} (byte order mark at byte 0), but a corpus must be UTF-8: convert it")
+        raise UserError(
+            f"{file.path} is {found} (byte order mark at byte 0), but a corpus must be UTF-8:"
+            " convert it"
+        )
 
 
 def _text(file: CorpusFile, content: Any) -> Iterator[tuple[bool, str]]:
-    """Yields the parts of a text file, at most three blocks each, as pairs (whether the part starts a document, text).
+    """Yields the parts of a text file, at most three blocks each, as pairs (whether the part starts
+    a document, text).
 
     A byte order mark at the start of the file is not a part of the text.
     """
@@ -213,16 +253,22 @@ def _text(file: CorpusFile, content: Any) -> Iterator[tuple[bool, str]]:
     for block in chain(_blocks(file, content), [b""]):
         if b"\0" in block:
             raise UserError(f"{file.path} is not text: byte {position + block.index(0)} is NUL")
-        pending = len(decoder.getstate()[0])  # bytes of an incomplete character at the end of the previous block
+        pending = len(
+            decoder.getstate()[0]
+        )  # bytes of an incomplete character at the end of the previous block
         try:
             text += decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise UserError(f"{file.path} is not UTF-8 text: byte {position - pending + error.start} is invalid") from None
+            raise UserError(
+                f"{file.path} is not UTF-8 text: byte {position - pending + error.start} is invalid"
+            ) from None
         position += len(block)
         if may_have_mark and text:
             text = text.removeprefix("\ufeff")
             may_have_mark = False
-        if block and len(text) < max(2, BLOCK_BYTES):  # read on, because a short text may have no good split point
+        if block and len(text) < max(
+            2, BLOCK_BYTES
+        ):  # read on, because a short text may have no good split point
             continue
         end = find_split(text, 0, len(text) - 1) if block else len(text)
         if end:
@@ -239,7 +285,9 @@ def _objects(file: CorpusFile, content: Any) -> Iterator[tuple[int, dict[str, An
     """Yields (line number, object) of a JSON Lines file; blank lines are skipped."""
     for number, line in enumerate(_blocks(file, content, lines=True), 1):
         if len(line) > RECORD_BYTES:
-            raise UserError(f"a record is longer than {RECORD_BYTES} bytes ({_where(file, number)})")
+            raise UserError(
+                f"a record is longer than {RECORD_BYTES} bytes ({_where(file, number)})"
+            )
         if line.isspace():
             continue
         try:
@@ -262,7 +310,9 @@ def _records(file: CorpusFile, field: str, content: Any) -> Iterator[tuple[bool,
         where = _where(file, number)
         if field not in record:
             names = quote(", ".join(record)) if record else "no field"
-            raise UserError(f"a record lacks the field {field!r} (data.text_field); it has {names} ({where})")
+            raise UserError(
+                f"a record lacks the field {field!r} (data.text_field); it has {names} ({where})"
+            )
         if not isinstance(text, str):
             raise UserError(f"the field {field!r} must be text, got {quote(text)} ({where})")
         try:
@@ -271,7 +321,10 @@ def _records(file: CorpusFile, field: str, content: Any) -> Iterator[tuple[bool,
         except UnicodeEncodeError as error:  # a lone surrogate
             bad = error.start
         if bad >= 0:
-            raise UserError(f"the field {field!r} holds U+{ord(text[bad]):04X} at character {bad}, not text ({where})")
+            raise UserError(
+                f"the field {field!r} holds U+{ord(text[bad]):04X} at character {bad}, not text"
+                f" ({where})"
+            )
         yield True, text
 
 
@@ -293,7 +346,9 @@ def _parse(line: bytes) -> Any:
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
-    """Splits a text into parts of at most `size` characters, preferably at line or word boundaries."""
+    """Splits a text into parts of at most `size` characters, preferably at line or word
+    boundaries.
+    """
     start = 0
     while len(text) - start > size:
         end = find_split(text, start, start + size)
@@ -304,7 +359,9 @@ def split_text(text: str, size: int) -> Iterator[str]:
 
 
 def find_split(text: str, start: int, end: int) -> int:
-    """Returns the best split point in (start, end]: before a line or word near the end, else after a line break, else `end`."""
+    """Returns the best split point in (start, end]: before a line or word near the end, else after
+    a line break, else `end`.
+    """
     near = max(start + 1, end - _SPLIT_RANGE)
     lines = words = 0
     for match in _SAFE_SPLIT.finditer(text, near - 1, min(end + 2, len(text))):

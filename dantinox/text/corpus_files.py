@@ -1,4 +1,6 @@
-"""Finds the files of a corpus: resolves files, folders, globs and built-in corpora in a fixed order."""
+"""Finds the files of a corpus: resolves files, folders, globs and built-in corpora in a fixed
+order.
+"""
 
 import glob
 import os
@@ -23,10 +25,20 @@ INSTRUCTIONS = "builtin:instructions"
 ADDITION = "builtin:addition"
 BUILTIN_BYTES = 8_000_000
 # Folders to skip: installed packages, tests with unusual files, and tables of character codes.
-_BUILTIN_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
+_BUILTIN_SKIPS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "__pycache__",
+}
 _SUFFIXES = """
-.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .srt .yaml .yml .toml .py .pyi .c .h .cc .cpp
-.hpp .cu .rs .go .java .js .ts .jsx .tsx .rb .php .pl .lua .r .jl .hs .ml .scala .swift .kt .cs .sh .sql .css
+.txt .text .md .markdown .rst .tex .org .adoc .html .htm .xml .csv .tsv .srt .yaml .yml .toml .py
+.pyi .c .h .cc .cpp .hpp .cu .rs .go .java .js .ts .jsx .tsx .rb .php .pl .lua .r .jl .hs .ml .scala
+.swift .kt .cs .sh .sql .css
 """
 TEXT_SUFFIXES = frozenset([*_SUFFIXES.split(), *RECORD_SUFFIXES])
 MAX_LISTED = 3  # names in the warning about skipped files
@@ -38,7 +50,8 @@ class CorpusFile(NamedTuple):
     Attributes:
       path: the file, or the name of a built-in corpus.
       records: whether the content is JSON Lines.
-      named: whether `data.path` names the file itself instead of a folder or glob; such a file must not be empty.
+      named: whether `data.path` names the file itself instead of a folder or glob; such a file must
+        not be empty.
       content: the content of a built-in corpus. None: read the file.
     """
 
@@ -48,18 +61,23 @@ class CorpusFile(NamedTuple):
     content: bytes | None = None
 
 
-def find_corpus_files(paths: str | tuple[str, ...], skip_bad: bool = False) -> tuple[CorpusFile, ...]:
-    """Returns the files of the paths in `data.path`, in the order of the paths. Folders are read recursively.
+def find_corpus_files(
+    paths: str | tuple[str, ...], skip_bad: bool = False
+) -> tuple[CorpusFile, ...]:
+    """Returns the files of the paths in `data.path`, in the order of the paths. Folders are read
+    recursively.
 
-    The files of a folder or glob are sorted by name. In folders, names that start with a dot are skipped. Files without one of
-    the `TEXT_SUFFIXES` are skipped too, with a warning; a compression suffix may follow the text suffix. Upper and lower case
-    are equal in suffixes.
+    The files of a folder or glob are sorted by name. In folders, names that start with a dot are
+    skipped. Files without one of the `TEXT_SUFFIXES` are skipped too, with a warning; a compression
+    suffix may follow the text suffix. Upper and lower case are equal in suffixes.
 
     Args:
-      skip_bad: whether a warning replaces the error for an entry of a folder or glob that is not a file.
+      skip_bad: whether a warning replaces the error for an entry of a folder or glob that is not a
+        file.
 
     Raises:
-      UserError: a path does not exist, cannot be read, or contains no text file. Or a file that is named is a `.json` file.
+      UserError: a path does not exist, cannot be read, or contains no text file. Or a file that is
+        named is a `.json` file.
     """
     names = [paths] if isinstance(paths, str) else paths
     files = [file for name in names for file in _resolve(name, skip_bad)]
@@ -69,7 +87,9 @@ def find_corpus_files(paths: str | tuple[str, ...], skip_bad: bool = False) -> t
 
 
 def _resolve(name: str, skip_bad: bool) -> list[CorpusFile]:
-    """Returns the files of one path in `data.path`: a built-in corpus, a file, a folder or a glob."""
+    """Returns the files of one path in `data.path`: a built-in corpus, a file, a folder or a
+    glob.
+    """
     builtin = {
         BUILTIN_PYTHON: _builtin_python,
         RECALL: _builtin_recall,
@@ -84,17 +104,28 @@ def _resolve(name: str, skip_bad: bool) -> list[CorpusFile]:
     path = Path(os.path.expanduser(name))
     mode = _file_mode(path)
     if mode is None and glob.has_magic(name):
-        files = _make_corpus_files(sorted(map(Path, glob.glob(str(path), recursive=True))), skip_bad)
+        files = _make_corpus_files(
+            sorted(map(Path, glob.glob(str(path), recursive=True))), skip_bad
+        )
         if not files:
             raise UserError(f"no file matches {name!r}")
         return files
     if mode is None or not name:  # an empty name would mean the current folder
-        raise UserError(f"no corpus at {name!r}: name a text file, a folder, a glob, {BUILTIN_PYTHON} or {RECALL}")
-    return _list_folder(path, skip_bad) if stat.S_ISDIR(mode) else [_make_corpus_file(path, mode, named=True)]
+        raise UserError(
+            f"no corpus at {name!r}: name a text file, a folder, a glob, {BUILTIN_PYTHON} or"
+            f" {RECALL}"
+        )
+    return (
+        _list_folder(path, skip_bad)
+        if stat.S_ISDIR(mode)
+        else [_make_corpus_file(path, mode, named=True)]
+    )
 
 
 def _list_folder(path: Path, skip_bad: bool) -> list[CorpusFile]:
-    """Lists the text files in a folder, recursively. Symbolic links are followed; a link to a parent folder is an error."""
+    """Lists the text files in a folder, recursively. Symbolic links are followed; a link to a
+    parent folder is an error.
+    """
 
     def fail(error: OSError) -> None:
         raise UserError(f"cannot read the folder {error.filename}: {error.strerror}")
@@ -102,20 +133,33 @@ def _list_folder(path: Path, skip_bad: bool) -> list[CorpusFile]:
     files: list[Path] = []
     for name, folders, names in os.walk(path, onerror=fail, followlinks=True):
         folder = Path(name)
-        if folder.is_symlink() and folder.resolve() in [parent.resolve() for parent in folder.absolute().parents]:
+        if folder.is_symlink() and folder.resolve() in [
+            parent.resolve() for parent in folder.absolute().parents
+        ]:
             raise UserError(f"{folder} is a link to a folder that contains it")
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [folder / name for name in names if not name.startswith(".")]
     files.sort(key=lambda file: file.relative_to(path).as_posix())
-    skipped = [file.relative_to(path).as_posix() for file in files if _text_suffix(file) not in TEXT_SUFFIXES]
+    skipped = [
+        file.relative_to(path).as_posix()
+        for file in files
+        if _text_suffix(file) not in TEXT_SUFFIXES
+    ]
     files = [file for file in files if _text_suffix(file) in TEXT_SUFFIXES]
     if not files:
-        raise UserError(f"no text file in the folder {path} (by suffix: .txt, .md, .py, .jsonl, …, also with .gz or .zst)")
+        raise UserError(
+            f"no text file in the folder {path} (by suffix: .txt, .md, .py, .jsonl, …, also with"
+            " .gz or .zst)"
+        )
     if skipped:
-        listed = ", ".join(map(escape_name, skipped[:MAX_LISTED])) + (", …" if len(skipped) > MAX_LISTED else "")
+        listed = ", ".join(map(escape_name, skipped[:MAX_LISTED])) + (
+            ", …" if len(skipped) > MAX_LISTED else ""
+        )
         number = "1 file" if len(skipped) == 1 else f"{len(skipped)} files"
         warnings.warn(
-            f"the corpus {path} has {number} without a suffix of text files, which are not read: {listed}", stacklevel=2
+            f"the corpus {path} has {number} without a suffix of text files, which are not read:"
+            f" {listed}",
+            stacklevel=2,
         )
     return _make_corpus_files(files, skip_bad)
 
@@ -147,20 +191,29 @@ def _file_mode(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(
+            f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def _make_corpus_file(path: Path, mode: int | None, named: bool) -> CorpusFile:
     if mode is None:
         raise UserError(f"{path} is a link to a file that does not exist")
     if not stat.S_ISREG(mode):
-        names = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+        names = {
+            stat.S_IFIFO: "a named pipe",
+            stat.S_IFSOCK: "a socket",
+            stat.S_IFCHR: "a device",
+            stat.S_IFBLK: "a device",
+        }
         raise UserError(
-            f"{path} is {names.get(stat.S_IFMT(mode), 'not a file')}: a corpus is read more than once, so it must be a file"
+            f"{path} is {names.get(stat.S_IFMT(mode), 'not a file')}: a corpus is read more than"
+            " once, so it must be a file"
         )
     if _text_suffix(path) == ".json":
         raise UserError(
-            f"{path} is a .json file: give it the suffix .jsonl if each line is a record, or .txt if it is one text"
+            f"{path} is a .json file: give it the suffix .jsonl if each line is a record, or .txt"
+            " if it is one text"
         )
     return CorpusFile(path, _text_suffix(path) in RECORD_SUFFIXES, named)
 
@@ -171,7 +224,9 @@ def _text_suffix(path: Path) -> str:
 
 
 def _builtin_python() -> list[CorpusFile]:
-    """Returns the source files of this interpreter's standard library, sorted by name, up to `BUILTIN_BYTES`."""
+    """Returns the source files of this interpreter's standard library, sorted by name, up to
+    `BUILTIN_BYTES`.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     inside: list[Path] = []
     for folder, folders, files in os.walk(root):
@@ -190,18 +245,25 @@ def _builtin_python() -> list[CorpusFile]:
         size += len(data)
         chosen.append(CorpusFile(path, records=False, named=False))
     if not chosen:
-        raise UserError(f"this interpreter has no standard library sources in {root}: set data.path to a text file")
+        raise UserError(
+            f"this interpreter has no standard library sources in {root}: set data.path to a text"
+            " file"
+        )
     return chosen
 
 
 def _builtin_recall() -> list[CorpusFile]:
-    """Returns the texts of `builtin:python` with recall tasks between them, as records in memory (12 MB)."""
+    """Returns the texts of `builtin:python` with recall tasks between them, as records in memory
+    (12 MB).
+    """
     texts = (file.path.read_text(encoding="utf-8") for file in _builtin_python())
     return [_builtin_records(RECALL, recall_corpus(text for text in texts if text.strip()))]
 
 
 def _builtin_instructions() -> list[CorpusFile]:
-    """Returns conversations about the functions in the modules of `builtin:python`, as records in memory."""
+    """Returns conversations about the functions in the modules of `builtin:python`, as records in
+    memory.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = []
     for file in _builtin_python():

@@ -15,18 +15,22 @@ LONGEST_CHARACTER = 4  # bytes of UTF-8
 class Detokenizer(Protocol):
     """Decodes a stream of token ids incrementally; created by `Tokenizer.detokenizer`.
 
-    The concatenated results of `push` and `flush` equal `Tokenizer.decode` of all ids. A character is returned once all of its
-    bytes are known. The cost of a token does not depend on the number of earlier tokens. Special tokens have no text.
+    The concatenated results of `push` and `flush` equal `Tokenizer.decode` of all ids. A character
+    is returned once all of its bytes are known. The cost of a token does not depend on the number
+    of earlier tokens. Special tokens have no text.
     """
 
     def push(self, ids: Iterable[int]) -> str:
-        """Appends `ids` (a list or a 1-D array) and returns the new text that later ids cannot change.
+        """Appends `ids` (a list or a 1-D array) and returns the new text that later ids cannot
+        change.
 
         Ids outside the vocabulary have no text.
         """
 
     def flush(self) -> str:
-        """Returns the remaining text; an incomplete UTF-8 sequence becomes U+FFFD. The next push starts a new text."""
+        """Returns the remaining text; an incomplete UTF-8 sequence becomes U+FFFD. The next push
+        starts a new text.
+        """
 
 
 class TableDetokenizer:
@@ -55,9 +59,11 @@ class TableDetokenizer:
 class WindowDetokenizer:
     """A detokenizer for decoders that depend on adjacent tokens.
 
-    It decodes a short window of tokens with and without the newest token. The difference is the new text.
+    It decodes a short window of tokens with and without the newest token. The difference is the new
+    text.
 
-    Source: the two-offset scheme of text-generation-inference and vLLM (`detokenize_incrementally`).
+    Source: the two-offset scheme of text-generation-inference and vLLM
+    (`detokenize_incrementally`).
     """
 
     def __init__(self, core: Core, special_ids: frozenset[int], names: Mapping[int, str]) -> None:
@@ -66,7 +72,9 @@ class WindowDetokenizer:
         self._specials = special_ids
         self._names = names
         self._window: list[int] = []
-        self._emitted = 0  # number of ids at the start of the window; their text was already returned
+        self._emitted = (
+            0  # number of ids at the start of the window; their text was already returned
+        )
         self._emitted_text = ""
 
     def push(self, ids: Iterable[int]) -> str:

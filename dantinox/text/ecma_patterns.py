@@ -1,12 +1,22 @@
-"""Converts regular expressions of ECMA-262, the language of `pattern` in JSON Schema, to the syntax of Rust's regex crate."""
+"""Converts regular expressions of ECMA-262, the language of `pattern` in JSON Schema, to the syntax
+of Rust's regex crate.
+"""
 
 import re
 from typing import NamedTuple
 
-SPACES = r"\t\n\x0b\x0c\r \xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
+SPACES = (
+    r"\t\n\x0b\x0c\r \xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
+)
 SETS = {"d": "0-9", "w": "0-9A-Za-z_", "s": SPACES}
 DOT = r"[^\n\r\x{2028}\x{2029}]"
-SYNTAX = {".": DOT, "^": "^", "$": "$", "|": "|", ")": ")"}  # characters with a meaning → what they are in Rust's syntax
+SYNTAX = {
+    ".": DOT,
+    "^": "^",
+    "$": "$",
+    "|": "|",
+    ")": ")",
+}  # characters with a meaning → what they are in Rust's syntax
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "v": "\v", "f": "\f", "0": "\0"}
 PROPERTY = re.compile(r"\\[pP]\{[A-Za-z_=0-9]+\}")
 QUANTIFIER = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
@@ -26,7 +36,8 @@ def to_rust_regex(pattern: str) -> str:
     """Returns an equivalent pattern in Rust's syntax, with the meaning of the flag `u` of ECMA-262.
 
     Raises:
-      ValueError: the pattern is invalid, or it has assertions or references, which no regular language has.
+      ValueError: the pattern is invalid, or it has assertions or references, which no regular
+        language has.
     """
     parts: list[str] = []
     at = 0
@@ -34,7 +45,9 @@ def to_rust_regex(pattern: str) -> str:
         character = pattern[at]
         if character == "\\":
             escape = _escape(pattern, at)
-            parts.append(_literal(escape.character) if escape.character is not None else f"[{escape.items}]")
+            parts.append(
+                _literal(escape.character) if escape.character is not None else f"[{escape.items}]"
+            )
             at = escape.end
         elif character == "[":
             text, at = _character_class(pattern, at)
@@ -50,7 +63,9 @@ def to_rust_regex(pattern: str) -> str:
                 raise ValueError("look-around and unknown groups (?… are not supported")
         elif quantifier := QUANTIFIER.match(pattern, at):
             parts.append(quantifier[0])
-            at = quantifier.end() + pattern.startswith("?", quantifier.end())  # a lazy quantifier allows the same texts
+            at = quantifier.end() + pattern.startswith(
+                "?", quantifier.end()
+            )  # a lazy quantifier allows the same texts
         elif re.match(r"\{,\d", pattern[at : at + 3]):
             raise ValueError("{,n} is not a quantifier of ECMA-262: write {0,n}")
         else:
@@ -74,11 +89,17 @@ def _character_class(pattern: str, at: int) -> tuple[str, int]:
     while not pattern.startswith("]", at):
         first = _class_item(pattern, at)
         at = first.end
-        if pattern.startswith("-", at) and not pattern.startswith("]", at + 1) and first.character is not None:
+        if (
+            pattern.startswith("-", at)
+            and not pattern.startswith("]", at + 1)
+            and first.character is not None
+        ):
             last = _class_item(pattern, at + 1)
             if last.character is not None:
                 if last.character < first.character:
-                    raise ValueError(f"the range {first.character}-{last.character} is out of order")
+                    raise ValueError(
+                        f"the range {first.character}-{last.character} is out of order"
+                    )
                 items.append(f"{_literal(first.character)}-{_literal(last.character)}")
                 at = last.end
                 continue
@@ -112,9 +133,13 @@ def _escape(pattern: str, at: int) -> _Escape:
         return _Escape(CONTROLS[letter], "", at + 2)
     if found := re.compile(r"\\c([A-Za-z])").match(pattern, at):
         return _Escape(chr(ord(found[1]) % 32), "", found.end())
-    if found := re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(pattern, at):
+    if found := re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(
+        pattern, at
+    ):
         return _Escape(bytes.fromhex(found[1] + found[2]).decode("utf-16-be"), "", found.end())
-    if found := re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\})").match(pattern, at):
+    if found := re.compile(
+        r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\})"
+    ).match(pattern, at):
         code = int(found[1] or found[2] or found[3], 16)
         if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
             raise ValueError(f"{found[0]} is not a character")

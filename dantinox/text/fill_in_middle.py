@@ -1,7 +1,9 @@
-"""Fill-in-the-middle prompts: a code model continues them with the text between a prefix and a suffix.
+"""Fill-in-the-middle prompts: a code model continues them with the text between a prefix and a
+suffix.
 
-The order of the parts and the names of the tokens follow the documentation of each model family. Most use PSM (prefix, suffix,
-middle; Bavarian et al. 2022): PREFIX prefix SUFFIX suffix MIDDLE. Families with SPM place the suffix first.
+The order of the parts and the names of the tokens follow the documentation of each model family.
+Most use PSM (prefix, suffix, middle; Bavarian et al. 2022): PREFIX prefix SUFFIX suffix MIDDLE.
+Families with SPM place the suffix first.
 """
 
 from collections.abc import Sequence
@@ -16,9 +18,11 @@ class FimFormat(NamedTuple):
 
     Attributes:
       models: examples of the family.
-      prefix, suffix, middle: names of the tokens before the prefix, before the suffix, and before the answer; None: no token.
+      prefix, suffix, middle: names of the tokens before the prefix, before the suffix, and before
+        the answer; None: no token.
       suffix_first: whether the suffix precedes the prefix.
-      bare_suffix: whether the suffix is encoded without the space that a SentencePiece tokenizer adds before a text.
+      bare_suffix: whether the suffix is encoded without the space that a SentencePiece tokenizer
+        adds before a text.
       ends: names of tokens that end an answer, in addition to the EOS tokens.
     """
 
@@ -49,11 +53,15 @@ FIM_FORMATS = (
     FimFormat("SantaCoder", "<fim-prefix>", "<fim-suffix>", "<fim-middle>", ends=("<fim-pad>",)),
     FimFormat("CodeLlama", "▁<PRE>", "▁<SUF>", "▁<MID>", bare_suffix=True, ends=("▁<EOT>",)),
     FimFormat("CodeLlama", "<PRE>", "<SUF>", "<MID>", bare_suffix=True, ends=("<EOT>",)),
-    FimFormat("DeepSeek-Coder", "<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ends=("<|EOT|>",)),
+    FimFormat(
+        "DeepSeek-Coder", "<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ends=("<|EOT|>",)
+    ),
     FimFormat("DeepSeek-Coder", "<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>", ends=("<|EOT|>",)),
     FimFormat("CodeGeeX4, GLM-4", "<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     FimFormat("Codestral", "[PREFIX]", "[SUFFIX]", None, suffix_first=True, bare_suffix=True),
-    FimFormat("Seed-Coder", "<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+    FimFormat(
+        "Seed-Coder", "<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True
+    ),
 )
 
 
@@ -79,9 +87,14 @@ def fim_ids(tokenizer: Tokenizer, prefix: str | Sequence[int], suffix: str) -> l
     """
     form = fim_format(tokenizer)
     if form is None:
-        raise UserError("this model cannot fill in the middle of a text: its vocabulary has no fill-in-the-middle tokens")
+        raise UserError(
+            "this model cannot fill in the middle of a text: its vocabulary has no"
+            " fill-in-the-middle tokens"
+        )
     prefix_ids = tokenizer.encode(prefix) if isinstance(prefix, str) else list(prefix)
-    suffix_ids = _encode_without_space(tokenizer, suffix) if form.bare_suffix else tokenizer.encode(suffix)
+    suffix_ids = (
+        _encode_without_space(tokenizer, suffix) if form.bare_suffix else tokenizer.encode(suffix)
+    )
     before = [tokenizer.token_to_id(form.prefix), *prefix_ids]
     after = [tokenizer.token_to_id(form.suffix), *suffix_ids]
     middle = [] if form.middle is None else [tokenizer.token_to_id(form.middle)]
@@ -90,14 +103,18 @@ def fim_ids(tokenizer: Tokenizer, prefix: str | Sequence[int], suffix: str) -> l
 
 
 def fim_end_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the tokens of the vocabulary that end an answer of its format, such as those for the next file."""
+    """Returns the tokens of the vocabulary that end an answer of its format, such as those for the
+    next file.
+    """
     form = fim_format(tokenizer)
     names = () if form is None else (form.prefix, form.suffix, form.middle, *form.ends)
     return frozenset(token for name in names if (token := tokenizer.token_to_id(name)) is not None)
 
 
 def _encode_without_space(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encodes a text as it would be encoded in the middle of another one, without a space in front."""
+    """Encodes a text as it would be encoded in the middle of another one, without a space in
+    front.
+    """
     mark = "\N{WHITE SMILING FACE}"  # no vocabulary merges this character with the following ones
     try:
         marked = tokenizer.encode(mark + text)

@@ -11,11 +11,13 @@ from dantinox.files import UserError, escape_name, first_line, quote, require_ex
 
 
 @contextlib.contextmanager
-def fetch_datasets(data: DataSection, directory: Path, all_fields: bool = False) -> Iterator[DataSection]:
+def fetch_datasets(
+    data: DataSection, directory: Path, all_fields: bool = False
+) -> Iterator[DataSection]:
     """Context manager that writes the datasets in the settings to temporary JSON Lines files.
 
-    The files are as large as the text and are deleted on exit. With `data.streaming`, Hugging Face's cache keeps no copy of the
-    datasets.
+    The files are as large as the text and are deleted on exit. With `data.streaming`, Hugging
+    Face's cache keeps no copy of the datasets.
 
     Args:
       data: the settings. Settings for local data are returned unchanged.
@@ -26,7 +28,8 @@ def fetch_datasets(data: DataSection, directory: Path, all_fields: bool = False)
       The settings, with the paths of the local files.
 
     Raises:
-      UserError: the library is not installed, or a dataset, its split or its field does not exist or cannot be read.
+      UserError: the library is not installed, or a dataset, its split or its field does not exist
+        or cannot be read.
     """
     if data.dataset_source == "local" or data.path is None:
         yield data
@@ -37,7 +40,9 @@ def fetch_datasets(data: DataSection, directory: Path, all_fields: bool = False)
         for name, file in zip(names, files, strict=True):
             _write(data, name, file, all_fields)
         paths = tuple(map(str, files))
-        yield data.model_copy(update={"dataset_source": "local", "path": paths if len(paths) > 1 else paths[0]})
+        yield data.model_copy(
+            update={"dataset_source": "local", "path": paths if len(paths) > 1 else paths[0]}
+        )
     finally:
         for file in files:
             file.unlink(missing_ok=True)
@@ -59,7 +64,9 @@ def _records(data: DataSection, name: str, all_fields: bool) -> Iterator[dict[st
         from datasets import load_dataset
     try:
         rows: Iterator[dict[str, Any]] = iter(
-            load_dataset(name, data.dataset_config, split=data.dataset_split, streaming=data.streaming)
+            load_dataset(
+                name, data.dataset_config, split=data.dataset_split, streaming=data.streaming
+            )
         )
         for number, row in enumerate(rows):
             if all_fields:
@@ -68,7 +75,11 @@ def _records(data: DataSection, name: str, all_fields: bool) -> Iterator[dict[st
             text = row.get(data.text_field)
             if not isinstance(text, str):
                 fields = escape_name(", ".join(map(str, row)))
-                found = f": row {number} (counted from 0) has {quote(text)}" if data.text_field in row else ""
+                found = (
+                    f": row {number} (counted from 0) has {quote(text)}"
+                    if data.text_field in row
+                    else ""
+                )
                 where = f"in {data.text_field!r} (data.text_field){found}"
                 raise UserError(f"the dataset {shown} has no text {where}; it has {fields}")
             yield {data.text_field: text}

@@ -1,4 +1,6 @@
-"""Rewrites JSON schemas for llguidance, which reads numbers as 64-bit floats and patterns as those of Rust's regex crate."""
+"""Rewrites JSON schemas for llguidance, which reads numbers as 64-bit floats and patterns as those
+of Rust's regex crate.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,17 +12,25 @@ from dantinox.text.ecma_patterns import to_rust_regex
 
 MAX_EXACT = 2**53  # floats hold every integer up to here
 MAX_MULTIPLE = 20_000  # a larger one takes seconds to compile
-# All formats that are enforced. Others are annotations (JSON Schema 2020-12, section 7.2.1 of the validation vocabulary).
-FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
-SIZES = frozenset(["minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"])
+# All formats that are enforced. Others are annotations (JSON Schema 2020-12, section 7.2.1 of the
+# validation vocabulary).
+FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+)
+SIZES = frozenset(
+    ["minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"]
+)
 BOUNDS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 COMBINING = frozenset(["allOf", "anyOf", "oneOf", "$ref"])
-NAMED_SCHEMAS = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
+NAMED_SCHEMAS = frozenset(
+    ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"]
+)
 ANNOTATIONS = frozenset(["default", "example", "examples"])
 
 
 def rewrite_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:
-    """Returns a schema with the same meaning for llguidance as the given one has in JSON Schema 2020-12.
+    """Returns a schema with the same meaning for llguidance as the given one has in JSON Schema
+    2020-12.
 
     Args:
       lenient: whether a keyword that cannot be expressed is left out; otherwise it is an error.
@@ -32,7 +42,10 @@ def rewrite_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[
     rewriter = _Rewriter(lenient)
     rewritten: dict[str, Any] = rewriter.schema(schema, "")
     if rewriter.combines and _common_multiple(rewriter.multiples) > MAX_MULTIPLE:
-        message = f"the values of multipleOf have a common multiple beyond {MAX_MULTIPLE:,}, which is too large"
+        message = (
+            f"the values of multipleOf have a common multiple beyond {MAX_MULTIPLE:,}, which is too"
+            " large"
+        )
         if not lenient:
             raise ValueError(message)
         rewriter.drops_multiples = True
@@ -45,7 +58,8 @@ class _Rewriter:
 
     Attributes:
       multiples: the values of `multipleOf`.
-      combines: whether the document combines schemas, so that two of the multiples may apply to one number.
+      combines: whether the document combines schemas, so that two of the multiples may apply to one
+        number.
       drops_multiples: whether `multipleOf` is left out.
     """
 
@@ -72,7 +86,9 @@ class _Rewriter:
                 if key == "patternProperties" and isinstance(inner, Mapping):
                     rewritten[key] = self._patterns(inner, where)
                 elif key in NAMED_SCHEMAS and isinstance(inner, Mapping):
-                    rewritten[key] = {name: self.schema(item, f"{where}.{name}") for name, item in inner.items()}
+                    rewritten[key] = {
+                        name: self.schema(item, f"{where}.{name}") for name, item in inner.items()
+                    }
                 elif key in ANNOTATIONS:
                     continue
                 elif isinstance(inner, Mapping | list) and key not in ("enum", "const"):
@@ -109,7 +125,12 @@ class _Rewriter:
             return int(value) if value == int(value) else value
         elif key in BOUNDS:
             _check_finite(value)
-            exact = integer and not key.startswith("exclusive") and abs(value) < 2**63 and value == _as_float(value)
+            exact = (
+                integer
+                and not key.startswith("exclusive")
+                and abs(value) < 2**63
+                and value == _as_float(value)
+            )
             if abs(value) > MAX_EXACT and not exact:
                 raise _Inexpressible(f"{value} is beyond ±2^53, which is not supported")
         elif key == "multipleOf":
@@ -119,13 +140,17 @@ class _Rewriter:
 
 
 def _lists_distinct_scalars(options: Any) -> bool:
-    """Whether each option lists its values, none of them twice, so that no value matches two options."""
+    """Whether each option lists its values, none of them twice, so that no value matches two
+    options.
+    """
     if not isinstance(options, list) or not all(isinstance(option, Mapping) for option in options):
         return False
     found: list[Any] = []
     for option in options:
         values = option.get("enum", [option["const"]] if "const" in option else None)
-        if not isinstance(values, list) or any(isinstance(value, list | Mapping) for value in values):
+        if not isinstance(values, list) or any(
+            isinstance(value, list | Mapping) for value in values
+        ):
             return False
         found += {(isinstance(value, bool), value) for value in values}
     return len({*found}) == len(found)
@@ -167,7 +192,10 @@ def all_numbers(value: Any, check: Callable[[int | float], bool]) -> bool:
 def _check_constants(values: Any) -> None:
     def check(number: int | float) -> bool:
         if not is_exact(number):
-            raise _Inexpressible(f"{quote(number)} cannot be written exactly, because it is beyond ±2^53: use a string")
+            raise _Inexpressible(
+                f"{quote(number)} cannot be written exactly, because it is beyond ±2^53: use a"
+                " string"
+            )
         return True
 
     all_numbers(values, check)
@@ -192,11 +220,15 @@ def _multiple(value: int | float) -> Decimal:
         scaled *= 10
     exact = Decimal(str(value))
     if not 0 < scaled <= MAX_MULTIPLE or scaled != _common_multiple({exact}):
-        raise _Inexpressible(f"must be over 0 and at most {MAX_MULTIPLE:,} in units of its last digit, got {value}")
+        raise _Inexpressible(
+            f"must be over 0 and at most {MAX_MULTIPLE:,} in units of its last digit, got {value}"
+        )
     return exact
 
 
 def _common_multiple(values: set[Decimal]) -> int:
-    """Returns the least common multiple of positive numbers, in units of the last digit of any of them."""
+    """Returns the least common multiple of positive numbers, in units of the last digit of any of
+    them.
+    """
     places = max((-int(value.normalize().as_tuple().exponent) for value in values), default=0)
     return math.lcm(*(int(value.scaleb(max(0, places))) for value in values))

@@ -1,4 +1,6 @@
-"""The store of prompts for training with rewards: their tokens, and the records that the reward functions read."""
+"""The store of prompts for training with rewards: their tokens, and the records that the reward
+functions read.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +12,13 @@ import numpy as np
 from dantinox.files import UserError
 from dantinox.text.batch_rows import MixtureRows, ShuffledRows
 from dantinox.text.chat_template import ChatTemplate, MaskedConversation
-from dantinox.text.conversations import FIRST_TOKEN, EncodedConversation, Example, prompt_messages, template_fields
+from dantinox.text.conversations import (
+    FIRST_TOKEN,
+    EncodedConversation,
+    Example,
+    prompt_messages,
+    template_fields,
+)
 from dantinox.text.token_store import BatchOptions, Counts, TokenStore
 from dantinox.text.tool_prompts import encode_prompts
 
@@ -35,10 +43,11 @@ class Prompt(NamedTuple):
 
 
 class PromptStore(TokenStore):
-    """Training and validation prompts. The prompts of a step are a pure function of (seed, step), as in `TokenStore`.
+    """Training and validation prompts. The prompts of a step are a pure function of (seed, step),
+    as in `TokenStore`.
 
-    An epoch contains each training prompt once. Prompts that leave fewer than `answer_tokens` tokens of the context for an
-    answer are left out.
+    An epoch contains each training prompt once. Prompts that leave fewer than `answer_tokens`
+    tokens of the context for an answer are left out.
 
     Attributes:
       conversations, left_out: number of prompts, and how many of them are too long.
@@ -85,18 +94,25 @@ class PromptStore(TokenStore):
         ends = np.cumsum([tokens for tokens, _ in mixture or [(self.train.tokens, 1.0)]])
         parts = np.split(np.arange(len(sizes)), np.searchsorted(self._starts, ends))
         *sources, self._val = (part[fits[part]] for part in parts)
-        for part, name in (*((source, "training") for source in sources), (self._val, "validation")):
+        for part, name in (
+            *((source, "training") for source in sources),
+            (self._val, "validation"),
+        ):
             if not len(part):
                 raise UserError(
-                    f"all {name} prompts leave fewer than generation.max_new_tokens {answer_tokens} tokens of "
-                    f"model.max_context {context}: lower generation.max_new_tokens, or use shorter prompts"
+                    f"all {name} prompts leave fewer than generation.max_new_tokens {answer_tokens}"
+                    f" tokens of model.max_context {context}: lower generation.max_new_tokens, or"
+                    " use shorter prompts"
                 )
         self.longest = int(sizes[fits].max())
         self.windows_per_epoch = sum(map(len, sources))
 
         def make_order(stream: int) -> ShuffledRows | MixtureRows:
             numbers = range(stream * len(sources), (stream + 1) * len(sources))
-            orders = [ShuffledRows(_Indices(source), batches.seed, n) for source, n in zip(sources, numbers, strict=True)]
+            orders = [
+                ShuffledRows(_Indices(source), batches.seed, n)
+                for source, n in zip(sources, numbers, strict=True)
+            ]
             return MixtureRows(orders, [weight for _, weight in mixture]) if mixture else orders[0]
 
         self._order = make_order
@@ -107,7 +123,9 @@ class PromptStore(TokenStore):
         """The number of validation prompts."""
         return len(self._val)
 
-    def batch(self, step: int, chosen: np.ndarray | None = None, *, stream: int = 0) -> list[Prompt]:
+    def batch(
+        self, step: int, chosen: np.ndarray | None = None, *, stream: int = 0
+    ) -> list[Prompt]:
         """Returns the prompts of a step.
 
         Args:
@@ -123,8 +141,8 @@ class PromptStore(TokenStore):
         """Yields the validation prompts in order, at most `batch_size` at a time.
 
         Args:
-          tokens: stop after the batch that reaches this number of tokens of prompts and their longest possible answers. None:
-            all.
+          tokens: stop after the batch that reaches this number of tokens of prompts and their
+            longest possible answers. None: all.
         """
         seen = 0
         for start in range(0, len(self._val), batch_size):
@@ -155,8 +173,11 @@ def prompt_examples(records: Iterable[tuple[str, dict]], corpus: str) -> Iterato
     return (Example(None, [found]) for found in records)
 
 
-def encode_prompt_records(records: Sequence[tuple[str, dict]], template: ChatTemplate) -> list[EncodedConversation]:
-    """Returns the prompts of records, each with its file and line, with the beginning of the answer.
+def encode_prompt_records(
+    records: Sequence[tuple[str, dict]], template: ChatTemplate
+) -> list[EncodedConversation]:
+    """Returns the prompts of records, each with its file and line, with the beginning of the
+    answer.
 
     Raises:
       UserError: a record is invalid; the message ends with its file and line.
@@ -164,11 +185,15 @@ def encode_prompt_records(records: Sequence[tuple[str, dict]], template: ChatTem
     inputs = []
     for where, record in records:
         try:
-            inputs.append(MaskedConversation(prompt_messages(record), None, *template_fields(record)))
+            inputs.append(
+                MaskedConversation(prompt_messages(record), None, *template_fields(record))
+            )
         except UserError as error:
             raise UserError(f"{error} ({where})") from None
     encoded = []
-    for (where, record), prompt, ids in zip(records, inputs, encode_prompts(template, inputs), strict=True):
+    for (where, record), prompt, ids in zip(
+        records, inputs, encode_prompts(template, inputs), strict=True
+    ):
         if isinstance(ids, UserError):
             raise UserError(f"{ids} ({where})")
         if not len(ids):

@@ -1,7 +1,9 @@
-"""The notations in which model families write reasoning and tool calls, and how a chat template reveals its notation.
+"""The notations in which model families write reasoning and tool calls, and how a chat template
+reveals its notation.
 
-Sources: the chat templates of the families, and the prompt formats that their authors document (Llama 3.1 and 4, Mistral's
-tokenizer v3 to v13, Gemma 4, OpenAI harmony, Hermes function calling, Qwen3-Coder, Granite 3).
+Sources: the chat templates of the families, and the prompt formats that their authors document
+(Llama 3.1 and 4, Mistral's tokenizer v3 to v13, Gemma 4, OpenAI harmony, Hermes function calling,
+Qwen3-Coder, Granite 3).
 """
 
 import re
@@ -39,9 +41,10 @@ class ToolFormat(NamedTuple):
       begin_markers: texts that begin a section of calls.
       end: the text that ends a section; "": the end of the reply.
       reader: creates the reader of a section.
-      opening: a character that begins a section if it is the first of the reply; it belongs to the section.
-      bare_call: the beginning of a call of the tool `{}`. It begins a section if the model leaves out the marker, and belongs
-        to the section.
+      opening: a character that begins a section if it is the first of the reply; it belongs to the
+        section.
+      bare_call: the beginning of a call of the tool `{}`. It begins a section if the model leaves
+        out the marker, and belongs to the section.
       specials: further special tokens that occur in a section.
       stops: special tokens that end a reply with calls.
       in_template: a pattern of the source of the chat templates with this notation.
@@ -63,7 +66,8 @@ HARMONY = "harmony"
 HARMONY_SPECIALS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>")
 DEFAULT_TOOL_FORMAT = "hermes"
 
-# Name → notation. The first whose pattern occurs in the template is used, otherwise `DEFAULT_TOOL_FORMAT`.
+# Name → notation. The first whose pattern occurs in the template is used, otherwise
+# `DEFAULT_TOOL_FORMAT`.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     HARMONY: ToolFormat(
         ("<|channel|>commentary to=functions.", "<|channel|>analysis to=functions."),
@@ -120,8 +124,12 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         opening="{",
         stops=("<|eom_id|>",),
     ),
-    "granite": ToolFormat(("<|tool_call|>",), "", lambda schemas: JSONCalls(""), r"<\|tool_call\|>"),
-    "hermes": ToolFormat(("<tool_call>",), "</tool_call>", lambda schemas: JSONCalls("</tool_call>"), r"<tool_call>"),
+    "granite": ToolFormat(
+        ("<|tool_call|>",), "", lambda schemas: JSONCalls(""), r"<\|tool_call\|>"
+    ),
+    "hermes": ToolFormat(
+        ("<tool_call>",), "</tool_call>", lambda schemas: JSONCalls("</tool_call>"), r"<tool_call>"
+    ),
 }
 
 # The first pair whose end occurs in the template is used.
@@ -139,8 +147,10 @@ class ReplyFormat(NamedTuple):
     Attributes:
       name: the name of the notation of tool calls.
       tools: the notation of tool calls.
-      reasoning: the texts around the reasoning; None if the template has none. Harmony uses channels instead.
-      visible_ids: special tokens that are part of the notation, so that they must appear in the text.
+      reasoning: the texts around the reasoning; None if the template has none. Harmony uses
+        channels instead.
+      visible_ids: special tokens that are part of the notation, so that they must appear in the
+        text.
       stop_ids: special tokens that end a reply with calls.
     """
 
@@ -157,11 +167,22 @@ class ReplyFormat(NamedTuple):
 
 
 def find_tool_format(source: str) -> str | None:
-    """Returns the name of the notation of tool calls that the source of a chat template contains, or None."""
-    return next((name for name, one in TOOL_FORMATS.items() if re.search(one.in_template, source, re.DOTALL)), None)
+    """Returns the name of the notation of tool calls that the source of a chat template contains,
+    or None.
+    """
+    return next(
+        (
+            name
+            for name, one in TOOL_FORMATS.items()
+            if re.search(one.in_template, source, re.DOTALL)
+        ),
+        None,
+    )
 
 
-def reply_format(template: ChatTemplate | None, tokenizer: Tokenizer, tool_format: str = "auto") -> ReplyFormat:
+def reply_format(
+    template: ChatTemplate | None, tokenizer: Tokenizer, tool_format: str = "auto"
+) -> ReplyFormat:
     """Returns the notation that a model uses.
 
     Args:
@@ -172,12 +193,27 @@ def reply_format(template: ChatTemplate | None, tokenizer: Tokenizer, tool_forma
       UserError: there is no such notation.
     """
     source = "" if template is None else template.source
-    name = (find_tool_format(source) or DEFAULT_TOOL_FORMAT) if tool_format == "auto" else tool_format
+    name = (
+        (find_tool_format(source) or DEFAULT_TOOL_FORMAT) if tool_format == "auto" else tool_format
+    )
     if name not in TOOL_FORMATS:
-        raise UserError(f"the tool format must be auto or one of {', '.join(TOOL_FORMATS)}, got {quote(tool_format)}")
+        raise UserError(
+            f"the tool format must be auto or one of {', '.join(TOOL_FORMATS)}, got"
+            f" {quote(tool_format)}"
+        )
     tools = TOOL_FORMATS[name]
-    reasoning = None if name == HARMONY else next((pair for pair in REASONING if pair.end in source), None)
+    reasoning = (
+        None if name == HARMONY else next((pair for pair in REASONING if pair.end in source), None)
+    )
     markers = [*tools.begin_markers, tools.end, *tools.specials, *(reasoning or ())]
     special = tokenizer.special_tokens
-    visible = frozenset(index for token, index in special.items() if any(token in marker for marker in markers))
-    return ReplyFormat(name, tools, reasoning, visible, frozenset(special[token] for token in tools.stops if token in special))
+    visible = frozenset(
+        index for token, index in special.items() if any(token in marker for marker in markers)
+    )
+    return ReplyFormat(
+        name,
+        tools,
+        reasoning,
+        visible,
+        frozenset(special[token] for token in tools.stops if token in special),
+    )

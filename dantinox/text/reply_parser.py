@@ -19,12 +19,17 @@ class ReplyParser(Protocol):
 
 
 def make_parser(
-    form: ReplyFormat, schemas: Schemas | None, *, reasoning_is_open: bool = False, continues: bool = False
+    form: ReplyFormat,
+    schemas: Schemas | None,
+    *,
+    reasoning_is_open: bool = False,
+    continues: bool = False,
 ) -> ReplyParser:
     """Returns a parser of one reply.
 
     Args:
-      schemas: the parameters of the tools by name; None: the reply has no tool calls, and their notation is ordinary text.
+      schemas: the parameters of the tools by name; None: the reply has no tool calls, and their
+        notation is ordinary text.
       reasoning_is_open: whether the prompt ends inside the reasoning.
       continues: whether the prompt ends inside a message, which the reply continues.
     """
@@ -41,11 +46,17 @@ def is_reasoning_open(form: ReplyFormat, prompt: str) -> bool:
 class MarkedParser:
     """Parses replies in which markers surround the reasoning and the tool calls.
 
-    Whitespace next to a marker belongs to the notation and is dropped. A section that turns out not to be a tool call is part
-    of the answer.
+    Whitespace next to a marker belongs to the notation and is dropped. A section that turns out not
+    to be a tool call is part of the answer.
     """
 
-    def __init__(self, form: ReplyFormat, schemas: Schemas | None, reasoning_is_open: bool, continues: bool = False):
+    def __init__(
+        self,
+        form: ReplyFormat,
+        schemas: Schemas | None,
+        reasoning_is_open: bool,
+        continues: bool = False,
+    ):
         self._form = form
         self._schemas = schemas
         self._in_reasoning = reasoning_is_open
@@ -86,18 +97,28 @@ class MarkedParser:
         if self._in_reasoning and self._form.reasoning is not None:
             return self._text_until("reasoning", (self._form.reasoning.end,))
         tools = self._form.tools if self._schemas is not None else None
-        if tools and tools.opening and not self._answered and self._buffer.startswith(tools.opening):
+        if (
+            tools
+            and tools.opening
+            and not self._answered
+            and self._buffer.startswith(tools.opening)
+        ):
             self._begin_calls("")
             return []
         markers = [self._form.reasoning.begin] if self._form.reasoning else []
         if tools:
             markers += tools.begin_markers
-            markers += [tools.bare_call.format(name) for name in self._schemas or () if tools.bare_call]
+            markers += [
+                tools.bare_call.format(name) for name in self._schemas or () if tools.bare_call
+            ]
         return self._text_until("content", markers)
 
     def _text_until(self, kind: str, markers: Sequence[str]) -> list[Part] | None:
         """Passes text on up to the first marker, without whitespace before the marker."""
-        found = min(((at, marker) for marker in markers if (at := self._buffer.find(marker)) >= 0), default=None)
+        found = min(
+            ((at, marker) for marker in markers if (at := self._buffer.find(marker)) >= 0),
+            default=None,
+        )
         if found is None:
             size = len(self._buffer) - overlap(self._buffer, tuple(markers))
             size = len(self._buffer[:size].rstrip())
@@ -115,7 +136,9 @@ class MarkedParser:
         elif self._form.reasoning is not None and marker == self._form.reasoning.begin:
             self._in_reasoning = True
         else:
-            if marker not in self._form.tools.begin_markers:  # a bare call: the marker is part of it
+            if (
+                marker not in self._form.tools.begin_markers
+            ):  # a bare call: the marker is part of it
                 self._buffer = marker + self._buffer
                 marker = ""
             self._begin_calls(marker)
@@ -154,16 +177,20 @@ class MarkedParser:
 
 
 class HarmonyParser:
-    """Parses replies in OpenAI's harmony format: messages in channels, each with a header and a body.
+    """Parses replies in OpenAI's harmony format: messages in channels, each with a header and a
+    body.
 
-    The channel `analysis` is reasoning, a message to `functions.NAME` is a tool call, and other messages are the answer.
+    The channel `analysis` is reasoning, a message to `functions.NAME` is a tool call, and other
+    messages are the answer.
     """
 
     def __init__(self, schemas: Schemas | None, continues: bool = False):
         self._schemas = schemas
         self._buffer = ""
         self._header = ""
-        self._kind: str | None = "content" if continues else None  # of the current message; None in a header
+        self._kind: str | None = (
+            "content" if continues else None
+        )  # of the current message; None in a header
 
     def push(self, text: str) -> list[Part]:
         self._buffer += text
@@ -192,7 +219,9 @@ class HarmonyParser:
             self._kind = "reasoning" if "<|channel|>analysis" in header else "content"
             return []
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-        found_end = min(((at, end) for end in ends if (at := self._buffer.find(end)) >= 0), default=None)
+        found_end = min(
+            ((at, end) for end in ends if (at := self._buffer.find(end)) >= 0), default=None
+        )
         kind = self._kind
         if found_end is None:
             size = len(self._buffer) - overlap(self._buffer, ends)

@@ -1,4 +1,6 @@
-"""Writes the tokens of a store. An interrupted build leaves a partial store, which the next one with equal inputs continues."""
+"""Writes the tokens of a store. An interrupted build leaves a partial store, which the next one
+with equal inputs continues.
+"""
 
 import contextlib
 import hashlib
@@ -46,21 +48,30 @@ class Written(NamedTuple):
         """Returns the content after an item is written as `data`."""
         counts = [list(numbers) for numbers in self.counts]
         sources = list(self.sources)
-        counts[item.part] = [number + more for number, more in zip(counts[item.part], item.added, strict=True)]
+        counts[item.part] = [
+            number + more for number, more in zip(counts[item.part], item.added, strict=True)
+        ]
         sources[item.source] += len(item.ids) if item.part == 0 else 0
         sizes = [size + len(part) for size, part in zip(self.sizes, data, strict=True)]
         return Written(self.items + 1, sizes, counts, sources)
 
 
 def write_partial(
-    encode: Callable[[int], Iterator[Encoded]], dtype: str, directory: Path, inputs: Inputs, sources: int
+    encode: Callable[[int], Iterator[Encoded]],
+    dtype: str,
+    directory: Path,
+    inputs: Inputs,
+    sources: int,
 ) -> Written:
-    """Writes all tokens, marks and records to a partial store, after those that an interrupted build with equal inputs wrote.
+    """Writes all tokens, marks and records to a partial store, after those that an interrupted
+    build with equal inputs wrote.
 
-    SIGINT and SIGTERM keep the partial store, as does the end of the process. Any other error removes it.
+    SIGINT and SIGTERM keep the partial store, as does the end of the process. Any other error
+    removes it.
 
     Args:
-      encode: maps the number of items to skip to an iterator over the other ones. Equal inputs give equal items.
+      encode: maps the number of items to skip to an iterator over the other ones. Equal inputs give
+        equal items.
       dtype: the type of the token ids on disk.
       directory: an existing directory.
       inputs: what determines the tokens.
@@ -71,14 +82,20 @@ def write_partial(
         remove_partial(directory)
         written = Written(0, (0, 0, 0), ((0,) * len(Counts._fields),) * 2, (0,) * sources)
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(directory / name, "ab")) for name in (TOKENS, MARKS, RECORDS)]
+        files = [
+            stack.enter_context(open(directory / name, "ab")) for name in (TOKENS, MARKS, RECORDS)
+        ]
         for file, size in zip(files, written.sizes, strict=True):
             file.truncate(size)
         saved = time.monotonic()
         try:
             for item in encode(written.items):
                 record = b"" if item.record is None else item.record + b"\n"
-                data = (item.ids.astype(dtype).tobytes(), b"" if item.marks is None else item.marks.tobytes(), record)
+                data = (
+                    item.ids.astype(dtype).tobytes(),
+                    b"" if item.marks is None else item.marks.tobytes(),
+                    record,
+                )
                 for file, part in zip(files, data, strict=True):
                     file.write(part)
                 written = written.add(item, data)
@@ -108,7 +125,9 @@ def has_partial(directory: Path) -> bool:
 
 
 def content_digest(directory: Path, item_size: int) -> str:
-    """Returns the SHA-256 (hex) of a complete partial store. The tokens, marks and record of each conversation are adjacent."""
+    """Returns the SHA-256 (hex) of a complete partial store. The tokens, marks and record of each
+    conversation are adjacent.
+    """
     digest = hashlib.sha256()
     with open(directory / TOKENS, "rb") as tokens, open(directory / RECORDS, "rb") as records:
         if (directory / MARKS).stat().st_size:  # plain text has no marks
@@ -122,7 +141,9 @@ def content_digest(directory: Path, item_size: int) -> str:
     return digest.hexdigest()
 
 
-def _save_state(directory: Path, files: Sequence[BinaryIO], inputs: Inputs, written: Written) -> None:
+def _save_state(
+    directory: Path, files: Sequence[BinaryIO], inputs: Inputs, written: Written
+) -> None:
     for file in files:
         file.flush()
         os.fsync(file.fileno())

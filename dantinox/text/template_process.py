@@ -1,10 +1,12 @@
 """The subprocess that renders chat templates, with limits on time and memory.
 
-This module runs as a program and is never imported. Each input line is a JSON request with the template, its global variables
-and a list of conversations. Each output line is the list of responses: the rendered texts of a conversation, `{"error": …}` or
-`{"refusal": …}`. The process loads only the standard library and Jinja. The environment of a template is that of Transformers
-(`apply_chat_template`): an immutable sandbox, trimmed blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson` that
-does not escape HTML, and `{% generation %}` blocks, which have no effect on the text.
+This module runs as a program and is never imported. Each input line is a JSON request with the
+template, its global variables and a list of conversations. Each output line is the list of
+responses: the rendered texts of a conversation, `{"error": …}` or `{"refusal": …}`. The process
+loads only the standard library and Jinja. The environment of a template is that of Transformers
+(`apply_chat_template`): an immutable sandbox, trimmed blocks, loop controls, `raise_exception`,
+`strftime_now`, a `tojson` that does not escape HTML, and `{% generation %}` blocks, which have no
+effect on the text.
 """
 
 import contextlib
@@ -18,7 +20,9 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
-import jinja2.debug  # Jinja imports it on the first error, when this process is already forbidden to open files
+
+# Jinja imports it on the first error, when this process is already forbidden to open files.
+import jinja2.debug
 import jinja2.ext
 import jinja2.nodes
 import jinja2.utils
@@ -44,7 +48,9 @@ class Generation(jinja2.ext.Extension):
 
 
 class SafeNamespace(jinja2.utils.Namespace):
-    """`namespace(…)` that rejects names that begin with an underscore, with which a template could reach Python's classes."""
+    """`namespace(…)` that rejects names that begin with an underscore, with which a template could
+    reach Python's classes.
+    """
 
     def __init__(self, *args: Any, **names: Any) -> None:
         values = dict(*args, **names)
@@ -70,21 +76,36 @@ def make_environment() -> ImmutableSandboxedEnvironment:
         raise Refusal(str(message))
 
     def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
     ) -> str:
-        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-        # A NUL marks the name of a special token inside a message and must stay a NUL. The first alternative skips pairs of
-        # backslashes, because the message may contain the text "\\u0000".
+        text = json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+        # A NUL marks the name of a special token inside a message and must stay a NUL. The first
+        # alternative skips pairs of backslashes, because the message may contain the text
+        # "\\u0000".
         return re.sub(r"(\\\\)|\\u0000", lambda match: match[1] or "\0", text)
 
     extensions = [Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
     environment.filters["tojson"] = tojson
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": SafeNamespace,
-        "dict": lambda *args, **names: dict(*args, **names),  # a function, so that templates do not reach the class
+        "dict": lambda *args, **names: dict(
+            *args, **names
+        ),  # a function, so that templates do not reach the class
     }
     return environment
 
@@ -109,12 +130,16 @@ def limit_cpu_time(seconds: int) -> None:
     """Lets this process use at most `seconds` more of CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     lower_limit(
-        resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.RLIMIT_CPU,
+        int(used.ru_utime + used.ru_stime) + 1 + seconds,
+        resource.getrlimit(resource.RLIMIT_CPU)[1],
     )
 
 
 def lower_limit(kind: int, soft: int, hard: int) -> None:
-    """Sets the soft and the hard limit of a resource (`RLIMIT_…`), if the system supports the limit."""
+    """Sets the soft and the hard limit of a resource (`RLIMIT_…`), if the system supports the
+    limit.
+    """
     if hard != resource.RLIM_INFINITY:  # which is −1
         soft = min(soft, hard)
     with contextlib.suppress(ValueError, OSError):
@@ -122,7 +147,9 @@ def lower_limit(kind: int, soft: int, hard: int) -> None:
 
 
 def restrict_process() -> None:
-    """Limits the memory of this process, and forbids it to open or write files and to start processes."""
+    """Limits the memory of this process, and forbids it to open or write files and to start
+    processes.
+    """
     # These two calls load the time zone file and a codec now, before opening files is forbidden.
     time.localtime()
     make_environment().from_string("{{ '\\n' }}").render()
@@ -147,8 +174,12 @@ def compile_template(source: str, variables: str) -> jinja2.Template:
     return make_environment().from_string(source, globals=json.loads(variables))
 
 
-def render_conversation(request: dict[str, Any], conversation: dict[str, Any]) -> list[str] | dict[str, str]:
-    """Returns the texts of a conversation, one for each cut (number of messages, generation prompt), or an error response."""
+def render_conversation(
+    request: dict[str, Any], conversation: dict[str, Any]
+) -> list[str] | dict[str, str]:
+    """Returns the texts of a conversation, one for each cut (number of messages, generation
+    prompt), or an error response.
+    """
     limit_cpu_time(CPU_SECONDS)
     try:
         template = compile_template(request["template"], request["variables"])

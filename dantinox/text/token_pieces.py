@@ -15,7 +15,8 @@ class TokenPieces(NamedTuple):
     """Bytes by token id.
 
     Attributes:
-      first: the bytes of a token at the start of a text; they differ from `inner` if the decoder drops a leading space there.
+      first: the bytes of a token at the start of a text; they differ from `inner` if the decoder
+        drops a leading space there.
       inner: the bytes of a token anywhere else.
     """
 
@@ -24,7 +25,9 @@ class TokenPieces(NamedTuple):
 
 
 class TokenTable(Sequence[bytes]):
-    """Bytes by token id, which are computed when they are first read: a short text uses few tokens of a large vocabulary."""
+    """Bytes by token id, which are computed when they are first read: a short text uses few tokens
+    of a large vocabulary.
+    """
 
     def __init__(self, size: int, bytes_of: Callable[[int], bytes]):
         self._bytes_of = bytes_of
@@ -51,17 +54,22 @@ class TokenTable(Sequence[bytes]):
 
 
 def byte_letters() -> list[str]:
-    """Returns the visible character that represents each of the 256 bytes in a byte-level vocabulary.
+    """Returns the visible character that represents each of the 256 bytes in a byte-level
+    vocabulary.
 
-    Source: `bytes_to_unicode` of GPT-2 (Radford et al. 2019): printable Latin-1 maps to itself, other bytes to U+0100 and
-    above.
+    Source: `bytes_to_unicode` of GPT-2 (Radford et al. 2019): printable Latin-1 maps to itself,
+    other bytes to U+0100 and above.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = {byte: 256 + i for i, byte in enumerate(b for b in range(256) if b not in set(printable))}
+    moved = {
+        byte: 256 + i for i, byte in enumerate(b for b in range(256) if b not in set(printable))
+    }
     return [chr(moved.get(byte, byte)) for byte in range(256)]
 
 
-def build_token_pieces(core: Core, decoder: dict[str, Any] | None, specials: frozenset[int]) -> TokenPieces | None:
+def build_token_pieces(
+    core: Core, decoder: dict[str, Any] | None, specials: frozenset[int]
+) -> TokenPieces | None:
     """Returns the table of a tokenizer, or None if its decoder depends on adjacent tokens.
 
     Args:
@@ -73,7 +81,8 @@ def build_token_pieces(core: Core, decoder: dict[str, Any] | None, specials: fro
     if kinds is None:
         return None
 
-    # The library decodes an added token to its normalized form. `id_to_token` returns this form, but `get_vocab` does not.
+    # The library decodes an added token to its normalized form. `id_to_token` returns this form,
+    # but `get_vocab` does not.
     def token_of(index: int) -> str:
         return "" if index in specials else core.id_to_token(index) or ""
 
@@ -117,11 +126,16 @@ def _independent_step_types(decoder: dict[str, Any] | None) -> list[str] | None:
         return kinds
     independent = all(
         step["type"] in _INDEPENDENT_STEPS
-        and (step["type"] != "Replace" or (len(step["pattern"].get("String", "")) == 1 and step["content"] != ""))
+        and (
+            step["type"] != "Replace"
+            or (len(step["pattern"].get("String", "")) == 1 and step["content"] != "")
+        )
         and (step["type"] != "Strip" or (step["start"] <= 1 and step["stop"] == 0))
         for step in steps
     )
-    joined_early = "Fuse" in kinds and {"ByteFallback", "Metaspace"} & set(kinds[kinds.index("Fuse") :])
+    joined_early = "Fuse" in kinds and {"ByteFallback", "Metaspace"} & set(
+        kinds[kinds.index("Fuse") :]
+    )
     return kinds if independent and not joined_early else None
 
 

@@ -26,9 +26,10 @@ class Batch(NamedTuple):
     Attributes:
       tokens_BT: int32, the inputs.
       targets_BT: int32, the token after each input.
-      segments_BT: int32, the index of the document within the row, from 0; `PADDING` for padding. Attention does not cross
-        segments. An EOS token belongs to the document that it ends.
-      mask_BT: float32, 1 where the target is in the loss; 0 for the first token of the next document and for padding.
+      segments_BT: int32, the index of the document within the row, from 0; `PADDING` for padding.
+        Attention does not cross segments. An EOS token belongs to the document that it ends.
+      mask_BT: float32, 1 where the target is in the loss; 0 for the first token of the next
+        document and for padding.
     """
 
     tokens_BT: np.ndarray
@@ -38,7 +39,9 @@ class Batch(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The size of one part of a corpus. `tokens` includes BOS and EOS tokens; `characters` and `bytes` count only the text."""
+    """The size of one part of a corpus. `tokens` includes BOS and EOS tokens; `characters` and
+    `bytes` count only the text.
+    """
 
     tokens: int
     documents: int
@@ -51,9 +54,11 @@ class BatchOptions(NamedTuple):
 
     Attributes:
       batch_size: rows (or examples) per batch, B.
-      sequence_length: targets per row, T; in a store of prompts, the most tokens of a prompt and its answer.
+      sequence_length: targets per row, T; in a store of prompts, the most tokens of a prompt and
+        its answer.
       seed: determines the order of the rows.
-      mixture: (number of training tokens, weight) of each source, in the order of the sources in the store; empty: one source.
+      mixture: (number of training tokens, weight) of each source, in the order of the sources in
+        the store; empty: one source.
     """
 
     batch_size: int
@@ -67,7 +72,8 @@ class SpecialIds(NamedTuple):
 
     Attributes:
       eos: the EOS token, which separates documents. None: all tokens are one document.
-      bos: the BOS token with which each document begins; None: they begin with none. It may be the EOS token.
+      bos: the BOS token with which each document begins; None: they begin with none. It may be the
+        EOS token.
       pad: the padding token.
     """
 
@@ -82,10 +88,10 @@ NO_SPECIAL_IDS = SpecialIds()
 class TokenStore:
     """Training and validation tokens.
 
-    A training batch is a pure function of (seed, step), so the position in the data is one integer, and several threads may
-    call `batch` concurrently. An epoch contains each of `windows_per_epoch` rows once, in an order that depends only on (seed,
-    epoch); see `dantinox.text.batch_rows`. A batch may contain rows of several epochs. Each source of a mixture has its own
-    epochs.
+    A training batch is a pure function of (seed, step), so the position in the data is one integer,
+    and several threads may call `batch` concurrently. An epoch contains each of `windows_per_epoch`
+    rows once, in an order that depends only on (seed, epoch); see `dantinox.text.batch_rows`. A
+    batch may contain rows of several epochs. Each source of a mixture has its own epochs.
 
     Attributes:
       train, val: `Counts` of the two parts.
@@ -93,7 +99,8 @@ class TokenStore:
       batch_size, sequence_length: B and T.
       bos_id: the BOS token with which each document begins; None: they begin with none.
       packing: whether rows are packed with whole documents.
-      windows_per_epoch: distinct rows in one pass over all sources; one step uses `batch_size` of them.
+      windows_per_epoch: distinct rows in one pass over all sources; one step uses `batch_size` of
+        them.
     """
 
     bos_id: int | None = None
@@ -108,7 +115,8 @@ class TokenStore:
         counts: tuple[Counts, Counts] | None = None,
         packing: bool = False,
     ) -> None:
-        """Wraps arrays of token ids of any integer type. Memory maps are read when a batch needs them.
+        """Wraps arrays of token ids of any integer type. Memory maps are read when a batch needs
+        them.
 
         Args:
           train, val: token ids of the two parts.
@@ -123,9 +131,9 @@ class TokenStore:
         needed = batches.batch_size * batches.sequence_length + 1
         if len(train) < needed:
             raise UserError(
-                f"the training text has {len(train)} tokens, fewer than the {needed} of one batch (training.batch_size "
-                f"{batches.batch_size} × model.max_context {batches.sequence_length} + 1): lower one of them, or add text to "
-                "data.path"
+                f"the training text has {len(train)} tokens, fewer than the {needed} of one batch"
+                f" (training.batch_size {batches.batch_size} × model.max_context"
+                f" {batches.sequence_length} + 1): lower one of them, or add text to data.path"
             )
         if len(val) < 2:
             short = f"the validation text has {len(val)} tokens, fewer than 2"
@@ -145,9 +153,14 @@ class TokenStore:
         """Builds the rows of all sources and sets the order of the training rows."""
         mixture = batches.mixture
         edges = [0, *np.cumsum([size for size, _ in mixture] or [len(self.training_ids)]).tolist()]
-        sources = [ShuffledRows(self._make_rows(*part), batches.seed, number) for number, part in enumerate(pairwise(edges))]
+        sources = [
+            ShuffledRows(self._make_rows(*part), batches.seed, number)
+            for number, part in enumerate(pairwise(edges))
+        ]
         self.windows_per_epoch = sum(source.rows.count for source in sources)
-        self._rows: Any = MixtureRows(sources, [weight for _, weight in mixture]) if mixture else sources[0]
+        self._rows: Any = (
+            MixtureRows(sources, [weight for _, weight in mixture]) if mixture else sources[0]
+        )
         return [source.rows for source in sources]
 
     @property
@@ -168,10 +181,13 @@ class TokenStore:
     def _gather_batch(self, indices: np.ndarray) -> Any:
         """Returns the batch for rows of indices into the training tokens."""
         filled = indices != NO_TOKEN
-        ids = np.where(filled, self.training_ids[np.where(filled, indices, 0)], self._pad).astype(np.int32)
+        ids = np.where(filled, self.training_ids[np.where(filled, indices, 0)], self._pad).astype(
+            np.int32
+        )
         tokens = np.ascontiguousarray(ids[:, :-1])
         targets = np.ascontiguousarray(ids[:, 1:])
-        # Where the tokens of another document follow in a packed row, an EOS token that is also the BOS token is the EOS token.
+        # Where the tokens of another document follow in a packed row, an EOS token that is also the
+        # BOS token is the EOS token.
         following = targets
         if self.packing:
             ends_chunk = np.diff(indices, axis=1) != 1
@@ -181,14 +197,17 @@ class TokenStore:
         return batch._replace(segments_BT=segments_BT, mask_BT=batch.mask_BT * filled[:, 1:])
 
     def validation(self, batch_size: int, tokens: int | None = None) -> Iterator[Any]:
-        """Yields every validation target once, in order, in a `Batch` of [batch_size, sequence_length].
+        """Yields every validation target once, in order, in a `Batch` of [batch_size,
+        sequence_length].
 
         Args:
           batch_size: rows per batch; the last batch is padded.
           tokens: use only this number of targets from the start. None: all.
         """
         length = self.sequence_length
-        targets = min(len(self.validation_ids) - 1, len(self.validation_ids) if tokens is None else tokens)
+        targets = min(
+            len(self.validation_ids) - 1, len(self.validation_ids) if tokens is None else tokens
+        )
         size = batch_size * length
         for start in range(0, targets, size):
             count = min(size, targets - start)
@@ -208,16 +227,24 @@ class TokenStore:
         """Builds the rows of a source from its range of tokens."""
         if end - start <= self.sequence_length:
             raise UserError(
-                f"a source of the mixture has {end - start} training tokens, fewer than the {self.sequence_length + 1} of a "
-                "window (model.max_context + 1): add text to data.path"
+                f"a source of the mixture has {end - start} training tokens, fewer than the"
+                f" {self.sequence_length + 1} of a window (model.max_context + 1): add text to"
+                " data.path"
             )
         if not self.packing:
             return WindowRows(start, end, self.sequence_length)
         if self._eos is None:
-            raise UserError("data.packing: best_fit requires a tokenizer with an EOS token, which this one lacks")
-        return pack_documents(self.training_ids[start:end], start, self.sequence_length, self._eos, self.bos_id)
+            raise UserError(
+                "data.packing: best_fit requires a tokenizer with an EOS token, which this one"
+                " lacks"
+            )
+        return pack_documents(
+            self.training_ids[start:end], start, self.sequence_length, self._eos, self.bos_id
+        )
 
-    def _make_batch(self, tokens_BT: np.ndarray, targets_BT: np.ndarray, following_BT: np.ndarray) -> Batch:
+    def _make_batch(
+        self, tokens_BT: np.ndarray, targets_BT: np.ndarray, following_BT: np.ndarray
+    ) -> Batch:
         ends = ends_document(tokens_BT, following_BT, self._eos, self.bos_id)
         segments = np.cumsum(ends, axis=1, dtype=np.int32)
         segments -= ends

@@ -14,31 +14,52 @@ from tokenizers import Tokenizer as Core
 
 from dantinox.files import UserError, first_line, quote, read_json, read_text
 from dantinox.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
-from dantinox.text.token_pieces import TokenPieces, build_token_pieces, byte_letters, core_vocab_size
+from dantinox.text.token_pieces import (
+    TokenPieces,
+    build_token_pieces,
+    byte_letters,
+    core_vocab_size,
+)
 
 MAX_FILE_BYTES = 128 << 20
 TOKENIZER_CONFIG = "tokenizer_config.json"
 ROLES = ("bos_token", "eos_token", "pad_token")
-# Common names of special tokens, our own first. Only the special tokens of a file are compared with them.
-EOS_NAMES = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
+# Common names of special tokens, our own first. Only the special tokens of a file are compared with
+# them.
+EOS_NAMES = (
+    "<eos>",
+    "</s>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "[EOS]",
+    "[SEP]",
+)
 BOS_NAMES = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
-SEARCH_LIMIT = 1 << 16  # characters; only texts up to this length are searched for special token names before encoding
-# The encoder gives special token names this prefix. Corpora contain no NUL, so no text contains a prefixed name.
+SEARCH_LIMIT = (
+    1 << 16
+)  # characters; only texts up to this length are searched for special token names before encoding
+# The encoder gives special token names this prefix. Corpora contain no NUL, so no text contains a
+# prefixed name.
 SPECIAL_PREFIX = "\0special\0"
 
 Kind = Literal["char", "byte", "bpe", "other"]
 
 
 class UnknownCharacter(UserError):
-    """A character is not in a character vocabulary; `position` is its index in the text, in characters."""
+    """A character is not in a character vocabulary; `position` is its index in the text, in
+    characters.
+    """
 
     def __init__(self, character: str, position: int) -> None:
         self.character = character
         self.position = position
         super().__init__(
-            f"the character {character!r} (U+{ord(character):04X}) at position {position} of the text is not in the "
-            "vocabulary: set tokenizer.byte_fallback to true, or use another tokenizer.tokenizer_type"
+            f"the character {character!r} (U+{ord(character):04X}) at position {position} of the"
+            " text is not in the vocabulary: set tokenizer.byte_fallback to true, or use another"
+            " tokenizer.tokenizer_type"
         )
 
 
@@ -46,15 +67,18 @@ class Tokenizer:
     """A tokenizer.
 
     Attributes:
-      kind: `char`, `byte`, `bpe` (byte-level, as trained by this package), or `other` for any other tokenizer.json.
+      kind: `char`, `byte`, `bpe` (byte-level, as trained by this package), or `other` for any other
+        tokenizer.json.
       vocab_size: the largest id plus one, including special tokens.
       pad_id, bos_id, eos_id: ids of the special tokens; None if the vocabulary has no such token.
       stop_ids: ids that end a text: the EOS token and similar tokens.
-      add_bos: whether a text begins with the BOS token, in training, in evaluation and as a prompt: as `add_bos_token` of
-        the tokenizer_config.json says, else as the post-processor of the tokenizer.json does. Without both, it is True.
-      dropout: the probability with which encoding for training skips a merge of BPE at random; None: never.
-      special_tokens, special_ids: the ids of all special tokens, as a dict by name and as a set. By default, encoding a text
-        never gives a special token. Decoding skips special tokens.
+      add_bos: whether a text begins with the BOS token, in training, in evaluation and as a prompt:
+        as `add_bos_token` of the tokenizer_config.json says, else as the post-processor of the
+        tokenizer.json does. Without both, it is True.
+      dropout: the probability with which encoding for training skips a merge of BPE at random;
+        None: never.
+      special_tokens, special_ids: the ids of all special tokens, as a dict by name and as a set. By
+        default, encoding a text never gives a special token. Decoding skips special tokens.
 
     Example:
       >>> tokenizer = dantinox.Tokenizer.load("runs/quickstart/tokenizer.json")
@@ -63,13 +87,16 @@ class Tokenizer:
       'def '
     """
 
-    def __init__(self, content: str, name: str = "the tokenizer", roles: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, content: str, name: str = "the tokenizer", roles: Mapping[str, Any] | None = None
+    ) -> None:
         """Builds a tokenizer from the text of a tokenizer.json.
 
         Args:
           content: the JSON text.
           name: the name of the tokenizer in error messages.
-          roles: the content of a `tokenizer_config.json`. BOS, EOS and padding tokens that it lacks are recognized by name.
+          roles: the content of a `tokenizer_config.json`. BOS, EOS and padding tokens that it lacks
+            are recognized by name.
 
         Raises:
           UserError: the text is not a tokenizer.
@@ -81,7 +108,9 @@ class Tokenizer:
         if self.dropout is not None:  # the library would apply it in every encoding
             self.core.model.dropout = None
         tree = json.loads(self.core.to_str())  # includes keys that older files omit
-        specials = {token["content"]: token["id"] for token in tree["added_tokens"] if token["special"]}
+        specials = {
+            token["content"]: token["id"] for token in tree["added_tokens"] if token["special"]
+        }
         self.special_tokens: dict[str, int] = specials
         self.special_ids = frozenset(specials.values())
         self.eos_id = _first_of(EOS_NAMES, specials)
@@ -94,9 +123,12 @@ class Tokenizer:
                 setattr(self, role.replace("token", "id"), self.token_to_id(self.roles[role]))
         stop_tokens = self.roles.get("stop_tokens") or []
         if not isinstance(stop_tokens, list):
-            raise UserError(f"{TOKENIZER_CONFIG} of {name}: stop_tokens must be a list, got {quote(stop_tokens)}")
+            raise UserError(
+                f"{TOKENIZER_CONFIG} of {name}: stop_tokens must be a list, got"
+                f" {quote(stop_tokens)}"
+            )
         stops = [self.token_to_id(token) for token in stop_tokens]
-        self.stop_ids = tuple(dict.fromkeys(i for i in (stops or [self.eos_id]) if i is not None))
+        self.stop_ids = tuple(dict.fromkeys(i for i in stops or [self.eos_id] if i is not None))
         add_bos = self.roles.get("add_bos_token")
         if not isinstance(add_bos, bool):
             has_post_processor = self.core.num_special_tokens_to_add(False) > 0
@@ -117,10 +149,14 @@ class Tokenizer:
         """
         content = read_text(path, MAX_FILE_BYTES, "the tokenizer file")
         config = Path(path).with_name(TOKENIZER_CONFIG)
-        return cls(content, str(path), read_json(config, MAX_FILE_BYTES) if config.is_file() else None)
+        return cls(
+            content, str(path), read_json(config, MAX_FILE_BYTES) if config.is_file() else None
+        )
 
     def token_to_id(self, token: Any) -> int | None:
-        """Returns the id of a token, given its name or its Transformers object (a dict with `content`), or None."""
+        """Returns the id of a token, given its name or its Transformers object (a dict with
+        `content`), or None.
+        """
         token = token.get("content") if isinstance(token, dict) else token
         return self.core.token_to_id(token) if isinstance(token, str) else None
 
@@ -140,7 +176,9 @@ class Tokenizer:
 
     @property
     def ids_before_text(self) -> tuple[int, ...]:
-        """The tokens before a text, in training, in evaluation and as a prompt: the BOS token if `add_bos` is true."""
+        """The tokens before a text, in training, in evaluation and as a prompt: the BOS token if
+        `add_bos` is true.
+        """
         return (self.bos_id,) if self.add_bos and self.bos_id is not None else ()
 
     @property
@@ -154,14 +192,18 @@ class Tokenizer:
         return None if pieces is None else np.array([len(piece) for piece in pieces.inner])
 
     def count_bytes(self, ids_N: np.ndarray) -> int:
-        """Returns the number of UTF-8 bytes that tokens in the middle of a text decode to. Special tokens have none."""
+        """Returns the number of UTF-8 bytes that tokens in the middle of a text decode to. Special
+        tokens have none.
+        """
         if self._byte_counts_V is None:
             return len(self.decode(ids_N.tolist()).encode())
         return int(self._byte_counts_V[ids_N].sum())
 
     @cached_property
     def ids_after_text(self) -> tuple[int, ...]:
-        """The tokens that the post-processor of the tokenizer.json adds after a text, such as the EOS token."""
+        """The tokens that the post-processor of the tokenizer.json adds after a text, such as the
+        EOS token.
+        """
         if self.core.num_special_tokens_to_add(False) == 0:
             return ()
         encoding = self.core.encode("a", add_special_tokens=True)
@@ -173,7 +215,8 @@ class Tokenizer:
 
         Args:
           text: the text.
-          parse_special: whether to encode special token names in the text as special tokens. False: as ordinary text.
+          parse_special: whether to encode special token names in the text as special tokens. False:
+            as ordinary text.
 
         Raises:
           UserError: the vocabulary cannot represent a character.
@@ -201,14 +244,18 @@ class Tokenizer:
             ends = itertools.accumulate(map(len, encoded), initial=0)
             return [ids[start:end] for start, end in itertools.pairwise(ends)]
         try:
-            encoder = self._dropout_encoder if dropout and self.dropout else self._encoder_for(texts)
+            encoder = (
+                self._dropout_encoder if dropout and self.dropout else self._encoder_for(texts)
+            )
             encodings = encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises a plain Exception, for example for an unknown word without <unk>
+        # The library raises a plain Exception, for example for an unknown word without <unk>.
+        except Exception as error:
             raise UserError(f"the tokenizer cannot encode the text: {error}") from None
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_specials(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes a text. The names of special tokens become these tokens, unless `escape_special_tokens` has escaped them.
+        """Encodes a text. The names of special tokens become these tokens, unless
+        `escape_special_tokens` has escaped them.
 
         NULs in the text are removed. Ordinary text gives the same ids as in the tokenizers library.
 
@@ -226,26 +273,41 @@ class Tokenizer:
             for part in plain if self.kind == "char" else ():
                 self._encode_characters(part)  # raises for unknown characters
             named = [SPECIAL_PREFIX + name for name in parts[1::2]]
-            joined.append("".join(itertools.chain.from_iterable(zip(plain, [*named, ""], strict=True))))
+            joined.append(
+                "".join(itertools.chain.from_iterable(zip(plain, [*named, ""], strict=True)))
+            )
         sizes = [len(_to_bytes(text)) for text in joined]
         lengths_V = self._source_bytes_V
-        encode = self._encoder.encode_batch if lengths_V is None else self._encoder.encode_batch_fast
+        encode = (
+            self._encoder.encode_batch if lengths_V is None else self._encoder.encode_batch_fast
+        )
         encodings = encode(joined, add_special_tokens=False)
         found = [np.array(encoding.ids, np.int32) for encoding in encodings]
         ends: list[np.ndarray | None]
         if lengths_V is None:
-            ends = [self._ends_by_offset(*item) for item in zip(split, found, encodings, strict=True)]
+            ends = [
+                self._ends_by_offset(*item) for item in zip(split, found, encodings, strict=True)
+            ]
         else:
             lengths = [lengths_V[ids_N] for ids_N in found]
-            ends = [self._ends_by_length(*item) for item in zip(texts, found, lengths, sizes, strict=True)]
+            ends = [
+                self._ends_by_length(*item)
+                for item in zip(texts, found, lengths, sizes, strict=True)
+            ]
         encode_one = partial(self._encoder.encode, add_special_tokens=False)
         return [
-            (ids_N, self._ends_by_offset(parts, ids_N, encode_one(text)) if ends_N is None else ends_N)
+            (
+                ids_N,
+                self._ends_by_offset(parts, ids_N, encode_one(text)) if ends_N is None else ends_N,
+            )
             for parts, text, ids_N, ends_N in zip(split, joined, found, ends, strict=True)
         ]
 
-    def _ends_by_length(self, text: str, ids_N: np.ndarray, lengths_N: np.ndarray, size: int) -> np.ndarray | None:
-        """Returns the end of each token's text, or None if the tokens do not stand for the bytes of the text.
+    def _ends_by_length(
+        self, text: str, ids_N: np.ndarray, lengths_N: np.ndarray, size: int
+    ) -> np.ndarray | None:
+        """Returns the end of each token's text, or None if the tokens do not stand for the bytes of
+        the text.
 
         Args:
           text: the text, in which NULs are no part of a token.
@@ -274,15 +336,25 @@ class Tokenizer:
         offset = 0  # positions of encoded characters, ends of special tokens
         for number, part in enumerate(parts):
             if number % 2:
-                origins.append(np.concatenate([np.full(len(SPECIAL_PREFIX), offset), offset + np.arange(len(part))]))
+                origins.append(
+                    np.concatenate(
+                        [np.full(len(SPECIAL_PREFIX), offset), offset + np.arange(len(part))]
+                    )
+                )
                 ends.append(offset + len(part))
             else:
-                origins.append(offset + np.flatnonzero(np.frombuffer(part.encode("utf-32-le"), "<u4")))
+                origins.append(
+                    offset + np.flatnonzero(np.frombuffer(part.encode("utf-32-le"), "<u4"))
+                )
             offset += len(part)
         origin = np.concatenate(origins)
-        ends_N = np.array([origin[end - 1] + 1 if end else 0 for _, end in encoding.offsets], np.int64)
+        ends_N = np.array(
+            [origin[end - 1] + 1 if end else 0 for _, end in encoding.offsets], np.int64
+        )
         special_N = self.is_special_V[ids_N]
-        if np.count_nonzero(special_N) == len(ends):  # the library includes the space that some special tokens absorb
+        if np.count_nonzero(special_N) == len(
+            ends
+        ):  # the library includes the space that some special tokens absorb
             ends_N[special_N] = ends
         return ends_N
 
@@ -295,7 +367,9 @@ class Tokenizer:
 
     @cached_property
     def _source_bytes_V(self) -> np.ndarray | None:
-        """The number of bytes of a text that each token stands for; None if that depends on other tokens or on a normalizer."""
+        """The number of bytes of a text that each token stands for; None if that depends on other
+        tokens or on a normalizer.
+        """
         pieces = self.token_pieces
         if pieces is None or pieces.first is not pieces.inner or self._has_normalizer:
             return None
@@ -307,43 +381,62 @@ class Tokenizer:
     def encode_special_ids(self, text: str) -> list[int]:
         """Returns the ids of `encode_specials`.
 
-        The first call is faster than that of `encode_specials` if no ordinary text contains a special token name.
+        The first call is faster than that of `encode_specials` if no ordinary text contains a
+        special token name.
         """
         parts = self._special_pattern.split(text)
         parts[::2] = [part.replace("\0", "") for part in parts[::2]]
         joined = "".join(parts)
         _to_bytes(joined)  # raises for lone surrogates
-        if self._encoder_for(parts[::2]) is not self.core or self._special_pattern.split(joined) != parts:
+        if (
+            self._encoder_for(parts[::2]) is not self.core
+            or self._special_pattern.split(joined) != parts
+        ):
             return self.encode_specials(text)[0].tolist()
         for part in parts[::2] if self.kind == "char" else ():
             self._encode_characters(part)  # raises for unknown characters
         return list(self.core.encode(joined, add_special_tokens=False).ids)
 
     def escape_special_tokens(self, text: str) -> str:
-        """Inserts a NUL into every special token name in a text, so that `encode_specials` treats it as ordinary text.
+        """Inserts a NUL into every special token name in a text, so that `encode_specials` treats
+        it as ordinary text.
 
         Raises:
           UserError: the text contains a NUL, or a special token name of a single character.
         """
         if "\0" in text:
-            raise UserError(f"the text contains U+0000 at character {text.index(chr(0))}, which is not allowed")
+            raise UserError(
+                f"the text contains U+0000 at character {text.index(chr(0))}, which is not allowed"
+            )
         if not self._special_pattern.search(text):  # faster than `_escape_pattern`
             return text
-        if short := next((name for name in self.special_tokens if len(name) == 1 and name in text), None):
-            raise UserError(f"the text contains {short!r}, which is a special token of this vocabulary")
+        if short := next(
+            (name for name in self.special_tokens if len(name) == 1 and name in text), None
+        ):
+            raise UserError(
+                f"the text contains {short!r}, which is a special token of this vocabulary"
+            )
         return self._escape_pattern.sub("\\1\0", text)
 
     @cached_property
     def _escape_pattern(self) -> re.Pattern[str]:
-        """A pattern that matches the first character of every special token name that has several."""
+        """A pattern that matches the first character of every special token name that has
+        several.
+        """
         names = [re.escape(name) for name in self.special_tokens if len(name) > 1]
         return re.compile(f"(?={'|'.join(names) or '(?!)'})(.)", re.DOTALL)
 
     @cached_property
     def template_variables(self) -> dict[str, str]:
-        """The names of the BOS, EOS and padding tokens, keyed by the variable names of chat templates."""
+        """The names of the BOS, EOS and padding tokens, keyed by the variable names of chat
+        templates.
+        """
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
-        return {key: self.core.id_to_token(index) or "" for key, index in ids.items() if index is not None}
+        return {
+            key: self.core.id_to_token(index) or ""
+            for key, index in ids.items()
+            if index is not None
+        }
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
@@ -352,7 +445,9 @@ class Tokenizer:
         return re.compile(f"({'|'.join(map(re.escape, longest)) or '(?!)'})")
 
     def _encoder_for(self, texts: Sequence[str]) -> Core:
-        """Returns `core` for short texts without special token names, else `_encoder`, which takes longer to build."""
+        """Returns `core` for short texts without special token names, else `_encoder`, which takes
+        longer to build.
+        """
         is_built = "_encoder" in self.__dict__  # the value of the cached property
         if (
             is_built
@@ -374,15 +469,18 @@ class Tokenizer:
         return core
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of token ids. Special tokens are skipped, and invalid UTF-8 becomes U+FFFD.
+        """Returns the text of token ids. Special tokens are skipped, and invalid UTF-8 becomes
+        U+FFFD.
 
-        With single-byte tokens, invalid UTF-8 is replaced as by Python's decoder, so streaming gives equal text.
+        With single-byte tokens, invalid UTF-8 is replaced as by Python's decoder, so streaming
+        gives equal text.
         """
         stream = self.detokenizer()
         return stream.push(ids) + stream.flush()
 
     def token_text(self, token: int, errors: str = "replace") -> str:
-        """Returns the text that one token has in the middle of a text. At the start, some vocabularies drop its leading space.
+        """Returns the text that one token has in the middle of a text. At the start, some
+        vocabularies drop its leading space.
 
         Args:
           token: the id; an id outside the vocabulary returns "".
@@ -390,7 +488,11 @@ class Tokenizer:
         """
         if not 0 <= token < self.vocab_size:
             return ""
-        return self.decode([token]) if self.token_pieces is None else self.token_pieces.inner[token].decode("utf-8", errors)
+        return (
+            self.decode([token])
+            if self.token_pieces is None
+            else self.token_pieces.inner[token].decode("utf-8", errors)
+        )
 
     def detokenizer(self, visible_ids: frozenset[int] = frozenset()) -> Detokenizer:
         """Returns an incremental decoder for the ids of one text.
@@ -428,8 +530,14 @@ def _pieces_with_names(tokenizer: Tokenizer, visible_ids: frozenset[int]) -> Tok
     pieces = tokenizer.token_pieces
     if pieces is None or not visible_ids:
         return pieces
-    names = {index: name.encode() for name, index in tokenizer.special_tokens.items() if index in visible_ids}
-    first, inner = ([names.get(index, piece) for index, piece in enumerate(table)] for table in pieces)
+    names = {
+        index: name.encode()
+        for name, index in tokenizer.special_tokens.items()
+        if index in visible_ids
+    }
+    first, inner = (
+        [names.get(index, piece) for index, piece in enumerate(table)] for table in pieces
+    )
     return TokenPieces(inner if pieces.first is pieces.inner else first, inner)
 
 
@@ -467,15 +575,30 @@ def _classify(tree: dict[str, Any], specials: int) -> Kind:
     model = tree["model"]
     splitter = tree["pre_tokenizer"]
     decoder = tree["decoder"]
-    if model["type"] != "BPE" or tree["normalizer"] is not None or len(tree["added_tokens"]) != specials:
+    if (
+        model["type"] != "BPE"
+        or tree["normalizer"] is not None
+        or len(tree["added_tokens"]) != specials
+    ):
         return "other"
-    if any(model[key] for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")):
+    if any(
+        model[key]
+        for key in (
+            "dropout",
+            "unk_token",
+            "continuing_subword_prefix",
+            "end_of_word_suffix",
+            "ignore_merges",
+        )
+    ):
         return "other"
     vocab: dict[str, int] = model["vocab"]
     if splitter is None and not model["merges"] and decoder is not None:
         several = [token for token in vocab if len(token) != 1]
         byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)] if model["byte_fallback"] else []
-        in_order = [vocab.get(token, -1) - vocab.get("<0x00>", 0) for token in byte_tokens] == list(range(len(byte_tokens)))
+        in_order = [vocab.get(token, -1) - vocab.get("<0x00>", 0) for token in byte_tokens] == list(
+            range(len(byte_tokens))
+        )
         return "char" if sorted(several) == sorted(byte_tokens) and in_order else "other"
     if splitter is None or splitter["type"] != "ByteLevel" or splitter["add_prefix_space"]:
         return "other"
@@ -488,7 +611,9 @@ def _classify(tree: dict[str, Any], specials: int) -> Kind:
 
 
 def _character_table(vocab: dict[str, int]) -> tuple[np.ndarray, int | None]:
-    """Returns ids by code point (-1: unknown; the last entry is always -1), and the id of byte 0 if there is byte fallback."""
+    """Returns ids by code point (-1: unknown; the last entry is always -1), and the id of byte 0 if
+    there is byte fallback.
+    """
     letters = {ord(token): index for token, index in vocab.items() if len(token) == 1}
     table = np.full(max(letters, default=0) + 2, -1, np.int32)
     table[list(letters)] = list(letters.values())
@@ -496,8 +621,14 @@ def _character_table(vocab: dict[str, int]) -> tuple[np.ndarray, int | None]:
 
 
 def _encoder(tree: dict[str, Any], name: str) -> Core:
-    """Returns a copy of the tokenizer in which special tokens have the same ids but names that no text contains."""
-    names = {token["content"]: SPECIAL_PREFIX + token["content"] for token in tree["added_tokens"] if token["special"]}
+    """Returns a copy of the tokenizer in which special tokens have the same ids but names that no
+    text contains.
+    """
+    names = {
+        token["content"]: SPECIAL_PREFIX + token["content"]
+        for token in tree["added_tokens"]
+        if token["special"]
+    }
     model = dict(tree["model"])
     vocab = tree["model"]["vocab"]
     if isinstance(vocab, dict):
@@ -506,8 +637,17 @@ def _encoder(tree: dict[str, Any], name: str) -> Core:
         model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    added = [token | {"content": names.get(token["content"], token["content"])} for token in tree["added_tokens"]]
-    hidden = tree | {"model": model, "added_tokens": added, "post_processor": None, "truncation": None, "padding": None}
+    added = [
+        token | {"content": names.get(token["content"], token["content"])}
+        for token in tree["added_tokens"]
+    ]
+    hidden = tree | {
+        "model": model,
+        "added_tokens": added,
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
     return _load_core(json.dumps(hidden), name)
 
 

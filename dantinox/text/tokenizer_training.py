@@ -19,12 +19,15 @@ MAX_WORD_CHARACTERS = 1000
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS + 1}}}")
 
 
-def train_tokenizer(settings: TokenizerSection, documents: Callable[[], Iterator[str]]) -> Tokenizer:
+def train_tokenizer(
+    settings: TokenizerSection, documents: Callable[[], Iterator[str]]
+) -> Tokenizer:
     """Trains or loads the tokenizer that the settings describe.
 
-    Ordinary tokens come first, then `<pad>`, `<bos>` and `<eos>`. A character vocabulary holds the characters of the corpus,
-    sorted by code point. A byte vocabulary needs no corpus. BPE merges are counted on at most 16 Mi characters: a longer corpus
-    is sampled evenly in chunks of 64 Ki characters. A small corpus can result in fewer than `vocab_size` tokens.
+    Ordinary tokens come first, then `<pad>`, `<bos>` and `<eos>`. A character vocabulary holds the
+    characters of the corpus, sorted by code point. A byte vocabulary needs no corpus. BPE merges
+    are counted on at most 16 Mi characters: a longer corpus is sampled evenly in chunks of 64 Ki
+    characters. A small corpus can result in fewer than `vocab_size` tokens.
 
     Args:
       settings: the `tokenizer` section.
@@ -35,7 +38,9 @@ def train_tokenizer(settings: TokenizerSection, documents: Callable[[], Iterator
     """
     if settings.tokenizer_type == "file":
         if settings.tokenizer_path is None:
-            raise UserError("tokenizer.tokenizer_path must be set with tokenizer.tokenizer_type: file")
+            raise UserError(
+                "tokenizer.tokenizer_path must be set with tokenizer.tokenizer_type: file"
+            )
         return Tokenizer.load(settings.tokenizer_path)
     if settings.tokenizer_type == "char":
         return _train_characters(documents(), settings.byte_fallback)
@@ -51,13 +56,23 @@ def _train_characters(documents: Iterable[str], byte_fallback: bool) -> Tokenize
     symbols = [chr(code) for code in np.flatnonzero(seen)]
     if byte_fallback:
         symbols += [f"<0x{byte:02X}>" for byte in range(256)]
-    core = Core(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[], byte_fallback=byte_fallback))
-    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]) if byte_fallback else decoders.Fuse()
+    core = Core(
+        models.BPE(
+            vocab={s: i for i, s in enumerate(symbols)}, merges=[], byte_fallback=byte_fallback
+        )
+    )
+    core.decoder = (
+        decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        if byte_fallback
+        else decoders.Fuse()
+    )
     return _add_special_tokens(core)
 
 
 def _make_byte_tokenizer() -> Tokenizer:
-    core = Core(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
+    core = Core(
+        models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[])
+    )
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     return _add_special_tokens(core)
@@ -83,11 +98,15 @@ def _add_special_tokens(core: Core) -> Tokenizer:
 
 
 def _sample_text(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> list[str]:
-    """Returns at most `limit` characters, sampled evenly: every second chunk is dropped until few enough characters remain."""
+    """Returns at most `limit` characters, sampled evenly: every second chunk is dropped until few
+    enough characters remain.
+    """
     chunks: list[str] = []
     stride = 1
     size = 0
-    for number, chunk in enumerate(c for text in documents for c in split_text(text, CHUNK_CHARACTERS)):
+    for number, chunk in enumerate(
+        c for text in documents for c in split_text(text, CHUNK_CHARACTERS)
+    ):
         if number % stride:
             continue
         chunks.append(chunk)
@@ -100,9 +119,14 @@ def _sample_text(documents: Iterable[str], limit: int = SAMPLE_CHARACTERS) -> li
 
 
 def _split_long_words(chunks: Iterable[str]) -> Iterator[str]:
-    """Splits long runs without white space, because the time of the trainer is quadratic in their length."""
+    """Splits long runs without white space, because the time of the trainer is quadratic in their
+    length.
+    """
     for chunk in chunks:
         if _LONG_WORD.search(chunk):
-            yield from (chunk[i : i + MAX_WORD_CHARACTERS] for i in range(0, len(chunk), MAX_WORD_CHARACTERS))
+            yield from (
+                chunk[i : i + MAX_WORD_CHARACTERS]
+                for i in range(0, len(chunk), MAX_WORD_CHARACTERS)
+            )
         else:
             yield chunk

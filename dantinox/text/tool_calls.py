@@ -1,7 +1,8 @@
-"""Readers that find tool calls in generated text, piece by piece, one for each notation that models use.
+"""Readers that find tool calls in generated text, piece by piece, one for each notation that models
+use.
 
-A reader gets the text after the marker that begins a tool call. It returns `Part`s: the name of a call, then the JSON of its
-arguments as soon as it is known.
+A reader gets the text after the marker that begins a tool call. It returns `Part`s: the name of a
+call, then the JSON of its arguments as soon as it is known.
 """
 
 import ast
@@ -12,12 +13,16 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 CALL_KEYS = {"name", "id", "type", "function", *ARGUMENT_KEYS}
-MAX_LITERAL_DEPTH = 32  # of nested values in a call that is written in Python or in Gemma's notation
+MAX_LITERAL_DEPTH = (
+    32  # of nested values in a call that is written in Python or in Gemma's notation
+)
 Schema = Mapping[str, Any]
 
 
 class Part(NamedTuple):
-    """A piece of a reply: text of the answer or of the reasoning, the name of a tool call, or JSON of its arguments."""
+    """A piece of a reply: text of the answer or of the reasoning, the name of a tool call, or JSON
+    of its arguments.
+    """
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
@@ -44,7 +49,8 @@ class CallReader(Protocol):
 
 
 class JSONCalls:
-    """Reads calls that are JSON objects `{"name": …, "arguments": …}`, alone, in a list, or one after the other.
+    """Reads calls that are JSON objects `{"name": …, "arguments": …}`, alone, in a list, or one
+    after the other.
 
     The arguments are passed on while they are generated, character for character.
     """
@@ -129,7 +135,11 @@ class JSONCalls:
 
     def _extend_arguments(self, character: str) -> None:
         """Adds a character to the arguments if it is part of them."""
-        if self._key in ARGUMENT_KEYS and not self._reads_key and (self._arguments or not character.isspace()):
+        if (
+            self._key in ARGUMENT_KEYS
+            and not self._reads_key
+            and (self._arguments or not character.isspace())
+        ):
             self._arguments += character
 
     def _end_value(self) -> list[Part]:
@@ -140,7 +150,9 @@ class JSONCalls:
             if name:
                 self._named = self.recognized = True
                 parts = [Part("call", name)]
-        if self._key in ARGUMENT_KEYS and self._arguments.startswith('"'):  # the object is written as a string
+        if self._key in ARGUMENT_KEYS and self._arguments.startswith(
+            '"'
+        ):  # the object is written as a string
             self._arguments = _load_string(self._arguments.strip())
         self._reads_key = True
         self._key = ""
@@ -197,12 +209,17 @@ class WholeCalls:
         self.recognized = bool(calls)
         parts: list[Part] = []
         for name, arguments in calls:
-            parts += [Part("call", name), Part("arguments", json.dumps(arguments, ensure_ascii=False))]
+            parts += [
+                Part("call", name),
+                Part("arguments", json.dumps(arguments, ensure_ascii=False)),
+            ]
         return parts
 
 
 class NamedCalls:
-    """Reads `NAME[ARGS]{…}`, Mistral's notation since 2025, up to the next `[TOOL_CALLS]` or the end of the reply."""
+    """Reads `NAME[ARGS]{…}`, Mistral's notation since 2025, up to the next `[TOOL_CALLS]` or the
+    end of the reply.
+    """
 
     def __init__(self, separator: str, end: str):
         self.rest: str | None = None
@@ -262,16 +279,21 @@ def _load_string(text: str) -> str:
 
 
 def parse_xml(schemas: Mapping[str, Schema]) -> Callable[[str], list[tuple[str, dict[str, Any]]]]:
-    """Returns a parser of `<function=NAME><parameter=KEY>value</parameter>…</function>`, the notation of Qwen3-Coder.
+    """Returns a parser of `<function=NAME><parameter=KEY>value</parameter>…</function>`, the
+    notation of Qwen3-Coder.
 
     A value is text if the schema of its tool says so, and JSON otherwise.
     """
 
     def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
         calls = []
-        for name, body in re.findall(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", text, re.DOTALL):
+        for name, body in re.findall(
+            r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", text, re.DOTALL
+        ):
             properties = schemas.get(name, {}).get("properties", {})
-            pairs = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|\Z)", body, re.DOTALL)
+            pairs = re.findall(
+                r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|\Z)", body, re.DOTALL
+            )
             calls.append((name, {key: _typed(value, properties.get(key)) for key, value in pairs}))
         return calls
 
@@ -290,16 +312,21 @@ def _typed(value: str, schema: Any) -> Any:
 
 
 # A string, or the name before a parenthesis.
-CALLED_NAME = re.compile(r""" "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' | ([A-Za-z0-9_.-]+)(?=\() """, re.VERBOSE | re.DOTALL)
+CALLED_NAME = re.compile(
+    r""" "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' | ([A-Za-z0-9_.-]+)(?=\() """, re.VERBOSE | re.DOTALL
+)
 
 
 def parse_python(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Parses `[name(key=value, …), …]`: Python calls with literal arguments, the notation of Llama 4.
+    """Parses `[name(key=value, …), …]`: Python calls with literal arguments, the notation of Llama
+    4.
 
     Raises:
       ValueError, SyntaxError: the text is not a list of such calls.
     """
-    names: dict[str, str] = {}  # placeholder → a name that is no identifier of Python, such as `2d_plot`
+    names: dict[
+        str, str
+    ] = {}  # placeholder → a name that is no identifier of Python, such as `2d_plot`
 
     def replace(found: re.Match[str]) -> str:
         if found[1] is None or all(part.isidentifier() for part in found[1].split(".")):
@@ -314,15 +341,23 @@ def parse_python(text: str) -> list[tuple[str, dict[str, Any]]]:
     for element in elements:
         if not isinstance(element, ast.Call) or element.args:
             raise ValueError("not a call with named arguments")
-        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in element.keywords if keyword.arg}
-        json.dumps(arguments, allow_nan=False)  # raises for values that JSON cannot represent, such as sets
+        arguments = {
+            keyword.arg: ast.literal_eval(keyword.value)
+            for keyword in element.keywords
+            if keyword.arg
+        }
+        json.dumps(
+            arguments, allow_nan=False
+        )  # raises for values that JSON cannot represent, such as sets
         name = ast.unparse(element.func)
         calls.append((names.get(name, name), arguments))
     return calls
 
 
 def parse_gemma(quote: str) -> Callable[[str], list[tuple[str, dict[str, Any]]]]:
-    """Returns a parser of `call:NAME{key:value,…}`, the notation of Gemma, in which `quote` begins and ends a string."""
+    """Returns a parser of `call:NAME{key:value,…}`, the notation of Gemma, in which `quote` begins
+    and ends a string.
+    """
 
     def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
         found = re.match(r"\s*call:\s*([^{\s]+)\s*(?=\{)", text)

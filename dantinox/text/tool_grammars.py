@@ -1,4 +1,6 @@
-"""Lark grammars (in the dialect of llguidance) of the tool calls that a request allows, for each notation of tool calls."""
+"""Lark grammars (in the dialect of llguidance) of the tool calls that a request allows, for each
+notation of tool calls.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -7,13 +9,23 @@ from urllib.parse import unquote
 
 from dantinox.files import UserError, quote
 from dantinox.text.json_schemas import rewrite_schema
-from dantinox.text.reply_formats import FUNCTION_GEMMA_QUOTE, GEMMA_QUOTE, HARMONY, Delimiters, ReplyFormat
+from dantinox.text.reply_formats import (
+    FUNCTION_GEMMA_QUOTE,
+    GEMMA_QUOTE,
+    HARMONY,
+    Delimiters,
+    ReplyFormat,
+)
 from dantinox.text.tokenizer import Tokenizer
 
-# Options of llguidance: the separators that `json.dumps` writes, as in the conversations on which models are trained.
+# Options of llguidance: the separators that `json.dumps` writes, as in the conversations on which
+# models are trained.
 JSON_SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-# Keywords that can add properties: if a schema has one of them, its own `properties` are not all that it allows.
-APPLICATORS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "dependentSchemas"))
+# Keywords that can add properties: if a schema has one of them, its own `properties` are not all
+# that it allows.
+APPLICATORS = frozenset(
+    ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "dependentSchemas")
+)
 DEFINITIONS = ("$defs", "definitions")
 EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_SCHEMA_DEPTH = 32
@@ -28,7 +40,8 @@ class Tool(NamedTuple):
     Attributes:
       name: its name.
       parameters: the JSON schema of its arguments, an object.
-      strict: whether a schema that the grammar cannot express is an error; otherwise such parts of the schema are ignored.
+      strict: whether a schema that the grammar cannot express is an error; otherwise such parts of
+        the schema are ignored.
     """
 
     name: str
@@ -37,7 +50,8 @@ class Tool(NamedTuple):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of the arguments. If it lists properties, only these are allowed, unless the parameters say otherwise.
+        """The schema of the arguments. If it lists properties, only these are allowed, unless the
+        parameters say otherwise.
 
         Raises:
           UserError: the tool is strict, and the grammar cannot express its parameters.
@@ -48,12 +62,18 @@ class Tool(NamedTuple):
         try:
             rewritten = rewrite_schema(schema, lenient=not self.strict)
         except ValueError as error:
-            raise UserError(f"the parameters of the tool {quote(self.name)} cannot be used: {error}") from None
-        return {**rewritten, "x-guidance": JSON_SPACING | ({} if self.strict else {"lenient": True})}
+            raise UserError(
+                f"the parameters of the tool {quote(self.name)} cannot be used: {error}"
+            ) from None
+        return {
+            **rewritten,
+            "x-guidance": JSON_SPACING | ({} if self.strict else {"lenient": True}),
+        }
 
     @property
     def merged_schema(self) -> dict[str, Any]:
-        """A schema of type object with all `properties` and `required` of the schema and of those that it combines.
+        """A schema of type object with all `properties` and `required` of the schema and of those
+        that it combines.
 
         Raises:
           UserError: as `schema`, or the references lead to too many properties.
@@ -67,17 +87,23 @@ class Tool(NamedTuple):
                 properties[name] = resolved = resolve_root(inner | definitions)
                 merger.count(len(resolved))
         plain = {key: value for key, value in schema.items() if key not in APPLICATORS}
-        return plain | {"properties": properties, "required": [name for name in properties if name in required]}
+        return plain | {
+            "properties": properties,
+            "required": [name for name in properties if name in required],
+        }
 
 
 def resolve_root(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces a reference at the root of a schema by its target, also if that is a reference again.
+    """Replaces a reference at the root of a schema by its target, also if that is a reference
+    again.
 
     A reference beside properties or other applicators stays: both restrict the value.
     """
     root = dict(schema)
     for _ in range(MAX_SCHEMA_DEPTH):
-        if "$ref" not in root or root.keys() & (APPLICATORS | {"properties", "required"}) != {"$ref"}:
+        if "$ref" not in root or root.keys() & (APPLICATORS | {"properties", "required"}) != {
+            "$ref"
+        }:
             break
         target = _resolve(root["$ref"], schema)
         if target is None:
@@ -93,7 +119,11 @@ def _resolve(reference: Any, document: Mapping[str, Any]) -> Mapping[str, Any] |
         return None
     found: Any = document
     for part in unquote(reference[2:]).split("/"):
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        found = (
+            found.get(part.replace("~1", "/").replace("~0", "~"))
+            if isinstance(found, Mapping)
+            else None
+        )
     return found if isinstance(found, Mapping) else None
 
 
@@ -111,10 +141,15 @@ class _PropertyMerger:
         self._entries += entries
         if self._entries > MAX_ENTRIES:
             tool = quote(self._tool)
-            raise UserError(f"the parameters of the tool {tool} refer too often to large schemas: use smaller ones")
+            raise UserError(
+                f"the parameters of the tool {tool} refer too often to large schemas: use smaller"
+                " ones"
+            )
 
     def merge(self, schema: Any, depth: int = 0) -> tuple[dict[str, Any], set[str]]:
-        """Returns the properties of a schema and of those that it combines, and the names that all of these require."""
+        """Returns the properties of a schema and of those that it combines, and the names that all
+        of these require.
+        """
         if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
             return {}, set()
         properties = dict(schema.get("properties", {}))
@@ -128,7 +163,9 @@ class _PropertyMerger:
             options = [self.merge(option, depth + 1) for option in schema.get(key, ())]
             for more, _ in options:
                 self._add(properties, more)
-            if options:  # a value may match any one of them, so only what all of them require is required
+            if (
+                options
+            ):  # a value may match any one of them, so only what all of them require is required
                 required |= set.intersection(*(needed for _, needed in options))
         return properties, required
 
@@ -153,7 +190,8 @@ class Grammars(NamedTuple):
 
     Attributes:
       section: the text after a marker that begins a section of calls.
-      whole: a reply that consists of calls, after optional reasoning if `optional_reasoning` was set.
+      whole: a reply that consists of calls, after optional reasoning if `optional_reasoning` was
+        set.
     """
 
     section: str
@@ -184,7 +222,8 @@ def tool_grammars(
     for number, tool in enumerate(tools):
         rules.append(f"call_{number}: {WRITERS[form.name](writer, tool)}")
     rules.append(f"call: {calls}")
-    # In a notation with an `opening`, a reply may begin with the calls themselves, without a marker.
+    # In a notation with an `opening`, a reply may begin with the calls themselves, without a
+    # marker.
     begin = "" if form.tools.opening else literal(form.tools.begin_markers[0])
     end = literal(form.tools.end) if form.tools.end else ""
     layout = LAYOUTS.get(form.name, Layout())
@@ -197,7 +236,9 @@ def tool_grammars(
     rules.append(f"section: {literal(layout.first)} call {more} {literal(layout.last)} {end}")
     reasoning = _reasoning(form, literal, rules) if optional_reasoning and form.reasons else ""
     body = "\n".join(rules)
-    return Grammars(f"start: section\n{body}\n", f"start: {reasoning} {begin} section {again}\n{body}\n")
+    return Grammars(
+        f"start: section\n{body}\n", f"start: {reasoning} {begin} section {again}\n{body}\n"
+    )
 
 
 class Layout(NamedTuple):
@@ -229,7 +270,9 @@ LAYOUTS = {
 
 
 def _literals(tokenizer: Tokenizer) -> Callable[[str], str]:
-    """Returns a function from a text to Lark; a text that is the name of a special token becomes this token."""
+    """Returns a function from a text to Lark; a text that is the name of a special token becomes
+    this token.
+    """
     special = sorted(tokenizer.special_tokens, key=len, reverse=True)
 
     def literal(text: str) -> str:
@@ -248,11 +291,16 @@ def _reasoning(form: ReplyFormat, literal: Callable[[str], str], rules: list[str
     if form.name == HARMONY:
         delimiters = Delimiters("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
     else:
-        delimiters = form.reasoning or Delimiters("", "")  # `form.reasons` is true, so it is not None
+        delimiters = form.reasoning or Delimiters(
+            "", ""
+        )  # `form.reasons` is true, so it is not None
     begin = literal(delimiters.begin)
     end = literal(delimiters.end)
-    # Text never contains a special token, so it ends there. Otherwise it ends at the first occurrence of the end marker.
-    rules.append(f"thought: {TEXT} {end}" if end.startswith("<[") else f"thought[lazy]: {TEXT} {end}")
+    # Text never contains a special token, so it ends there. Otherwise it ends at the first
+    # occurrence of the end marker.
+    rules.append(
+        f"thought: {TEXT} {end}" if end.startswith("<[") else f"thought[lazy]: {TEXT} {end}"
+    )
     space = "" if form.name == HARMONY else r"/\s{0,2}/"
     rules.append(f"reasoning: {begin} thought {space}")
     return "reasoning?"
@@ -285,15 +333,24 @@ def _xml_call(writer: "_RuleWriter", tool: Tool) -> str:
     end = json.dumps("\n</parameter>\n")
     for key, schema in parameters["properties"].items():
         begin = json.dumps(f"<parameter={key}>\n")
-        is_text = isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema
-        value = writer.rule("text", f"{TEXT} {end}", "[lazy]") if is_text else f"{writer.xml_value(schema)} {end}"
+        is_text = (
+            isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema
+        )
+        value = (
+            writer.rule("text", f"{TEXT} {end}", "[lazy]")
+            if is_text
+            else f"{writer.xml_value(schema)} {end}"
+        )
         parts.append(f"({begin} {value})" + ("" if key in required else "?"))
     return " ".join([*parts, json.dumps("</function>")])
 
 
 def _gemma_call(string_quote: str) -> Callable[["_RuleWriter", Tool], str]:
     def write(writer: "_RuleWriter", tool: Tool) -> str:
-        return f"{json.dumps(f'call:{tool.name}')} {writer.value(tool.merged_schema, _gemma_dialect(string_quote))}"
+        return (
+            f"{json.dumps(f'call:{tool.name}')}"
+            f" {writer.value(tool.merged_schema, _gemma_dialect(string_quote))}"
+        )
 
     return write
 
@@ -346,7 +403,9 @@ def _gemma_dialect(string_quote: str) -> Dialect:
 
 
 class _RuleWriter:
-    """Writes JSON schemas as Lark rules. Types, enums, nested objects and arrays are expressed; other keywords are ignored."""
+    """Writes JSON schemas as Lark rules. Types, enums, nested objects and arrays are expressed;
+    other keywords are ignored.
+    """
 
     def __init__(self, rules: list[str], literal: Callable[[str], str]):
         self.rules = rules
@@ -355,10 +414,15 @@ class _RuleWriter:
         self._characters = 0
 
     def _count(self, text: str) -> str:
-        """Counts a part of the grammar; references can multiply a schema. Raises UserError if the grammar becomes too long."""
+        """Counts a part of the grammar; references can multiply a schema. Raises UserError if the
+        grammar becomes too long.
+        """
         self._characters += len(text)
         if self._characters > MAX_GRAMMAR:
-            raise UserError(f"the grammar of the tools has more than {MAX_GRAMMAR:,} characters: use fewer or smaller schemas")
+            raise UserError(
+                f"the grammar of the tools has more than {MAX_GRAMMAR:,} characters: use fewer or"
+                " smaller schemas"
+            )
         return text
 
     def rule(self, name: str, body: str, options: str = "") -> str:
@@ -369,14 +433,17 @@ class _RuleWriter:
         return f"{name}_{self._number}"
 
     def xml_value(self, schema: Any) -> str:
-        """Returns the Lark expression of a value in Qwen's notation: JSON, but the strings of an enum have no quotes.
+        """Returns the Lark expression of a value in Qwen's notation: JSON, but the strings of an
+        enum have no quotes.
 
         A string without an enum is free text, for which the caller has a rule.
         """
         if isinstance(schema, Mapping) and schema.get("type") == "string":
             return "(" + " | ".join(json.dumps(str(value)) for value in schema["enum"]) + ")"
         inner = dict(schema) if isinstance(schema, Mapping) else {}
-        return self._count(f"%json {json.dumps(inner | {'x-guidance': JSON_SPACING | {'lenient': True}})}")
+        return self._count(
+            f"%json {json.dumps(inner | {'x-guidance': JSON_SPACING | {'lenient': True}})}"
+        )
 
     def value(self, schema: Any, dialect: Dialect, depth: int = 0) -> str:
         """Returns the Lark expression of a value."""
@@ -389,11 +456,23 @@ class _RuleWriter:
         options = schema.get("anyOf") or schema.get("oneOf")
         type_ = schema.get("type")
         if options:
-            return "(" + " | ".join(self.value(option, dialect, depth + 1) for option in options) + ")"
+            return (
+                "(" + " | ".join(self.value(option, dialect, depth + 1) for option in options) + ")"
+            )
         if isinstance(type_, list):
-            return "(" + " | ".join(self.value({**schema, "type": kind}, dialect, depth + 1) for kind in type_) + ")"
-        if type_ == "object" and (schema.get("properties") or schema.get("additionalProperties") is False):
-            body = self.members(schema, dialect, dialect.colon, bare_keys=dialect is not PYTHON, depth=depth)
+            return (
+                "("
+                + " | ".join(
+                    self.value({**schema, "type": kind}, dialect, depth + 1) for kind in type_
+                )
+                + ")"
+            )
+        if type_ == "object" and (
+            schema.get("properties") or schema.get("additionalProperties") is False
+        ):
+            body = self.members(
+                schema, dialect, dialect.colon, bare_keys=dialect is not PYTHON, depth=depth
+            )
             return self.rule("object", f"{json.dumps('{')} {body} {json.dumps('}')}")
         if type_ == "array" and "items" in schema:
             item = self.value(schema["items"], dialect, depth + 1)
@@ -407,11 +486,21 @@ class _RuleWriter:
         }
         return simple[type_] if type_ in simple else self.any_value(dialect)
 
-    def members(self, schema: Mapping[str, Any], dialect: Dialect, colon: str, *, bare_keys: bool, depth: int = 0) -> str:
-        """Returns the rule of the members of an object in the order of the schema: all required ones, and any of the others.
+    def members(
+        self,
+        schema: Mapping[str, Any],
+        dialect: Dialect,
+        colon: str,
+        *,
+        bare_keys: bool,
+        depth: int = 0,
+    ) -> str:
+        """Returns the rule of the members of an object in the order of the schema: all required
+        ones, and any of the others.
 
-        The rules are made from the last property to the first, two for each: `first_…` for the members from this property on,
-        and `rest_…` for the same members after another one, so with a comma before them.
+        The rules are made from the last property to the first, two for each: `first_…` for the
+        members from this property on, and `rest_…` for the same members after another one, so with
+        a comma before them.
         """
         properties = schema.get("properties", {})
         required = set(schema.get("required", ()))
@@ -419,7 +508,9 @@ class _RuleWriter:
         first = '""'
         for key, inner in reversed([*properties.items()]):
             # A key in quotes: the text of a JSON string, written as a Lark string.
-            name = self.literal(key) if bare_keys else json.dumps(json.dumps(key, ensure_ascii=False))
+            name = (
+                self.literal(key) if bare_keys else json.dumps(json.dumps(key, ensure_ascii=False))
+            )
             member = f"{name} {json.dumps(colon)} {self.value(inner, dialect, depth + 1)}"
             or_rest = "" if key in required else f" | {rest}"  # without the optional member
             or_first = "" if key in required else f" | {first}"
@@ -441,13 +532,19 @@ class _RuleWriter:
             text = value if dialect is not PYTHON else json.dumps(value, ensure_ascii=False)[1:-1]
             return self.literal(dialect.quotes[0] + text + dialect.quotes[1])
         words = {True: dialect.words[0], False: dialect.words[1], None: dialect.words[2]}
-        has_word = value is None or isinstance(value, bool)  # not `in words`: 1 equals True, and 0 equals False
+        has_word = value is None or isinstance(
+            value, bool
+        )  # not `in words`: 1 equals True, and 0 equals False
         return json.dumps(words[value] if has_word else json.dumps(value))
 
     def any_value(self, dialect: Dialect) -> str:
         """Returns the expression of any value."""
         name = next((rule.split(":")[0] for rule in self.rules if rule.startswith("any_")), None)
-        if name is None:  # not made yet; its body refers to its name, so the number is taken before the body is made
+        if (
+            name is None
+            # Not made yet; its body refers to its name, so the number is taken before the body is
+            # made.
+        ):
             self._number += 1
             name = f"any_{self._number}"
             self.rules.append("")  # its place, before the rules of the body
@@ -455,7 +552,10 @@ class _RuleWriter:
             comma = json.dumps(dialect.comma)
             colon = json.dumps(dialect.colon)
             key = self.string(dialect) if dialect is PYTHON else "/[A-Za-z_][A-Za-z0-9_]*/"
-            simple = " | ".join(self.value({"type": kind}, dialect) for kind in ("string", "number", "boolean", "null"))
+            simple = " | ".join(
+                self.value({"type": kind}, dialect)
+                for kind in ("string", "number", "boolean", "null")
+            )
             array = f'"[" ({name} ({comma} {name})*)? "]"'
             members = f"{key} {colon} {name}"
             object_ = f'"{{" ({members} ({comma} {members})*)? "}}"'

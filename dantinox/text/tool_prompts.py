@@ -1,4 +1,6 @@
-"""Tools in conversations: the fields of messages that templates expect, and a default prompt for templates without tools."""
+"""Tools in conversations: the fields of messages that templates expect, and a default prompt for
+templates without tools.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +9,17 @@ from typing import Any
 import numpy as np
 
 from dantinox.files import UserError, quote
-from dantinox.text.chat_template import ChatPrompt, ChatTemplate, MaskedConversation, Message, Tools, check_message
+from dantinox.text.chat_template import (
+    ChatPrompt,
+    ChatTemplate,
+    MaskedConversation,
+    Message,
+    Tools,
+    check_message,
+)
 
-# The prompt of Hermes, shortened: https://github.com/NousResearch/Hermes-Function-Calling describes the notation.
+# The prompt of Hermes, shortened: https://github.com/NousResearch/Hermes-Function-Calling describes
+# the notation.
 DEFAULT_PROMPT = """\
 You can call functions. Their signatures are between <tools> and </tools>, one JSON object per line:
 <tools>
@@ -23,10 +33,12 @@ The results of your calls come in the next message, between <tool_response> and 
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns messages in the form that templates expect: arguments as objects, and reasoning under both of its names.
+    """Returns messages in the form that templates expect: arguments as objects, and reasoning under
+    both of its names.
 
     Raises:
-      UserError: a message is not an object with a role and a text, or the arguments of a tool call are not a JSON object.
+      UserError: a message is not an object with a role and a text, or the arguments of a tool call
+        are not a JSON object.
     """
     return [_template_message(number, message) for number, message in enumerate(messages)]
 
@@ -38,26 +50,39 @@ def _template_message(number: int, message: Message) -> dict[str, Any]:
     converted = {name: value for name, value in message.items() if value is not None}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning:
-        converted |= {"reasoning_content": reasoning, "thinking": reasoning}  # `thinking` is the name in gpt-oss's template
+        converted |= {
+            "reasoning_content": reasoning,
+            "thinking": reasoning,
+        }  # `thinking` is the name in gpt-oss's template
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list | tuple):
             raise UserError(f"messages.{number}.tool_calls must be a list, got {quote(calls)}")
-        converted["tool_calls"] = [_template_call(f"messages.{number}.tool_calls.{i}", call) for i, call in enumerate(calls)]
+        converted["tool_calls"] = [
+            _template_call(f"messages.{number}.tool_calls.{i}", call)
+            for i, call in enumerate(calls)
+        ]
     return converted
 
 
 def _template_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f"{where} must be an object with a function that has a name, got {quote(call)}")
+        raise UserError(
+            f"{where} must be an object with a function that has a name, got {quote(call)}"
+        )
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            raise UserError(f"{where}.function.arguments must be a JSON object, got {quote(function['arguments'])}") from None
+            raise UserError(
+                f"{where}.function.arguments must be a JSON object, got"
+                f" {quote(function['arguments'])}"
+            ) from None
     if not isinstance(arguments, dict):
-        raise UserError(f"{where}.function.arguments must be a JSON object, got {quote(function['arguments'])}")
+        raise UserError(
+            f"{where}.function.arguments must be a JSON object, got {quote(function['arguments'])}"
+        )
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -66,8 +91,9 @@ def with_tool_prompt(
 ) -> list[dict[str, Any]]:
     """Returns a conversation without tool fields, for a template that does not support them.
 
-    The tools become a part of the system message (`DEFAULT_PROMPT`), or of the first message; tool calls become a part of the
-    assistant's text, and the results of consecutive calls one user message.
+    The tools become a part of the system message (`DEFAULT_PROMPT`), or of the first message; tool
+    calls become a part of the assistant's text, and the results of consecutive calls one user
+    message.
 
     Args:
       messages: the result of `template_messages`.
@@ -85,7 +111,9 @@ def with_tool_prompt(
             continue
         for call in message.get("tool_calls", ()):
             function = call["function"]
-            written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+            written = json.dumps(
+                {"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False
+            )
             content += "\n" * bool(content) + f"<tool_call>\n{written}\n</tool_call>"
         plain.append({"role": message["role"], "content": content})
     if tools:
@@ -108,9 +136,11 @@ def uses_tools(messages: Sequence[Message]) -> bool:
 def encode_with_loss_masks(
     template: ChatTemplate, conversations: Sequence[MaskedConversation]
 ) -> list[tuple[np.ndarray, np.ndarray] | UserError]:
-    """Returns the result of `ChatTemplate.encode_with_loss_masks` for conversations with tools, with any template.
+    """Returns the result of `ChatTemplate.encode_with_loss_masks` for conversations with tools,
+    with any template.
 
-    The tokens are those that `chat_prompt` gives in generation. Errors are also those of `template_messages`.
+    The tokens are those that `chat_prompt` gives in generation. Errors are also those of
+    `template_messages`.
 
     Args:
       conversations: conversations with messages and tools as in `chat_prompt`, each with `in_loss`.
@@ -118,8 +148,12 @@ def encode_with_loss_masks(
     return _with_tools(template, conversations, template.encode_with_loss_masks)
 
 
-def encode_prompts(template: ChatTemplate, conversations: Sequence[MaskedConversation]) -> list[np.ndarray | UserError]:
-    """Returns the token ids of `chat_prompt` for each of several conversations, or the error that it raises."""
+def encode_prompts(
+    template: ChatTemplate, conversations: Sequence[MaskedConversation]
+) -> list[np.ndarray | UserError]:
+    """Returns the token ids of `chat_prompt` for each of several conversations, or the error that
+    it raises.
+    """
     return _with_tools(template, conversations, template.encode_prompts)
 
 
@@ -131,7 +165,9 @@ def _with_tools(
     """Returns the results of `encode` for conversations with tools, with any template."""
     results: list[Any] = [None] * len(conversations)
     chosen: dict[int, MaskedConversation] = {}
-    again: dict[int, MaskedConversation] = {}  # the same with the tools in the first message instead of a system message
+    again: dict[
+        int, MaskedConversation
+    ] = {}  # the same with the tools in the first message instead of a system message
     for index, conversation in enumerate(conversations):
         try:
             converted = conversation._replace(messages=template_messages(conversation.messages))
@@ -149,7 +185,9 @@ def _with_tools(
             results[index] = result
 
     fill(chosen)
-    fill({i: other for i, other in again.items() if isinstance(results[i], UserError)})  # as in `chat_prompt`
+    fill(
+        {i: other for i, other in again.items() if isinstance(results[i], UserError)}
+    )  # as in `chat_prompt`
     return results
 
 
@@ -159,9 +197,17 @@ def _without_tools(conversation: MaskedConversation, in_system_message: bool) ->
     plain = with_tool_prompt(messages, tools, in_system_message=in_system_message)
     if in_loss is None:
         return conversation._replace(messages=plain, tools=None)
-    flags = iter([is_in for message, is_in in zip(messages, in_loss, strict=True) if message["role"] == "assistant"])
+    flags = iter(
+        [
+            is_in
+            for message, is_in in zip(messages, in_loss, strict=True)
+            if message["role"] == "assistant"
+        ]
+    )
     return conversation._replace(
-        messages=plain, in_loss=[message["role"] == "assistant" and next(flags) for message in plain], tools=None
+        messages=plain,
+        in_loss=[message["role"] == "assistant" and next(flags) for message in plain],
+        tools=None,
     )
 
 
@@ -188,7 +234,11 @@ def chat_prompt(
     if template.renders_tools or not (tools or uses_tools(converted)):
         return template.prompt(converted, tools, variables, continues=continues)
     try:
-        return template.prompt(with_tool_prompt(converted, tools), None, variables, continues=continues)
-    except UserError:  # the template accepts no system message, or another one in the conversation is wrong
+        return template.prompt(
+            with_tool_prompt(converted, tools), None, variables, continues=continues
+        )
+    except (
+        UserError
+    ):  # the template accepts no system message, or another one in the conversation is wrong
         plain = with_tool_prompt(converted, tools, in_system_message=False)
         return template.prompt(plain, None, variables, continues=continues)

@@ -1,4 +1,6 @@
-"""Sources of training batches: the token store, read ahead by a thread, or answers that the model itself samples."""
+"""Sources of training batches: the token store, read ahead by a thread, or answers that the model
+itself samples.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +20,8 @@ class BatchSource(Protocol):
     """Makes the batches of consecutive steps."""
 
     def batch(self, step: int, state: TrainState) -> Any:
-        """Returns the batch of a step on the devices. The steps of consecutive calls are consecutive.
+        """Returns the batch of a step on the devices. The steps of consecutive calls are
+        consecutive.
 
         Args:
           state: the state before the step.
@@ -32,7 +35,9 @@ class BatchSource(Protocol):
 
 
 class StoredBatches:
-    """The batches of a store. They do not depend on the state, so a thread builds and transfers them ahead of time."""
+    """The batches of a store. They do not depend on the state, so a thread builds and transfers
+    them ahead of time.
+    """
 
     def __init__(self, read: Callable[[int], Any], first: int, end: int):
         """Starts to read the batches of the steps from `first` to `end` (exclusive)."""

@@ -1,4 +1,6 @@
-"""Checkpoints of a run: the latest few and the best, written by Orbax in the background, each complete or not at all."""
+"""Checkpoints of a run: the latest few and the best, written by Orbax in the background, each
+complete or not at all.
+"""
 
 import contextlib
 import errno
@@ -22,7 +24,14 @@ import numpy as np
 from dantinox.distributed import broadcast_from_rank0, is_rank0
 from dantinox.files import UserError, first_line
 from dantinox.model.parameters import Parameters
-from dantinox.run import DAMAGED_PREFIX, SAVING_SUFFIX, find_log_damage, find_step_damage, saved_steps, write_step_manifest
+from dantinox.run import (
+    DAMAGED_PREFIX,
+    SAVING_SUFFIX,
+    find_log_damage,
+    find_step_damage,
+    saved_steps,
+    write_step_manifest,
+)
 from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import TrainState
 
@@ -30,7 +39,9 @@ from dantinox.training.step import TrainState
 REMOVED_SUFFIX = ".removed"
 # A path that Orbax reads as it is.
 ORDINARY_PATH = re.compile(r"/(?!(gs|s3|az|hf)/)[\w./-]*", re.ASCII)
-READ_BACK_BYTES = 1 << 16  # bytes of a new checkpoint that are read back through Orbax; the manifest covers all bytes
+READ_BACK_BYTES = (
+    1 << 16
+)  # bytes of a new checkpoint that are read back through Orbax; the manifest covers all bytes
 
 
 @dataclass(frozen=True)
@@ -38,11 +49,15 @@ class TrainingProgress:
     """The state of the training loop that `TrainState` does not hold.
 
     Attributes:
-      best_loss: the lowest validation loss; in training with rewards, the highest validation reward times −1.
-      evaluation_due: if an interruption prevented an evaluation, the metrics of its log row that were already known; else None.
-      skipped_batches: how many batches rewinds have skipped, that is, how far the data are ahead of the step.
-      rewards_since_eval, rewards_since_log: in training with rewards, the sum of the mean rewards of the steps since the last
-        row of the CSV log or the last interval row of metrics.jsonl, and the number of these steps.
+      best_loss: the lowest validation loss; in training with rewards, the highest validation reward
+        times −1.
+      evaluation_due: if an interruption prevented an evaluation, the metrics of its log row that
+        were already known; else None.
+      skipped_batches: how many batches rewinds have skipped, that is, how far the data are ahead of
+        the step.
+      rewards_since_eval, rewards_since_log: in training with rewards, the sum of the mean rewards
+        of the steps since the last row of the CSV log or the last interval row of metrics.jsonl,
+        and the number of these steps.
     """
 
     best_loss: float | None = None
@@ -60,8 +75,16 @@ class TrainingProgress:
         """
         best = self.best_loss
         if best is None or val_loss < best or (math.isnan(best) and not math.isnan(val_loss)):
-            return replace(self, best_loss=val_loss, best_step=step, evaluations_since_best=0, evaluation_due=None)
-        return replace(self, evaluations_since_best=self.evaluations_since_best + 1, evaluation_due=None)
+            return replace(
+                self,
+                best_loss=val_loss,
+                best_step=step,
+                evaluations_since_best=0,
+                evaluation_due=None,
+            )
+        return replace(
+            self, evaluations_since_best=self.evaluations_since_best + 1, evaluation_due=None
+        )
 
     def add_reward(self, reward: float) -> "TrainingProgress":
         """Returns the progress after a step with this mean reward."""
@@ -70,10 +93,16 @@ class TrainingProgress:
             total, count = sum_and_count
             return total + reward, count + 1
 
-        return replace(self, rewards_since_eval=add(self.rewards_since_eval), rewards_since_log=add(self.rewards_since_log))
+        return replace(
+            self,
+            rewards_since_eval=add(self.rewards_since_eval),
+            rewards_since_log=add(self.rewards_since_log),
+        )
 
     def best(self, is_loss: bool = True) -> dict[str, float | int | None]:
-        """Returns the best validation loss, or the best validation reward, and its step, as entries of the summary."""
+        """Returns the best validation loss, or the best validation reward, and its step, as entries
+        of the summary.
+        """
         if is_loss or self.best_loss is None:
             return {"val_loss": self.best_loss, "best_step": self.best_step}
         return {"val_reward": -self.best_loss, "best_step": self.best_step}
@@ -90,24 +119,29 @@ class RestoredCheckpoint(NamedTuple):
 
 
 class Checkpoints:
-    """The directory `checkpoints/` of a run, with an Orbax manager that keeps the best step and the latest `keep_last` steps.
+    """The directory `checkpoints/` of a run, with an Orbax manager that keeps the best step and the
+    latest `keep_last` steps.
 
-    At least two of the latest steps are kept. Orbax does not detect a changed byte, so every step has a manifest of checksums,
-    which is written when Orbax has finished the step and has restored a part of it. Until then, a file `12.saving` marks step
-    12 as unfinished, and the previous step is kept.
+    At least two of the latest steps are kept. Orbax does not detect a changed byte, so every step
+    has a manifest of checksums, which is written when Orbax has finished the step and has restored
+    a part of it. Until then, a file `12.saving` marks step 12 as unfinished, and the previous step
+    is kept.
 
     Args:
       path: the directory.
       keep_last: number of latest steps to keep.
-      logs: log files that grow during training. Each manifest covers their contents at the time its step was saved.
+      logs: log files that grow during training. Each manifest covers their contents at the time its
+        step was saved.
 
     Raises:
-      UserError: every method raises it if the disk is full, read-only or missing, or if a new step cannot be read back. Older
-        steps are intact then.
+      UserError: every method raises it if the disk is full, read-only or missing, or if a new step
+        cannot be read back. Older steps are intact then.
     """
 
     def __init__(self, path: Path, keep_last: int, logs: Sequence[Path] = ()):
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every step, and the errors that it raises
+        logging.getLogger("absl").setLevel(
+            logging.CRITICAL
+        )  # Orbax logs every step, and the errors that it raises
         self.path = path.absolute()
         self._keep_last = keep_last
         self._logs = tuple(logs)
@@ -117,25 +151,36 @@ class Checkpoints:
 
     @cached_property
     def _orbax_path(self) -> Path:
-        """The directory under a name that Orbax accepts: a temporary link if the path has unusual characters.
+        """The directory under a name that Orbax accepts: a temporary link if the path has unusual
+        characters.
 
-        Orbax uses the path in glob patterns and URLs without escaping it, and takes `/gs/…` for a bucket.
+        Orbax uses the path in glob patterns and URLs without escaping it, and takes `/gs/…` for a
+        bucket.
         """
         if ORDINARY_PATH.fullmatch(str(self.path)):
             return self.path
-        link = Path(self._link.enter_context(tempfile.TemporaryDirectory(prefix="dantinox-")), self.path.name)
+        link = Path(
+            self._link.enter_context(tempfile.TemporaryDirectory(prefix="dantinox-")),
+            self.path.name,
+        )
         self.path.mkdir(exist_ok=True)  # Orbax cannot create the target of a link
         link.symlink_to(self.path, target_is_directory=True)
         return link
 
     @cached_property
     def _manager(self) -> Any:
-        """The Orbax manager, created on first use: `restore` first renames damaged steps, which would make Orbax fail."""
+        """The Orbax manager, created on first use: `restore` first renames damaged steps, which
+        would make Orbax fail.
+        """
         import orbax.checkpoint as orbax
         from orbax.checkpoint import checkpoint_managers as policies
 
-        latest = policies.LatestN(max(self._keep_last, 2))  # Orbax removes old steps before the newest has its manifest
-        best = policies.BestN(get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+        latest = policies.LatestN(
+            max(self._keep_last, 2)
+        )  # Orbax removes old steps before the newest has its manifest
+        best = policies.BestN(
+            get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
+        )
         options = orbax.CheckpointManagerOptions(
             # max_to_keep together with best_fn would delete the latest step.
             preservation_policy=policies.AnyPreservationPolicy([latest, best]),
@@ -146,18 +191,29 @@ class Checkpoints:
             enable_async_checkpointing=True,
         )
         names = "state", "facts"
-        return self._guard_disk(lambda: orbax.CheckpointManager(self._orbax_path, options=options, item_names=names))
+        return self._guard_disk(
+            lambda: orbax.CheckpointManager(self._orbax_path, options=options, item_names=names)
+        )
 
     def save(
-        self, step: int, state: TrainState, progress: TrainingProgress, facts: dict[str, Any], val_loss: float | None
+        self,
+        step: int,
+        state: TrainState,
+        progress: TrainingProgress,
+        facts: dict[str, Any],
+        val_loss: float | None,
     ) -> None:
-        """Copies the state and returns; writing continues in the background. `val_loss` is the loss of this step, if known."""
+        """Copies the state and returns; writing continues in the background. `val_loss` is the loss
+        of this step, if known.
+        """
         import orbax.checkpoint as orbax
 
         self.wait()
         args = orbax.args
         record = facts | {"progress": asdict(progress)}
-        arguments = args.Composite(state=args.StandardSave(_state_dict(state)), facts=args.JsonSave(record))
+        arguments = args.Composite(
+            state=args.StandardSave(_state_dict(state)), facts=args.JsonSave(record)
+        )
         updates = int(state.step)
         small = _smallest_arrays(state.parameters)
         metrics = None if val_loss is None else {"val_loss": val_loss}
@@ -172,7 +228,14 @@ class Checkpoints:
 
         self._guard_disk(begin)
 
-    def _finish(self, step: int, updates: int, small: list[str], facts: dict[str, Any], logs: dict[Path, int]) -> None:
+    def _finish(
+        self,
+        step: int,
+        updates: int,
+        small: list[str],
+        facts: dict[str, Any],
+        logs: dict[Path, int],
+    ) -> None:
         self._manager.wait_until_finished()
         if is_rank0():
             self._read_back(step, updates, small)
@@ -180,7 +243,8 @@ class Checkpoints:
             self._unfinished(step).unlink()
 
     def _read_back(self, step: int, updates: int, small: list[str]) -> None:
-        """Restores the number of updates and some parameters of a new checkpoint, as a resumed run will restore all arrays.
+        """Restores the number of updates and some parameters of a new checkpoint, as a resumed run
+        will restore all arrays.
 
         Args:
           updates: the number of optimizer updates until this step.
@@ -192,25 +256,37 @@ class Checkpoints:
         import orbax.checkpoint as orbax
 
         folder = self._orbax_path / str(step)
-        item: dict[str, Any] = {"step": 0} | ({"parameters": dict.fromkeys(small, 0)} if small else {})
+        item: dict[str, Any] = {"step": 0} | (
+            {"parameters": dict.fromkeys(small, 0)} if small else {}
+        )
         restore_args = jax.tree.map(lambda _: orbax.RestoreArgs(restore_type=np.ndarray), item)
-        arguments = orbax.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+        arguments = orbax.args.PyTreeRestore(
+            item=item, restore_args=restore_args, partial_restore=True
+        )
         try:
-            found = orbax.PyTreeCheckpointHandler().restore(folder / "state", args=arguments)["step"]
+            found = orbax.PyTreeCheckpointHandler().restore(folder / "state", args=arguments)[
+                "step"
+            ]
             orbax.JsonCheckpointHandler().restore(folder / "facts")
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            message = f"the checkpoint of step {step} in {self.path} cannot be read back: {self._disk_problem(error)}"
+            message = (
+                f"the checkpoint of step {step} in {self.path} cannot be read back:"
+                f" {self._disk_problem(error)}"
+            )
             raise UserError(message) from error
         if found != updates:
             problem = f"it holds {found} updates instead of {updates}"
-            raise UserError(f"the checkpoint of step {step} in {self.path} cannot be read back: {problem}")
+            raise UserError(
+                f"the checkpoint of step {step} in {self.path} cannot be read back: {problem}"
+            )
 
     def restore(self, abstract: TrainState) -> RestoredCheckpoint | None:
-        """Restores the newest intact step with the shardings of `abstract`; returns None if no step was completed.
+        """Restores the newest intact step with the shardings of `abstract`; returns None if no step
+        was completed.
 
-        Damaged newer steps are renamed, to `damaged-12` for example. Nothing is deleted except the remains of an
-        interrupted save. A step counts as damaged only if it differs from its manifest: other errors, such as lack of memory,
-        are raised unchanged.
+        Damaged newer steps are renamed, to `damaged-12` for example. Nothing is deleted except the
+        remains of an interrupted save. A step counts as damaged only if it differs from its
+        manifest: other errors, such as lack of memory, are raised unchanged.
 
         Raises:
           UserError: all steps are damaged, or a log file is damaged.
@@ -229,7 +305,9 @@ class Checkpoints:
         return RestoredCheckpoint(step, state, TrainingProgress(**progress), facts, tuple(notes))
 
     def _choose_step(self) -> tuple[int, list[tuple[int, str]], list[str]] | None:
-        """Returns the newest intact step, the damaged newer steps with their damage, and notes; None if there is no step."""
+        """Returns the newest intact step, the damaged newer steps with their damage, and notes;
+        None if there is no step.
+        """
         damaged: dict[int, str] = {}
         for step in self._finished_steps():
             problem = next(find_step_damage(self.path / str(step)), None)
@@ -237,17 +315,24 @@ class Checkpoints:
                 notes = [f"{found}: going back to step {step}" for found in damaged.values()]
                 for found in find_log_damage(self.path.parent, self.path / str(step)):
                     if "is missing" not in found:
-                        raise UserError(f"{found}: restore the original file, or move it away to continue without its rows")
+                        raise UserError(
+                            f"{found}: restore the original file, or move it away to continue"
+                            " without its rows"
+                        )
                     notes.append(f"{found}: starting a new one")
                 return step, list(damaged.items()), notes
             damaged[step] = problem
         if damaged:
-            raise UserError(f"all checkpoints in {self.path} are damaged: {'; '.join(damaged.values())}")
+            raise UserError(
+                f"all checkpoints in {self.path} are damaged: {'; '.join(damaged.values())}"
+            )
         self._remove_unfinished()
         return None
 
     def _set_aside_damaged(self, step: int, damaged: dict[int, str]) -> list[str]:
-        """Renames damaged steps, including those older than the restored step, and returns notes about them."""
+        """Renames damaged steps, including those older than the restored step, and returns notes
+        about them.
+        """
         notes = []
         for older in (number for number in self._finished_steps() if number < step):
             # Orbax reads the small files of all steps when it starts.
@@ -261,7 +346,9 @@ class Checkpoints:
     def read(self, step: int | None, abstract: TrainState) -> TrainState | None:
         """Returns the state of a step, or None if that step is missing or damaged."""
         intact = broadcast_from_rank0(
-            lambda: step in self._finished_steps() and not any(find_step_damage(self.path / str(step)))
+            lambda: (
+                step in self._finished_steps() and not any(find_step_damage(self.path / str(step)))
+            )
         )
         return self._load(step, abstract)[0] if intact and step is not None else None
 
@@ -315,7 +402,9 @@ class Checkpoints:
             shutil.rmtree(self.path / REMOVED_SUFFIX, ignore_errors=True)
 
     def _set_aside(self, step: int) -> Path:
-        """Renames a step and returns its new path. This frees the number, because the run will save that step again."""
+        """Renames a step and returns its new path. This frees the number, because the run will save
+        that step again.
+        """
         name = f"{DAMAGED_PREFIX}{step}"
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         aside = next(self.path / name for name in names if not (self.path / name).exists())
@@ -327,22 +416,34 @@ class Checkpoints:
         args = orbax.args
         expected = _state_dict(abstract)
         self._check_shapes(step, expected)
-        arguments = args.Composite(state=args.StandardRestore(_with_sharding(expected)), facts=args.JsonRestore())
+        arguments = args.Composite(
+            state=args.StandardRestore(_with_sharding(expected)), facts=args.JsonRestore()
+        )
         with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(self._orbax_path / str(step), args=arguments)
         return TrainState(*(restored.state[name] for name in expected)), dict(restored.facts)
 
     def _check_shapes(self, step: int, expected: dict[str, Any]) -> None:
-        """Raises UserError if a step differs from `expected` in the names or shapes of its arrays."""
+        """Raises UserError if a step differs from `expected` in the names or shapes of its
+        arrays.
+        """
         import orbax.checkpoint as orbax
 
-        metadata = orbax.StandardCheckpointHandler().metadata(self._orbax_path / str(step) / "state")
-        saved = {name: shape for name, shape in _shapes(metadata).items() if name.partition("/")[0] in expected}
+        metadata = orbax.StandardCheckpointHandler().metadata(
+            self._orbax_path / str(step) / "state"
+        )
+        saved = {
+            name: shape
+            for name, shape in _shapes(metadata).items()
+            if name.partition("/")[0] in expected
+        }
         needed = _shapes(expected)
         for name in sorted(needed.keys() | saved.keys()):
             if saved.get(name) != needed.get(name):
                 has, needs = _describe_shape(saved.get(name)), _describe_shape(needed.get(name))
-                raise UserError(f"{name} has {has} in checkpoint {step} of {self.path}, and {needs} in this run")
+                raise UserError(
+                    f"{name} has {has} in checkpoint {step} of {self.path}, and {needs} in this run"
+                )
 
     def _guard_disk(self, action: Callable[[], Any]) -> Any:
         try:
@@ -352,18 +453,29 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError) as error:
             if "RESOURCE_EXHAUSTED" in str(error) and not _os_error(error):
                 raise  # the error is about memory, not about the disk
-            raise UserError(f"cannot write checkpoints to {self.path}: {self._disk_problem(error)}") from error
+            raise UserError(
+                f"cannot write checkpoints to {self.path}: {self._disk_problem(error)}"
+            ) from error
 
     def _disk_problem(self, error: Exception) -> str:
         """Returns the disk error in one phrase."""
-        return (_os_error(error) or first_line(error)) if self.path.is_dir() else "the directory no longer exists"
+        return (
+            (_os_error(error) or first_line(error))
+            if self.path.is_dir()
+            else "the directory no longer exists"
+        )
 
 
 def _os_error(error: Exception) -> str:
-    """Returns the operating system's error that Orbax reports inside a long message, in one phrase, or ""."""
+    """Returns the operating system's error that Orbax reports inside a long message, in one phrase,
+    or "".
+    """
     if code := re.search(r"os_error_code='(\d+)'", str(error)):
         return os.strerror(int(code[1]))
-    messages = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO))
+    messages = (
+        os.strerror(number)
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
+    )
     return next((message for message in messages if message in str(error)), "")
 
 
@@ -381,15 +493,25 @@ def _smallest_arrays(parameters: Parameters) -> list[str]:
 
 
 def _with_sharding(tree: Any) -> Any:
-    """Returns the shapes with shardings. Shapes without a sharding are placed on the first device."""
+    """Returns the shapes with shardings. Shapes without a sharding are placed on the first
+    device.
+    """
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device), tree)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device),
+        tree,
+    )
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of arrays, or of their metadata, by path: `optimizer/1/momentum/blocks/0/…`."""
+    """Returns the shapes of arrays, or of their metadata, by path:
+    `optimizer/1/momentum/blocks/0/…`.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+        for path, leaf in leaves
+    }
 
 
 def _describe_shape(shape: tuple[int, ...] | None) -> str:

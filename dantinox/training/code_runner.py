@@ -1,7 +1,9 @@
-"""The process that runs the code of one answer and its tests under resource limits; started by `code_execution`.
+"""The process that runs the code of one answer and its tests under resource limits; started by
+`code_execution`.
 
-The working directory holds answer.py and test_0.py, test_1.py, …. Standard input is a JSON object with the number of tests,
-the limits, and a random token. A line `token number` on standard output reports a test that passed.
+The working directory holds answer.py and test_0.py, test_1.py, …. Standard input is a JSON object
+with the number of tests, the limits, and a random token. A line `token number` on standard output
+reports a test that passed.
 """
 
 import json
@@ -12,9 +14,11 @@ import sys
 
 MAX_FILE_BYTES = 1 << 20
 MAX_OPEN_FILES = 64
-# Audit events of new processes, signals to other processes and sockets. They matter for root, who is exempt from RLIMIT_NPROC.
+# Audit events of new processes, signals to other processes and sockets. They matter for root, who
+# is exempt from RLIMIT_NPROC.
 REFUSED_EVENTS = (
-    "os.fork", "os.posix_spawn", "os.exec", "os.spawn", "os.system", "os.kill", "subprocess.", "pty.", "signal.pthread_kill",
+    "os.fork", "os.posix_spawn", "os.exec", "os.spawn", "os.system", "os.kill", "subprocess.",
+    "pty.", "signal.pthread_kill",
     "socket.",
 )  # fmt: skip
 

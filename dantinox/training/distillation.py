@@ -1,4 +1,6 @@
-"""The objective `distill`: the divergence between the token distributions of a frozen teacher and of the trained model."""
+"""The objective `distill`: the divergence between the token distributions of a frozen teacher and
+of the trained model.
+"""
 
 from typing import Any, NamedTuple
 
@@ -24,7 +26,8 @@ class BatchWithTeacher(NamedTuple):
 
     Attributes:
       batch: the tokens, as for `next_token_losses`.
-      teacher: the teacher. Its vocabulary is that of the trained model, but may have another padding.
+      teacher: the teacher. Its vocabulary is that of the trained model, but may have another
+        padding.
     """
 
     batch: Any
@@ -39,17 +42,21 @@ def distill_losses(
     rngs: nnx.Rngs | None = None,
     chunk_logits: int = MAX_CHUNK_LOGITS,
 ) -> LossSums:
-    """Sums (1 − w) · divergence + w · next-token loss over the counted targets of a batch, where w is `data_weight`.
+    """Sums (1 − w) · divergence + w · next-token loss over the counted targets of a batch, where w
+    is `data_weight`.
 
-    Neither all logits of the model nor all logits of the teacher exist at once: both are computed in chunks of tokens from the
-    hidden states, and the backward pass computes them again. No gradient reaches the teacher, and it has no dropout.
+    Neither all logits of the model nor all logits of the teacher exist at once: both are computed
+    in chunks of tokens from the hidden states, and the backward pass computes them again. No
+    gradient reaches the teacher, and it has no dropout.
 
     Args:
       rngs: as for `next_token_losses`.
-      chunk_logits: a batch with more logits than this, of both models together, is scored in chunks.
+      chunk_logits: a batch with more logits than this, of both models together, is scored in
+        chunks.
 
     Returns:
-      The sums. `metrics` are the sums of the divergences, see `token_divergence`, and of the next-token losses.
+      The sums. `metrics` are the sums of the divergences, see `token_divergence`, and of the
+      next-token losses.
     """
     batch, teacher = batch_with_teacher
     x_ND, targets_N, mask_N, aux = hidden_states(model, batch, rngs)
@@ -73,22 +80,30 @@ def distill_losses(
     count = jnp.sum(mask_N)
     w = settings.data_weight
     metrics = jnp.stack([divergence, nats])
-    return LossSums((1 - w) * divergence + w * nats, squares, count, sum_routing(model, aux, count), metrics)
+    return LossSums(
+        (1 - w) * divergence + w * nats, squares, count, sum_routing(model, aux, count), metrics
+    )
 
 
-def token_divergence(student_NV: jax.Array, teacher_NV: jax.Array, settings: DistillSection) -> jax.Array:
-    """Returns τ² times the Kullback–Leibler divergence between the distributions of teacher and student, per token: `[N]`.
+def token_divergence(
+    student_NV: jax.Array, teacher_NV: jax.Array, settings: DistillSection
+) -> jax.Array:
+    """Returns τ² times the Kullback–Leibler divergence between the distributions of teacher and
+    student, per token: `[N]`.
 
-    With p = softmax(teacher / τ) and q = softmax(student / τ), the forward divergence is Σ p ln(p / q) and the reverse
-    divergence Σ q ln(q / p). The factor τ² keeps the size of the gradients when the temperature τ changes (Hinton et al. 2015,
-    "Distilling the Knowledge in a Neural Network", section 2).
+    With p = softmax(teacher / τ) and q = softmax(student / τ), the forward divergence is Σ p ln(p /
+    q) and the reverse divergence Σ q ln(q / p). The factor τ² keeps the size of the gradients when
+    the temperature τ changes (Hinton et al. 2015, "Distilling the Knowledge in a Neural Network",
+    section 2).
 
-    With `top_k` the sums have k + 1 terms: the k most probable tokens of the teacher, and one for all other tokens, with the
-    masses p_rest = Σ p and q_rest = Σ q of those tokens. This is the divergence of the distributions of a coarser variable, so
-    it is not negative, at most the full divergence (data processing inequality), and 0 if the k + 1 masses are equal.
+    With `top_k` the sums have k + 1 terms: the k most probable tokens of the teacher, and one for
+    all other tokens, with the masses p_rest = Σ p and q_rest = Σ q of those tokens. This is the
+    divergence of the distributions of a coarser variable, so it is not negative, at most the full
+    divergence (data processing inequality), and 0 if the k + 1 masses are equal.
 
     Args:
-      student_NV, teacher_NV: float32 logits. Padding that only one of the vocabularies has is ignored.
+      student_NV, teacher_NV: float32 logits. Padding that only one of the vocabularies has is
+        ignored.
     """
     V = min(student_NV.shape[-1], teacher_NV.shape[-1])
     tau = settings.temperature
@@ -102,9 +117,11 @@ def token_divergence(student_NV: jax.Array, teacher_NV: jax.Array, settings: Dis
 
 
 def _merge_rest(log_q_NV: jax.Array, log_p_NV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns log-probabilities `[N, k + 1]` of the k tokens with the largest p, and of all other tokens together.
+    """Returns log-probabilities `[N, k + 1]` of the k tokens with the largest p, and of all other
+    tokens together.
 
-    The mass of the others is summed over them: 1 − Σ of the k largest would lose all digits of a small mass.
+    The mass of the others is summed over them: 1 − Σ of the k largest would lose all digits of a
+    small mass.
     """
     N = len(log_p_NV)
     _, top_NK = jax.lax.top_k(log_p_NV, k)

@@ -16,7 +16,8 @@ from dantinox.training.training_log import duration_line
 
 
 def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
-    """Reports the plan, the first batch as text, memory and time of the run that `launch` would start.
+    """Reports the plan, the first batch as text, memory and time of the run that `launch` would
+    start.
 
     It creates no run directory. The time is measured on a training step with random tokens.
 
@@ -24,7 +25,9 @@ def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
       UserError: the settings or the data are invalid, or memory is insufficient.
     """
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
-        tokenizer, store = prepare_data(config, directory, starting_tokenizer(config), chat_template=base_template(config))
+        tokenizer, store = prepare_data(
+            config, directory, starting_tokenizer(config), chat_template=base_template(config)
+        )
         make_sampler(config, tokenizer)
         for line in plan_lines(config, tokenizer, store):
             note(line)
@@ -34,7 +37,10 @@ def dry_run(config: Config, note: Callable[[str], None] = print) -> None:
             build_rewards(config.grpo)
             length = rollout_length(config, store.longest)
             first = tokenizer.decode(store.batch(0)[0].ids)
-            note(f"first batch: {rows_per_step(config)} answers of {length} tokens with their prompts, first prompt: {first!r}")
+            note(
+                f"first batch: {rows_per_step(config)} answers of {length} tokens with their"
+                f" prompts, first prompt: {first!r}"
+            )
         else:
             tokens = store.batch(0)[0]
             first = tokenizer.decode(tokens.reshape(-1, tokens.shape[-1])[0])

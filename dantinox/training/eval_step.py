@@ -19,18 +19,28 @@ from dantinox.training.teacher import Teacher
 from dantinox.training.token_losses import LossSums
 
 
-def add_kl(objective: Objective, build: Callable[[], Transformer], batch: Any, layout: Layout, parts: int = 1) -> Any:
-    """Returns the batch with the KL divergence that `objective` needs, estimated over the rows of all devices; see `kl_P`.
+def add_kl(
+    objective: Objective,
+    build: Callable[[], Transformer],
+    batch: Any,
+    layout: Layout,
+    parts: int = 1,
+) -> Any:
+    """Returns the batch with the KL divergence that `objective` needs, estimated over the rows of
+    all devices; see `kl_P`.
 
     Args:
       build: returns the model.
-      parts: the number of equal parts of the device's rows that are read one after the other, to save memory.
+      parts: the number of equal parts of the device's rows that are read one after the other, to
+        save memory.
     """
     sums = objective.kl_sums
     if sums is None:
         return batch
     split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
-    total, count = layout.parallelism.psum_batch(jnp.sum(jax.lax.map(lambda part: sums(build(), part), split), axis=0))
+    total, count = layout.parallelism.psum_batch(
+        jnp.sum(jax.lax.map(lambda part: sums(build(), part), split), axis=0)
+    )
     kl = jnp.maximum(total / jnp.maximum(count, 1.0), 0.0)
     return batch._replace(kl_P=jnp.full_like(batch.kl_P, kl))
 
@@ -48,7 +58,8 @@ def make_eval_step(
 ) -> Any:
     """Returns a jitted function that evaluates one batch without dropout.
 
-    The function maps (parameters, batch, frozen weights, teacher's weights) to `LossSums` without routing.
+    The function maps (parameters, batch, frozen weights, teacher's weights) to `LossSums` without
+    routing.
 
     Args:
       config: the settings of the objective.
@@ -58,7 +69,9 @@ def make_eval_step(
     build, _ = abstract_model(model)
     objective = OBJECTIVES[config.training.objective]
 
-    def evaluate(parameters: Parameters, batch: Batch, base: Parameters, teacher_weights: Parameters) -> LossSums:
+    def evaluate(
+        parameters: Parameters, batch: Batch, base: Parameters, teacher_weights: Parameters
+    ) -> LossSums:
         def built() -> Transformer:
             return layout.build_model(build, parameters | base)
 
@@ -66,15 +79,27 @@ def make_eval_step(
         total = objective.losses(built(), add_kl(objective, built, inputs, layout), config, None)
         return layout.psum(total._replace(routing=None))
 
-    trained, frozen = trainable_parameters(layout.specs, model), frozen_parameters(layout.specs, model)
-    sharded = layout.shard_map(evaluate, (trained, layout.batch_spec, frozen, teacher_specs(teacher)), PartitionSpec())
-    return jax.jit(lambda parameters, batch, base={}, teacher_weights={}: sharded(parameters, batch, base, teacher_weights))
+    trained, frozen = (
+        trainable_parameters(layout.specs, model),
+        frozen_parameters(layout.specs, model),
+    )
+    sharded = layout.shard_map(
+        evaluate, (trained, layout.batch_spec, frozen, teacher_specs(teacher)), PartitionSpec()
+    )
+    return jax.jit(
+        lambda parameters, batch, base={}, teacher_weights={}: sharded(
+            parameters, batch, base, teacher_weights
+        )
+    )
 
 
 def make_reference_step(
-    model: ModelConfig, layout: Layout | None = None, logprobs: Callable[[Transformer, Any], jax.Array] = pair_logprobs
+    model: ModelConfig,
+    layout: Layout | None = None,
+    logprobs: Callable[[Transformer, Any], jax.Array] = pair_logprobs,
 ) -> Any:
-    """Returns a jitted function of log-probabilities: (parameters, batch, frozen weights) → an array, sharded like the batch.
+    """Returns a jitted function of log-probabilities: (parameters, batch, frozen weights) → an
+    array, sharded like the batch.
 
     Args:
       logprobs: (model, batch) → an array with one row per row or pair of the batch.
@@ -85,5 +110,9 @@ def make_reference_step(
     def reference(parameters: Parameters, batch: Any, base: Parameters) -> jax.Array:
         return logprobs(layout.build_model(build, parameters | base), batch)
 
-    specs = trainable_parameters(layout.specs, model), PartitionSpec(BATCH), frozen_parameters(layout.specs, model)
+    specs = (
+        trainable_parameters(layout.specs, model),
+        PartitionSpec(BATCH),
+        frozen_parameters(layout.specs, model),
+    )
     return jax.jit(layout.shard_map(reference, specs, PartitionSpec(BATCH)))

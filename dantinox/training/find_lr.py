@@ -27,7 +27,8 @@ MAX_FACTOR, MIN_FACTOR = 1e2, 1e-3  # multiples of the configured rates
 
 @dataclass(frozen=True)
 class RateTest:
-    """Losses of steps whose learning rate rises by a constant factor, up to the step where the loss diverged.
+    """Losses of steps whose learning rate rises by a constant factor, up to the step where the loss
+    diverged.
 
     Attributes:
       key: the setting whose values are `rates`. With Muon, `training.lr` rises in proportion.
@@ -48,11 +49,14 @@ class RateTest:
     suggested: float
 
 
-def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda line: None) -> RateTest:
-    """Runs a learning-rate range test of at most `steps` steps from the starting weights of `config`.
+def find_lr(
+    config: Config, steps: int, progress: Callable[[str], None] = lambda line: None
+) -> RateTest:
+    """Runs a learning-rate range test of at most `steps` steps from the starting weights of
+    `config`.
 
-    The rates rise from `MIN_FACTOR` to `MAX_FACTOR` times the configured ones. Warm-up and schedule are not applied, and
-    nothing is saved.
+    The rates rise from `MIN_FACTOR` to `MAX_FACTOR` times the configured ones. Warm-up and schedule
+    are not applied, and nothing is saved.
 
     Raises:
       UserError: no corpus, fewer than 10 steps, or a loss that diverged before it fell.
@@ -60,18 +64,29 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
     if steps < 10:
         raise UserError(f"--tries must be at least 10, got {steps}")
     if config.training.objective == "grpo":
-        raise UserError("find-lr compares losses, so it does not support training.objective: grpo, which maximizes rewards")
+        raise UserError(
+            "find-lr compares losses, so it does not support training.objective: grpo, which"
+            " maximizes rewards"
+        )
     if config.data_objective == "grpo":
-        raise UserError("find-lr compares losses of the same data, so it does not support distill.data: samples")
+        raise UserError(
+            "find-lr compares losses of the same data, so it does not support distill.data: samples"
+        )
     with tempfile.TemporaryDirectory(prefix="dantinox-") as directory:
-        tokenizer, store = prepare_data(config, directory, starting_tokenizer(config), chat_template=base_template(config))
+        tokenizer, store = prepare_data(
+            config, directory, starting_tokenizer(config), chat_template=base_template(config)
+        )
         model = config.trained_architecture(tokenizer.vocab_size)
         t = config.training
-        progress(f"compiling, then at most {steps} steps of {t.batch_size} × {config.model.max_context} tokens")
+        progress(
+            f"compiling, then at most {steps} steps of {t.batch_size} × {config.model.max_context}"
+            " tokens"
+        )
 
         def factor(step: Any) -> jax.Array:
             return jnp.exp(
-                math.log(MIN_FACTOR) + jnp.asarray(step, jnp.float32) / (steps - 1) * math.log(MAX_FACTOR / MIN_FACTOR)
+                math.log(MIN_FACTOR)
+                + jnp.asarray(step, jnp.float32) / (steps - 1) * math.log(MAX_FACTOR / MIN_FACTOR)
             )
 
         layout = make_layout(config, model)
@@ -82,7 +97,9 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
         teacher_weights = {} if teacher is None else teacher.load_weights()
         state = train.initial_state(weights, base)
         if isinstance(store, ConversationStore) and train.objective.has_reference:
-            store.reference = compute_reference_logprobs(store, model, layout, t.batch_size, state.parameters, base)
+            store.reference = compute_reference_logprobs(
+                store, model, layout, t.batch_size, state.parameters, base
+            )
         key = "muon_lr" if t.optimizer == "muon" else "lr"
         losses, rates = [], []
         for step in range(steps):
@@ -90,7 +107,9 @@ def find_lr(config: Config, steps: int, progress: Callable[[str], None] = lambda
             state, metrics = train.program(state, batch, base, teacher_weights)
             losses.append(float(metrics.loss))
             rates.append(float(metrics.rates[key]))
-            if not math.isfinite(losses[-1]) or (len(losses) > 10 and losses[-1] > 2 * DIVERGENCE_RATIO * min(losses)):
+            if not math.isfinite(losses[-1]) or (
+                len(losses) > 10 and losses[-1] > 2 * DIVERGENCE_RATIO * min(losses)
+            ):
                 break
     return analyze_losses(f"training.{key}", rates, losses)
 
@@ -116,15 +135,26 @@ def analyze_losses(key: str, rates: list[float], losses: list[float]) -> RateTes
     if low < 2:
         raise UserError(f"the loss never fell, starting at {key} {rates[0]:.1g}: lower it")
     steep = int(np.argmin(np.gradient(smoothed[: low + 1])))
-    return RateTest(key, rates, losses, smoothed, rates[low], rates[steep], min(rates[steep], rates[low] / 3))
+    return RateTest(
+        key, rates, losses, smoothed, rates[low], rates[steep], min(rates[steep], rates[low] / 3)
+    )
 
 
 def rate_test_lines(test: RateTest) -> list[str]:
-    """Returns lines with the suggested rate, how it was chosen, and the losses that it is based on."""
+    """Returns lines with the suggested rate, how it was chosen, and the losses that it is based
+    on.
+    """
     steepest = test.suggested == test.steepest
-    why = "the loss fell fastest there" if steepest else f"a third of {test.lowest:.2g}, where the loss was lowest"
+    why = (
+        "the loss fell fastest there"
+        if steepest
+        else f"a third of {test.lowest:.2g}, where the loss was lowest"
+    )
     fell = f"{test.smoothed[0]:.3f} → {min(test.smoothed):.3f} in {len(test.losses)} steps"
     return [
         f"{test.key}: try {test.suggested:.2g} ({why})",
-        f"smoothed loss {fell}, falling fastest at {test.steepest:.2g}, lowest at {test.lowest:.2g}",
+        (
+            f"smoothed loss {fell}, falling fastest at {test.steepest:.2g}, lowest at"
+            f" {test.lowest:.2g}"
+        ),
     ]

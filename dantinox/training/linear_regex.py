@@ -1,7 +1,8 @@
-"""Regular expressions whose matching takes time linear in the text, whatever the expression (llguidance).
+"""Regular expressions whose matching takes time linear in the text, whatever the expression
+(llguidance).
 
-The syntax is that of Rust's crate `regex`, without lookaround, backreferences and word boundaries. `^` and `$` stand only at
-the ends of an expression.
+The syntax is that of Rust's crate `regex`, without lookaround, backreferences and word boundaries.
+`^` and `$` stand only at the ends of an expression.
 """
 
 from collections.abc import Callable
@@ -19,20 +20,27 @@ def compile_linear_regex(pattern: str, whole: bool, what: str) -> Callable[[str]
       what: what uses the expression, for messages.
 
     Raises:
-      UserError: the expression is invalid or not supported, or llguidance is not installed. The returned function raises one if
-        the expression has too many states, as with large counted repetitions.
+      UserError: the expression is invalid or not supported, or llguidance is not installed. The
+        returned function raises one if the expression has too many states, as with large counted
+        repetitions.
     """
     with require_extra("serve", f"{what} needs a library that is not installed"):
         from llguidance import LLMatcher, LLTokenizer
     if any("\ud800" <= character <= "\udfff" for character in pattern):
-        raise UserError(f"{what} has the invalid expression {quote(pattern)}: it contains a lone surrogate")
+        raise UserError(
+            f"{what} has the invalid expression {quote(pattern)}: it contains a lone surrogate"
+        )
     source = pattern if whole else _with_any_text_around(pattern)
     start = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_regex(source), log_level=0)
     if start.is_error():
         lines = start.get_error().splitlines()
-        reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+        reason = next(
+            (line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0]
+        )
         reason = reason.rpartition("(in regex): ")[2].partition(";")[0]
-        raise UserError(f"{what} has the invalid expression {quote(pattern)}: {first_line(ValueError(reason))}")
+        raise UserError(
+            f"{what} has the invalid expression {quote(pattern)}: {first_line(ValueError(reason))}"
+        )
 
     def matches(text: str) -> bool:
         matcher = start.deep_copy()
@@ -40,7 +48,10 @@ def compile_linear_regex(pattern: str, whole: bool, what: str) -> Callable[[str]
         consumed = matcher.try_consume_tokens(ids)
         if matcher.is_error():
             hint = "use smaller counted repetitions"
-            raise UserError(f"{what} has the expression {quote(pattern)}, which is too complex for llguidance: {hint}")
+            raise UserError(
+                f"{what} has the expression {quote(pattern)}, which is too complex for llguidance:"
+                f" {hint}"
+            )
         return consumed == len(ids) and bool(matcher.is_accepting())
 
     return matches

@@ -2,21 +2,27 @@
 
 Exact resume relies on three facts:
 
-* Batches and dropout are functions of the step; in training with rewards, batches are functions of the step and the weights.
+* Batches and dropout are functions of the step; in training with rewards, batches are functions of
+  the step and the weights.
 * `TrainState` holds everything else that a step depends on.
 * A log row is on disk before the checkpoint of its step. Rows after a restored step are removed.
 
 All threads end when `train` returns:
 
-* The main thread runs the loop. Only this thread calls compiled programs, writes logs, starts checkpoints and modifies
-  `Trainer`. Signal handlers also run on it and only set `StopRequest.signal`.
-* `batches` (one thread, `StoredBatches`) reads a few batches ahead and sends them to the devices. It shares two things with the
-  main thread: immutable token arrays, and the store's dictionary of epochs, which is replaced and never mutated. In training
-  with rewards there is no such thread: the batch of a step depends on the weights, so the main thread samples it.
-* `compile` (one thread, `Programs`) compiles the evaluation while the main thread compiles the step. No other thread compiles.
-* `manifest` (one thread, `Checkpoints`) waits for Orbax's writer threads, then writes the manifest of the step.
+* The main thread runs the loop. Only this thread calls compiled programs, writes logs, starts
+  checkpoints and modifies `Trainer`. Signal handlers also run on it and only set
+  `StopRequest.signal`.
+* `batches` (one thread, `StoredBatches`) reads a few batches ahead and sends them to the devices.
+  It shares two things with the main thread: immutable token arrays, and the store's dictionary of
+  epochs, which is replaced and never mutated. In training with rewards there is no such thread: the
+  batch of a step depends on the weights, so the main thread samples it.
+* `compile` (one thread, `Programs`) compiles the evaluation while the main thread compiles the
+  step. No other thread compiles.
+* `manifest` (one thread, `Checkpoints`) waits for Orbax's writer threads, then writes the manifest
+  of the step.
 
-Threads pass results through `Future`s. The only lock is the lock file of the run directory, held for the whole training.
+Threads pass results through `Future`s. The only lock is the lock file of the run directory, held
+for the whole training.
 """
 
 import contextlib
@@ -30,7 +36,15 @@ import jax
 import numpy as np
 
 from dantinox.config import Config
-from dantinox.distributed import StopSync, all_reduce_max, barrier, broadcast_from_rank0, fetch_to_host, is_rank0, make_layout
+from dantinox.distributed import (
+    StopSync,
+    all_reduce_max,
+    barrier,
+    broadcast_from_rank0,
+    fetch_to_host,
+    is_rank0,
+    make_layout,
+)
 from dantinox.files import UserError, first_line
 from dantinox.model.parameters import Parameters
 from dantinox.platform import get_platform, release_free_memory
@@ -41,12 +55,21 @@ from dantinox.text import Batch, ConversationStore, PromptStore, Tokenizer, Toke
 from dantinox.training.batch_source import BatchSource, SamplingInterrupted, StoredBatches
 from dantinox.training.checkpoint_store import Checkpoints, RestoredCheckpoint, TrainingProgress
 from dantinox.training.memory import check_memory, limit_kept_memory, out_of_memory
-from dantinox.training.reference_logprobs import compute_reference_logprobs, load_or_compute_logprobs
+from dantinox.training.reference_logprobs import (
+    compute_reference_logprobs,
+    load_or_compute_logprobs,
+)
 from dantinox.training.results import export_weights, write_answers, write_plot, write_summary
 from dantinox.training.rollout_batches import RolloutBatches, rollout_length
 from dantinox.training.sampled_batches import SampledBatches
 from dantinox.training.signals import StopRequest, stop_request
-from dantinox.training.starting_point import check_facts, frozen_weights, run_facts, starting_weights, total_steps
+from dantinox.training.starting_point import (
+    check_facts,
+    frozen_weights,
+    run_facts,
+    starting_weights,
+    total_steps,
+)
 from dantinox.training.step import Programs, TrainState, TrainStep, select_rows, updates_per_step
 from dantinox.training.teacher import open_teacher
 from dantinox.training.text_samples import Sampler, build_sampling_model
@@ -66,16 +89,19 @@ def train(
     resume: bool = False,
     sample: Sampler | None = None,
 ) -> TrainingProgress:
-    """Trains until `training.steps`, until `training.patience` is exhausted, or until a stop signal arrives.
+    """Trains until `training.steps`, until `training.patience` is exhausted, or until a stop signal
+    arrives.
 
     Args:
       run: contains config.yaml and tokenizer.json, and is locked by this process.
       store: the tokens, with the configured batch size and window length.
       resume: continue from the newest checkpoint, if there is one.
-      sample: generates a text sample with the current model; called every `training.sample_every` steps.
+      sample: generates a text sample with the current model; called every `training.sample_every`
+        steps.
 
     Raises:
-      UserError: memory or disk space is insufficient, a checkpoint is damaged, or the loss is NaN or infinite.
+      UserError: memory or disk space is insufficient, a checkpoint is damaged, or the loss is NaN
+        or infinite.
       KeyboardInterrupt: after SIGINT, when the checkpoint is on disk.
       SystemExit: after SIGTERM, with code 143, when the checkpoint is on disk.
     """
@@ -93,8 +119,13 @@ def train(
 
 
 def abort_on_peer_loss(error: Exception, console: Console) -> None:
-    """Exits after another process of this training run has ended: collectives and barriers would never return."""
-    console.note(f"another process of this training run has ended ({first_line(error)}): continue with --resume")
+    """Exits after another process of this training run has ended: collectives and barriers would
+    never return.
+    """
+    console.note(
+        f"another process of this training run has ended ({first_line(error)}): continue with"
+        " --resume"
+    )
     console.close()
     exit_now(PEER_LOST)
 
@@ -125,11 +156,17 @@ class Trainer:
         self.teacher = open_teacher(config, self.layout, tokenizer.fingerprint, run)
         length = rollout_length(config, store.longest) if isinstance(store, PromptStore) else None
         self.updates = updates_per_step(config)
-        self.train_step = TrainStep(config, self.model, self.steps, self.layout, length=length, teacher=self.teacher)
+        self.train_step = TrainStep(
+            config, self.model, self.steps, self.layout, length=length, teacher=self.teacher
+        )
         self.facts = run_facts(config, tokenizer.fingerprint, self.layout, run)
         teacher_model = None if self.teacher is None else self.teacher.model
-        self.log = TrainingLog(config, self.model, self.layout, run, console, self.train_step.tokens, teacher_model)
-        self.checkpoints = Checkpoints(run.checkpoints, config.training.keep_last, (run.log(config), run.metrics))
+        self.log = TrainingLog(
+            config, self.model, self.layout, run, console, self.train_step.tokens, teacher_model
+        )
+        self.checkpoints = Checkpoints(
+            run.checkpoints, config.training.keep_last, (run.log(config), run.metrics)
+        )
         self.stop_sync = StopSync()
         self.step = 0
         self.progress = TrainingProgress()
@@ -139,7 +176,9 @@ class Trainer:
         self.teacher_weights: Parameters = {}  # the weights of the teacher
         self.rollouts: RolloutBatches | None = None
         self.sampled: SampledBatches | None = None
-        self.val_loss: float | None = None  # of the current step; in training with rewards, the mean reward times -1
+        self.val_loss: float | None = (
+            None  # of the current step; in training with rewards, the mean reward times -1
+        )
         self.saved_step: int | None = None
         self.rewinds = 0  # since the last checkpoint
 
@@ -153,16 +192,32 @@ class Trainer:
         self.programs = Programs(self.train_step, self.store.validation_rows)
         self.console.note(self.programs.memory.line())
         check_memory(self.programs.memory, self.config)
-        self.frozen = frozen_weights(self.config, self.model, self.facts["tokenizer_sha256"], self.layout, self.run)
+        self.frozen = frozen_weights(
+            self.config, self.model, self.facts["tokenizer_sha256"], self.layout, self.run
+        )
         if self.teacher is not None:
             self.teacher_weights = self.teacher.load_weights()
         if not restored:
             self._init_state()
         if isinstance(self.store, ConversationStore) and self.train_step.objective.has_reference:
             rows, parameters = self.programs.eval_rows, self.state.parameters
-            compute = partial(compute_reference_logprobs, self.store, self.model, self.layout, rows, parameters, self.frozen)
-            base = None if restored else weights_digest(open_base(self.config.training.init_from, self.run))
-            self.store.reference = load_or_compute_logprobs(self.run, self.store, base, compute, self.console.note)
+            compute = partial(
+                compute_reference_logprobs,
+                self.store,
+                self.model,
+                self.layout,
+                rows,
+                parameters,
+                self.frozen,
+            )
+            base = (
+                None
+                if restored
+                else weights_digest(open_base(self.config.training.init_from, self.run))
+            )
+            self.store.reference = load_or_compute_logprobs(
+                self.run, self.store, base, compute, self.console.note
+            )
         if isinstance(self.store, PromptStore):
             self._prepare_sampling(self.store)
         if self.on_cpu:
@@ -181,10 +236,14 @@ class Trainer:
             return self.stop.signal is not None
 
         if self.teacher is not None:
-            self.sampled = SampledBatches(self.train_step, store, self.tokenizer, self.frozen, is_stopped)
+            self.sampled = SampledBatches(
+                self.train_step, store, self.tokenizer, self.frozen, is_stopped
+            )
             return
         read = partial(starting_weights, self.config, self.model, self.facts["tokenizer_sha256"])
-        self.rollouts = RolloutBatches(self.train_step, store, self.tokenizer, self.frozen, read, is_stopped)
+        self.rollouts = RolloutBatches(
+            self.train_step, store, self.tokenizer, self.frozen, read, is_stopped
+        )
 
     def run_until_done(self) -> None:
         """Trains to the end, restarting the loop after each rewind."""
@@ -198,7 +257,11 @@ class Trainer:
             if self.config.training.nan_policy != "rewind":
                 self.checkpoints.wait()
                 good = self.checkpoints.newest()
-                hint = "there is no checkpoint yet" if good is None else f"the last good checkpoint is step {good}"
+                hint = (
+                    "there is no checkpoint yet"
+                    if good is None
+                    else f"the last good checkpoint is step {good}"
+                )
                 raise UserError(f"{bad}; {hint}") from bad
             self._rewind(bad)
 
@@ -212,12 +275,16 @@ class Trainer:
             return source
 
         def read(step: int) -> Batch:
-            return self.layout.put_batch(partial(self.store.batch, step + skipped), t.batch_size, t.grad_accum)
+            return self.layout.put_batch(
+                partial(self.store.batch, step + skipped), t.batch_size, t.grad_accum
+            )
 
         return StoredBatches(read, self.step, self.steps)
 
     def _rewind(self, bad: NonFiniteLoss) -> None:
-        """Restores the newest checkpoint or the initial state, and skips all batches up to and including the bad one."""
+        """Restores the newest checkpoint or the initial state, and skips all batches up to and
+        including the bad one.
+        """
         self.rewinds += 1
         if self.rewinds > MAX_REWINDS:
             raise UserError(f"{bad}; {MAX_REWINDS} rewinds to the same checkpoint did not help")
@@ -229,14 +296,22 @@ class Trainer:
             self._set_position(restored)
         else:
             self._init_state()
-        self.progress = replace(self.progress, skipped_batches=before.skipped_batches + bad.step - self.step)
+        self.progress = replace(
+            self.progress, skipped_batches=before.skipped_batches + bad.step - self.step
+        )
         self.log.files.truncate(self._last_row())
         self.saved_step = self.step
         if before.best_step not in (None, self.progress.best_step):
-            self._export(self._best_state())  # the rewind discarded the step of the exported weights
+            self._export(
+                self._best_state()
+            )  # the rewind discarded the step of the exported weights
         skipped = f"the batches of steps {self.step + 1} to {bad.step} are skipped"
         self.console.note(f"{str(bad).partition(':')[0]}: back to step {self.step}, {skipped}")
-        row = {"step": self.step + 1, "bad_step": bad.step, "passed_over": self.progress.skipped_batches}
+        row = {
+            "step": self.step + 1,
+            "bad_step": bad.step,
+            "passed_over": self.progress.skipped_batches,
+        }
         self.log.files.event("rewind", row)
 
     def _init_state(self) -> None:
@@ -273,7 +348,9 @@ class Trainer:
             except SamplingInterrupted:
                 self._save_and_stop()
             for _ in range(self.updates):
-                self.state, metrics = self.programs.train(self.state, batch, self.frozen, self.teacher_weights)
+                self.state, metrics = self.programs.train(
+                    self.state, batch, self.frozen, self.teacher_weights
+                )
             self.step += 1
             self.val_loss = None
             if self.rollouts is not None:
@@ -286,15 +363,21 @@ class Trainer:
             self._stop_if_requested()
 
     def _evaluates_start(self) -> bool:
-        """Whether the starting weights are still to be evaluated. Only training with rewards evaluates them."""
+        """Whether the starting weights are still to be evaluated. Only training with rewards
+        evaluates them.
+        """
         return self.rollouts is not None and self.step == 0 and self.progress.best_step is None
 
     def _last_row(self) -> int:
-        """Returns the last step whose rows in the logs are kept; −1 if the row of step 0 is written again."""
+        """Returns the last step whose rows in the logs are kept; −1 if the row of step 0 is written
+        again.
+        """
         return -1 if self._evaluates_start() else self.step
 
     def _after_step(self) -> None:
-        """Runs the actions that are due after this step: a log row, an evaluation, a sample, a checkpoint."""
+        """Runs the actions that are due after this step: a log row, an evaluation, a sample, a
+        checkpoint.
+        """
         t = self.config.training
         last = self.step == self.steps
         evaluates = self.step % t.eval_every == 0 or last
@@ -326,11 +409,19 @@ class Trainer:
         return (self.step >= self.steps or exhausted) and not self.progress.evaluation_due
 
     def _evaluate(self) -> None:
-        """Evaluates, writes the row and exports the weights if they are the best. A stop signal postpones all of this."""
+        """Evaluates, writes the row and exports the weights if they are the best. A stop signal
+        postpones all of this.
+        """
         row_metrics = self.progress.evaluation_due or self.log.row_metrics(self.step)
         with self.log.paused():
-            loss, metrics = self._validation_loss() if self.rollouts is None else self.rollouts.evaluate(self.state)
-            self.progress = replace(self.progress, evaluation_due=row_metrics if loss is None else None)
+            loss, metrics = (
+                self._validation_loss()
+                if self.rollouts is None
+                else self.rollouts.evaluate(self.state)
+            )
+            self.progress = replace(
+                self.progress, evaluation_due=row_metrics if loss is None else None
+            )
             if loss is None:
                 return
             mean = _mean(self.state.loss_since_eval) if self.step else None
@@ -338,10 +429,19 @@ class Trainer:
                 self.log.check(self.step, mean)
             self.state = self.state._replace(loss_since_eval=self._zeros())
             bits = None
-            if self.train_step.objective.per_token and self.sampled is None and self._bytes_per_target:
+            if (
+                self.train_step.objective.per_token
+                and self.sampled is None
+                and self._bytes_per_target
+            ):
                 nats = metrics.get("val_data_loss", loss)
                 bits = nats / math.log(2) / self._bytes_per_target
-            row = {"step": self.step, "train_loss": mean, "val_loss": loss, "bits_per_byte": bits} | row_metrics
+            row = {
+                "step": self.step,
+                "train_loss": mean,
+                "val_loss": loss,
+                "bits_per_byte": bits,
+            } | row_metrics
             if self.rollouts is not None:
                 reward = _mean(self.progress.rewards_since_eval) if self.step else None
                 rewards = {"reward": reward, "val_reward": metrics.pop("val_reward")}
@@ -357,7 +457,8 @@ class Trainer:
         """Computes the validation loss, accumulated in float64 over batches.
 
         Returns:
-          The loss, and the metrics of the objective with the prefix `val_`. The loss is None if a stop signal arrived.
+          The loss, and the metrics of the objective with the prefix `val_`. The loss is None if a
+          stop signal arrived.
         """
         nats = 0.0
         count = 0.0
@@ -366,11 +467,17 @@ class Trainer:
         try:
             for batch in self._validation_batches(rows):
                 placed = self.layout.put_batch(partial(select_rows, batch), rows)
-                part = jax.device_get(self.programs.evaluate(self.state.weights, placed, self.frozen, self.teacher_weights))
+                part = jax.device_get(
+                    self.programs.evaluate(
+                        self.state.weights, placed, self.frozen, self.teacher_weights
+                    )
+                )
                 nats += float(part.nats)
                 count += float(part.num_targets)
                 if part.metrics is not None:
-                    metrics = np.asarray(part.metrics, np.float64) + (0 if metrics is None else metrics)
+                    metrics = np.asarray(part.metrics, np.float64) + (
+                        0 if metrics is None else metrics
+                    )
                 if self._all_agree_to_stop():
                     return None, {}
         except SamplingInterrupted:
@@ -395,7 +502,9 @@ class Trainer:
         return size / max(count, 1)
 
     def _write_sample(self, sample: Sampler) -> None:
-        """Writes a text sample. A failure is only noted on the console, since training does not depend on samples."""
+        """Writes a text sample. A failure is only noted on the console, since training does not
+        depend on samples.
+        """
         weights: Mapping[str, Any] = self.state.weights | self.frozen
         weights = weights if self.layout.mesh is None else fetch_to_host(weights)
         if is_rank0():
@@ -413,7 +522,9 @@ class Trainer:
         self.console.sample(text, self.step)
 
     def _save(self) -> None:
-        """Saves this step unless it is already saved. Raises `NonFiniteLoss` rather than save NaN weights."""
+        """Saves this step unless it is already saved. Raises `NonFiniteLoss` rather than save NaN
+        weights.
+        """
         if self.saved_step == self.step:
             return
         with self.log.paused():
@@ -423,7 +534,9 @@ class Trainer:
         self.rewinds = 0
 
     def _all_agree_to_stop(self) -> bool:
-        """Returns whether any process has received a stop signal; all processes call it together."""
+        """Returns whether any process has received a stop signal; all processes call it
+        together.
+        """
         number = all_reduce_max(self.stop.signal or 0)
         if number:  # else a signal that has arrived meanwhile stays in `stop`
             self.stop.signal = number
@@ -432,7 +545,11 @@ class Trainer:
     def _stop_if_requested(self) -> None:
         # All processes know the signal that interrupted an evaluation already. They learn of others
         # a few steps later.
-        requested = self.stop.signal if self.progress.evaluation_due else self.stop_sync.poll(self.stop.signal)
+        requested = (
+            self.stop.signal
+            if self.progress.evaluation_due
+            else self.stop_sync.poll(self.stop.signal)
+        )
         if requested is None:
             return  # a signal that has arrived meanwhile stays in `stop`
         self.stop.signal = requested
@@ -445,18 +562,31 @@ class Trainer:
         self.stop.end()
 
     def _finish(self) -> None:
-        """Writes the files of a finished run. The final checkpoint marks the run as finished, so it comes last."""
+        """Writes the files of a finished run. The final checkpoint marks the run as finished, so it
+        comes last.
+        """
         self._export_missing()
         if is_rank0():
             tokens = self.step * self.train_step.tokens
-            write_summary(self.config, self.run, self.model, self.state, self.step, tokens, self.progress, self.facts)
+            write_summary(
+                self.config,
+                self.run,
+                self.model,
+                self.state,
+                self.step,
+                tokens,
+                self.progress,
+                self.facts,
+            )
             if self.config.logging.plot:
                 write_plot(self.config, self.run, self.console)
         self._save()
         self.checkpoints.wait()
         best = self.progress.best(self.rollouts is None)
         name = next(iter(best))
-        self.console.note(f"finished at step {self.step}: best {name} {best[name]:.4f} at {best['best_step']}")
+        self.console.note(
+            f"finished at step {self.step}: best {name} {best[name]:.4f} at {best['best_step']}"
+        )
 
     def _export_missing(self) -> None:
         """Exports the best weights, or else the last ones, if the exported file is missing."""
@@ -467,11 +597,20 @@ class Trainer:
         export_weights(self.run, self.model, state, self.facts)
 
     def _best_state(self) -> TrainState:
-        """Returns the state of the best evaluation, or the current state if no checkpoint has it."""
+        """Returns the state of the best evaluation, or the current state if no checkpoint has
+        it.
+        """
         best = self.progress.best_step
-        best_state = None if best in (None, self.step) else self.checkpoints.read(best, self.train_step.shapes)
+        best_state = (
+            None
+            if best in (None, self.step)
+            else self.checkpoints.read(best, self.train_step.shapes)
+        )
         if best_state is None and best != self.step:
-            self.console.note(f"no intact checkpoint of the best step, {best}: exporting the weights of step {self.step}")
+            self.console.note(
+                f"no intact checkpoint of the best step, {best}: exporting the weights of step"
+                f" {self.step}"
+            )
         return best_state or self.state
 
     def _zeros(self) -> jax.Array:

@@ -16,7 +16,8 @@ from dantinox.report import human_bytes, human_count
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h of glibc
 
-# The memory that may be in use: `KEPT_GROWTH` times the plan, because plans are up to 22 % too low, and `KEPT_GB` more.
+# The memory that may be in use: `KEPT_GROWTH` times the plan, because plans are up to 22 % too low,
+# and `KEPT_GB` more.
 KEPT_GROWTH = 1.3
 KEPT_GB = 0.25
 
@@ -48,21 +49,35 @@ class MemoryPlan:
     def line(self) -> str:
         """Returns parameters, optimizer state, estimated peak and free memory in one line."""
         # The peak below includes the memory that is already in use, so the free memory does too.
-        free = "" if self.available is None else f" of {human_bytes(self.available + self.resident)} free"
+        free = (
+            ""
+            if self.available is None
+            else f" of {human_bytes(self.available + self.resident)} free"
+        )
         count = self.parameters // 4  # of four bytes each
         weights = f"weights {human_bytes(self.parameters)}"
         parameters = f"{human_count(count)} parameters"
         if self.frozen:
-            parameters = f"{human_count(count + self.frozen_count)} parameters, {human_count(count)} of them trained"
+            parameters = (
+                f"{human_count(count + self.frozen_count)} parameters, {human_count(count)} of them"
+                " trained"
+            )
             weights = f"weights {human_bytes(self.frozen)}, adapters {human_bytes(self.parameters)}"
         if self.teacher:
             weights += f", teacher {human_bytes(self.teacher)}"
         peak = human_bytes(self.peak + self.resident)
-        return f"{parameters}: {weights}, optimizer {human_bytes(self.optimizer)}, estimated peak {peak}{free}"
+        return (
+            f"{parameters}: {weights}, optimizer {human_bytes(self.optimizer)}, estimated peak"
+            f" {peak}{free}"
+        )
 
 
-def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int = 0, teacher: Any = ()) -> MemoryPlan:
-    """Returns the memory plan of a compiled step; `state`, `frozen` and `teacher` are its arguments, as arrays or shapes."""
+def plan_memory(
+    compiled: Any, state: Any, frozen: Any = (), frozen_count: int = 0, teacher: Any = ()
+) -> MemoryPlan:
+    """Returns the memory plan of a compiled step; `state`, `frozen` and `teacher` are its
+    arguments, as arrays or shapes.
+    """
     device = jax.local_devices()[0]
     available = available_bytes(device)
     if available is not None and device.platform == "cpu":
@@ -86,7 +101,10 @@ def plan_memory(compiled: Any, state: Any, frozen: Any = (), frozen_count: int =
 def check_memory(plan: MemoryPlan, config: Config) -> None:
     """Raises a UserError that names the settings to lower if the plan does not fit."""
     if plan.available is not None and plan.peak > plan.available:
-        needs = f"this run needs about {plan.peak / 1e9:.2f} GB of memory, but only {plan.available / 1e9:.2f} GB are free"
+        needs = (
+            f"this run needs about {plan.peak / 1e9:.2f} GB of memory, but only"
+            f" {plan.available / 1e9:.2f} GB are free"
+        )
         raise UserError(f"{needs}: {remedies(config)}")
 
 
@@ -111,15 +129,17 @@ def remedies(config: Config) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Makes the C library keep the memory that XLA frees after a step on a CPU, so that the next step can reuse it.
+    """Makes the C library keep the memory that XLA frees after a step on a CPU, so that the next
+    step can reuse it.
 
-    By default, glibc returns large blocks to the system immediately. The next step must allocate them again, and every page of
-    4 KiB causes a page fault: 140,000 of them take 120 ms in a step of 700 ms with 560 MB of temporaries. Blocks of more than
-    32 MB are only kept in the main arena, so all threads use it. JAX runs programs in the calling thread, because with its
-    asynchronous dispatch a step often starts before the memory of the previous step is free.
+    By default, glibc returns large blocks to the system immediately. The next step must allocate
+    them again, and every page of 4 KiB causes a page fault: 140,000 of them take 120 ms in a step
+    of 700 ms with 560 MB of temporaries. Blocks of more than 32 MB are only kept in the main arena,
+    so all threads use it. JAX runs programs in the calling thread, because with its asynchronous
+    dispatch a step often starts before the memory of the previous step is free.
 
-    The options of the C library and of JAX apply to the whole process. They have no effect on threads and clients of JAX that
-    already exist.
+    The options of the C library and of JAX apply to the whole process. They have no effect on
+    threads and clients of JAX that already exist.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     with contextlib.suppress(OSError, AttributeError):  # not every C library has mallopt
@@ -130,10 +150,12 @@ def keep_freed_memory() -> None:
 
 
 def limit_kept_memory(plan: MemoryPlan) -> None:
-    """Releases the freed memory that the C library keeps (see `keep_freed_memory`) if the process uses much more than planned.
+    """Releases the freed memory that the C library keeps (see `keep_freed_memory`) if the process
+    uses much more than planned.
 
-    Small allocations can fragment the block that held the temporaries of a step. Then the next step needs a second block.
-    Without enough free memory for a second block, the kept memory is released after every step.
+    Small allocations can fragment the block that held the temporaries of a step. Then the next step
+    needs a second block. Without enough free memory for a second block, the kept memory is released
+    after every step.
     """
     planned_gb = (plan.peak + plan.resident) / 1e9
     scarce = plan.available is not None and plan.available < 2 * plan.peak

@@ -26,7 +26,9 @@ class MuonState(NamedTuple):
 
 
 class NorMuonState(NamedTuple):
-    """The state of Muon, and second moments along the longer side of each matrix. The axes of its other side have size 1."""
+    """The state of Muon, and second moments along the longer side of each matrix. The axes of its
+    other side have size 1.
+    """
 
     steps: jax.Array
     momentum: Parameters
@@ -34,9 +36,12 @@ class NorMuonState(NamedTuple):
 
 
 def muon(
-    training: TrainingSection, learning_rate: Callable[[Any], jax.Array], layout: Layout | None = None
+    training: TrainingSection,
+    learning_rate: Callable[[Any], jax.Array],
+    layout: Layout | None = None,
 ) -> optax.GradientTransformation:
-    """Orthogonalized Nesterov momentum times √max(1, fan out / fan in) (Jordan et al. 2024), with decoupled weight decay.
+    """Orthogonalized Nesterov momentum times √max(1, fan out / fan in) (Jordan et al. 2024), with
+    decoupled weight decay.
 
     With `muon_normalize` the state is a `NorMuonState`, else a `MuonState`.
     """
@@ -46,13 +51,21 @@ def muon(
         momentum = jax.tree.map(jnp.zeros_like, parameters)
         if not training.muon_normalize:
             return MuonState(steps, momentum)
-        return NorMuonState(steps, momentum, {name: jnp.zeros_like(_mean_squares(name, p)) for name, p in parameters.items()})
+        return NorMuonState(
+            steps,
+            momentum,
+            {name: jnp.zeros_like(_mean_squares(name, p)) for name, p in parameters.items()},
+        )
 
-    def update(gradients: Parameters, state: Any, parameters: Any) -> tuple[Parameters, MuonState | NorMuonState]:
+    def update(
+        gradients: Parameters, state: Any, parameters: Any
+    ) -> tuple[Parameters, MuonState | NorMuonState]:
         rate = learning_rate(state.steps)
         steps = state.steps + 1
         momentum = jax.tree.map(_interpolate, state.momentum, gradients)
-        directions = orthogonalize(jax.tree.map(_interpolate, momentum, gradients), training.muon_steps, layout)
+        directions = orthogonalize(
+            jax.tree.map(_interpolate, momentum, gradients), training.muon_steps, layout
+        )
         next_state: MuonState | NorMuonState = MuonState(steps, momentum)
         if training.muon_normalize:
             directions, squares = normalize_sizes(directions, state.squares)
@@ -68,30 +81,38 @@ def _interpolate(m: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def normalize_sizes(directions: Parameters, squares: Parameters) -> tuple[Parameters, Parameters]:
-    """Divides each vector of a matrix by its root mean square over the steps (Li et al. 2025, "NorMuon", algorithm 1).
+    """Divides each vector of a matrix by its root mean square over the steps (Li et al. 2025,
+    "NorMuon", algorithm 1).
 
-    The second moment of a vector is a moving average of its mean square. The vectors are those along the longer side of the
-    matrix: the neurons if fan out is at least fan in. Those along the shorter side of an orthogonalized matrix already have
-    equal norms. Each matrix is then multiplied by a factor that restores its Frobenius norm.
+    The second moment of a vector is a moving average of its mean square. The vectors are those
+    along the longer side of the matrix: the neurons if fan out is at least fan in. Those along the
+    shorter side of an orthogonalized matrix already have equal norms. Each matrix is then
+    multiplied by a factor that restores its Frobenius norm.
 
     Returns:
       the directions, and the second moments.
     """
     means = {name: _mean_squares(name, d) for name, d in directions.items()}
-    squares = jax.tree.map(lambda v, mean: SQUARES_DECAY * v + (1 - SQUARES_DECAY) * mean, squares, means)
+    squares = jax.tree.map(
+        lambda v, mean: SQUARES_DECAY * v + (1 - SQUARES_DECAY) * mean, squares, means
+    )
 
     def normalized(name: str, d: jax.Array) -> jax.Array:
         first, _ = fan_axes(name, d.ndim) or (0, 1)
         x = d / (jnp.sqrt(squares[name]) + 1e-10)
         axes = tuple(range(first, d.ndim))
-        norm, new_norm = (jnp.sqrt(jnp.sum(jnp.square(y), axis=axes, keepdims=True)) for y in (d, x))
+        norm, new_norm = (
+            jnp.sqrt(jnp.sum(jnp.square(y), axis=axes, keepdims=True)) for y in (d, x)
+        )
         return x * (norm / (new_norm + 1e-20))
 
     return {name: normalized(name, d) for name, d in directions.items()}, squares
 
 
 def _mean_squares(name: str, d: jax.Array) -> jax.Array:
-    """Returns the mean square over the shorter side of a hidden matrix or of each matrix of a stack. Its axes keep size 1."""
+    """Returns the mean square over the shorter side of a hidden matrix or of each matrix of a
+    stack. Its axes keep size 1.
+    """
     first, second = fan_axes(name, d.ndim) or (0, 1)
     fan_in, fan_out = math.prod(d.shape[first:second]), math.prod(d.shape[second:])
     shorter = range(first, second) if fan_in <= fan_out else range(second, d.ndim)

@@ -35,22 +35,28 @@ from dantinox.training.token_losses import LossSums, next_token_losses
 
 
 class Objective(NamedTuple):
-    """What a training run minimizes. The loss of a batch is the sum of its losses divided by `divisor`.
+    """What a training run minimizes. The loss of a batch is the sum of its losses divided by
+    `divisor`.
 
     Attributes:
-      losses: maps a model, a batch or a device's part of it, the settings, and the random streams of dropout (None: no dropout)
-        to sums. The sums of the parts of a batch add up.
+      losses: maps a model, a batch or a device's part of it, the settings, and the random streams
+        of dropout (None: no dropout) to sums. The sums of the parts of a batch add up.
       divisor: returns the divisor of the sums of a batch; the divisors of its parts add up.
-      abstract_batch: returns the shapes of a batch of `rows` examples of `length` tokens, a NamedTuple.
+      abstract_batch: returns the shapes of a batch of `rows` examples of `length` tokens, a
+        NamedTuple.
       conversations: number of conversations in an example, each with its own row of tokens.
       per_token: whether the loss is a mean over target tokens, for which bits per byte are defined.
-      has_validation_loss: whether the loss of validation batches is computed. If not, rewards are evaluated.
-      metrics: names of the sums in `LossSums.metrics`. The means are columns of the logs. The mean −ln p of target tokens is
-        called `data_loss`, if it is not the loss.
-      metric_weights: metric → the metric whose mean divides its mean, for a mean over some examples of the batch.
-      has_reference: whether batches contain log-probabilities under the model that training starts from.
-      kl_sums: returns the sum and the number of the terms of a KL divergence. It is estimated over the whole batch before the
-        losses, without a gradient, and added to the batch as `kl_P`. None: the losses need none.
+      has_validation_loss: whether the loss of validation batches is computed. If not, rewards are
+        evaluated.
+      metrics: names of the sums in `LossSums.metrics`. The means are columns of the logs. The mean
+        −ln p of target tokens is called `data_loss`, if it is not the loss.
+      metric_weights: metric → the metric whose mean divides its mean, for a mean over some examples
+        of the batch.
+      has_reference: whether batches contain log-probabilities under the model that training starts
+        from.
+      kl_sums: returns the sum and the number of the terms of a KL divergence. It is estimated over
+        the whole batch before the losses, without a gradient, and added to the batch as `kl_P`.
+        None: the losses need none.
       event: the kind of the rows with validation metrics in metrics.jsonl.
     """
 
@@ -67,7 +73,9 @@ class Objective(NamedTuple):
     event: str = "preferences"
 
     def named_metrics(self, means: Any, prefix: str = "") -> dict[str, float]:
-        """Returns the means of the metrics by column name, without those of which the batch has no example."""
+        """Returns the means of the metrics by column name, without those of which the batch has no
+        example.
+        """
         if means is None:
             return {}
         values = dict(zip(self.metrics, np.asarray(means, np.float64).tolist(), strict=True))
@@ -80,7 +88,9 @@ class Objective(NamedTuple):
 
 
 def random_batch(shapes: Any, vocab_size: int) -> Any:
-    """Returns a batch of these shapes with random tokens, all of which are targets. Its other arrays are zeros."""
+    """Returns a batch of these shapes with random tokens, all of which are targets. Its other
+    arrays are zeros.
+    """
     rng = np.random.default_rng(0)
 
     def fill(name: str, shape: jax.ShapeDtypeStruct | None) -> np.ndarray | None:
@@ -95,13 +105,17 @@ def random_batch(shapes: Any, vocab_size: int) -> Any:
 
 def abstract_windows(rows: int, length: int) -> Any:
     """Returns the shapes of a `Batch`."""
-    int32, float32 = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.float32))
+    int32, float32 = (
+        jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.float32)
+    )
     return Batch(int32, int32, int32, float32)  # type: ignore[arg-type]
 
 
 def abstract_pairs(rows: int, length: int) -> Any:
     """Returns the shapes of `Preferences`."""
-    int32, float32 = (jax.ShapeDtypeStruct((rows, 2, length), dtype) for dtype in (jnp.int32, jnp.float32))
+    int32, float32 = (
+        jax.ShapeDtypeStruct((rows, 2, length), dtype) for dtype in (jnp.int32, jnp.float32)
+    )
     return Preferences(int32, int32, int32, float32, jax.ShapeDtypeStruct((rows, 2), jnp.float32))  # type: ignore[arg-type]
 
 
@@ -148,7 +162,9 @@ OBJECTIVES: dict[str, Objective] = {
     "orpo": on_pairs(orpo, has_reference=False),
     "simpo": on_pairs(simpo, has_reference=False),
     "distill": TOKENS._replace(
-        losses=lambda model, batch, config, rngs: distill_losses(model, batch, config.distill, rngs=rngs),
+        losses=lambda model, batch, config, rngs: distill_losses(
+            model, batch, config.distill, rngs=rngs
+        ),
         metrics=("kl", "data_loss"),
         event="distillation",
     ),

@@ -1,4 +1,6 @@
-"""Log-probabilities under the reference model of preference training, computed once and stored in the run."""
+"""Log-probabilities under the reference model of preference training, computed once and stored in
+the run.
+"""
 
 import json
 from collections.abc import Callable
@@ -19,7 +21,12 @@ REFERENCE_FILE = "reference.json"  # in the token directory of the run
 
 
 def compute_reference_logprobs(
-    store: ConversationStore, model: ModelConfig, layout: Layout, rows: int, parameters: Parameters, frozen: Parameters
+    store: ConversationStore,
+    model: ModelConfig,
+    layout: Layout,
+    rows: int,
+    parameters: Parameters,
+    frozen: Parameters,
 ) -> np.ndarray:
     """Computes the log-probabilities of both answers of all pairs, `rows` pairs per batch.
 
@@ -41,11 +48,13 @@ def load_or_compute_logprobs(
     compute: Callable[[], np.ndarray],
     note: Callable[[str], None] = lambda line: None,
 ) -> np.ndarray:
-    """Loads the log-probabilities of the run's tokens, float32 `[pairs, 2]`, or computes and saves them.
+    """Loads the log-probabilities of the run's tokens, float32 `[pairs, 2]`, or computes and saves
+    them.
 
     Args:
-      weights_sha256: the SHA-256 of the reference weights, which are the weights before training. None when a run is
-        resumed: training has then changed the weights of the run, so the file must exist.
+      weights_sha256: the SHA-256 of the reference weights, which are the weights before training.
+        None when a run is resumed: training has then changed the weights of the run, so the file
+        must exist.
 
     Raises:
       UserError: the file is damaged, or missing when a run is resumed.
@@ -63,12 +72,17 @@ def load_or_compute_logprobs(
             return logprobs
     if weights_sha256 is None:
         raise UserError(
-            f"{run.data} has no log-probabilities of its tokens under the starting weights: restore {REFERENCE_FILE}"
+            f"{run.data} has no log-probabilities of its tokens under the starting weights: restore"
+            f" {REFERENCE_FILE}"
         )
     note("computing the log-probabilities of all answers under the starting weights")
     logprobs = compute()
     if is_rank0():
-        record = {"tokens": store.name, "weights": weights_sha256, "log_probabilities": logprobs.tolist()}
+        record = {
+            "tokens": store.name,
+            "weights": weights_sha256,
+            "log_probabilities": logprobs.tolist(),
+        }
         write_file(run.path, f"{run.data.name}/{REFERENCE_FILE}", json.dumps(record) + "\n")
     barrier()
     return logprobs

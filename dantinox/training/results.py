@@ -18,7 +18,9 @@ from dantinox.training.objective import OBJECTIVES
 from dantinox.training.step import TrainState
 
 
-def export_weights(run: RunDirectory, model: ModelConfig, state: TrainState, facts: dict[str, Any]) -> None:
+def export_weights(
+    run: RunDirectory, model: ModelConfig, state: TrainState, facts: dict[str, Any]
+) -> None:
     """Writes the weights or adapters of a state in the format that generation reads."""
     weights = fetch_to_host(state.weights)
     if is_rank0():
@@ -30,11 +32,17 @@ def export_weights(run: RunDirectory, model: ModelConfig, state: TrainState, fac
 
 
 def write_answers(run: RunDirectory, step: int, answers: str) -> None:
-    """Writes the answers of a step with their rewards, in JSON Lines, and the page with all answers up to this step."""
+    """Writes the answers of a step with their rewards, in JSON Lines, and the page with all answers
+    up to this step.
+    """
     run.samples.mkdir(exist_ok=True)
     write_file(run.path, f"{run.samples.name}/step_{step}.jsonl", answers)
-    found = {int(path.stem.removeprefix("step_")): path for path in run.samples.glob("step_*.jsonl")}
-    samples = {number: path.read_text(encoding="utf-8") for number, path in found.items() if number <= step}
+    found = {
+        int(path.stem.removeprefix("step_")): path for path in run.samples.glob("step_*.jsonl")
+    }
+    samples = {
+        number: path.read_text(encoding="utf-8") for number, path in found.items() if number <= step
+    }
     write_file(run.path, run.rewards.name, reward_page(read_jsonl(run.metrics), samples))
 
 
@@ -53,8 +61,13 @@ def write_summary(
     Args:
       tokens: the tokens of all steps.
     """
-    sizes = {name: math.prod(leaf.shape) for name, leaf in abstract_model(replace(model_config, lora=None))[1].items()}
-    embeddings = sum(size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm")))
+    sizes = {
+        name: math.prod(leaf.shape)
+        for name, leaf in abstract_model(replace(model_config, lora=None))[1].items()
+    }
+    embeddings = sum(
+        size for name, size in sizes.items() if not name.startswith(("blocks/", "rolled/", "norm"))
+    )
     summary = {
         "parameters": sum(sizes.values()),
         "trained_parameters": sum(p.size for p in state.parameters.values()),
@@ -70,7 +83,11 @@ def write_summary(
 def write_plot(config: Config, run: RunDirectory, console: Console) -> None:
     """Writes a plot of the loss or the rewards of a training run, or notes why it cannot."""
     try:
-        plot_loss(run.log(config), run.metrics, run.plots / ("loss.png" if _has_loss(config) else "reward.png"))
+        plot_loss(
+            run.log(config),
+            run.metrics,
+            run.plots / ("loss.png" if _has_loss(config) else "reward.png"),
+        )
     except UserError as error:
         console.note(f"no plot: {error}")
 

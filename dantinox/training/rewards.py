@@ -1,4 +1,6 @@
-"""Reward functions of `grpo.rewards`: they map a prompt, a sampled answer and the record of the prompt to numbers."""
+"""Reward functions of `grpo.rewards`: they map a prompt, a sampled answer and the record of the
+prompt to numbers.
+"""
 
 import importlib
 import json
@@ -34,8 +36,8 @@ MAX_CHARACTERS = 1 << 20  # of an answer that is matched, parsed or run; a longe
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_TESTS = 1000
 MAX_SHOWN_RECORD = 300  # characters of a record in an error message
-# An integer, perhaps with commas between groups of three digits, or a decimal number, perhaps with an exponent. A sign after a
-# letter, a digit or a closing bracket is an operator.
+# An integer, perhaps with commas between groups of three digits, or a decimal number, perhaps with
+# an exponent. A sign after a letter, a digit or a closing bracket is an operator.
 NUMBER = re.compile(
     r"(?:(?<![\w)\]])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 )
@@ -46,7 +48,8 @@ class RewardFunction(NamedTuple):
     """The rewards of a run.
 
     Attributes:
-      scores: the function of each reward by its name. A name that appears again gets a number, as in `regex#2`.
+      scores: the function of each reward by its name. A name that appears again gets a number, as
+        in `regex#2`.
       weights: the weight of each reward in the sum.
     """
 
@@ -57,7 +60,8 @@ class RewardFunction(NamedTuple):
         """Returns the rewards of an answer by name, before they are multiplied by their weights.
 
         Raises:
-          UserError: a field of the record is missing or wrong, or a user's function fails or returns no finite number.
+          UserError: a field of the record is missing or wrong, or a user's function fails or
+            returns no finite number.
         """
         return {name: function(prompt, answer, record) for name, function in self.scores.items()}
 
@@ -67,11 +71,12 @@ class RewardFunction(NamedTuple):
 
 
 def build_rewards(section: GRPOSection) -> RewardFunction:
-    """Returns the rewards of `grpo.rewards`, with their expressions compiled, schemas read and functions imported.
+    """Returns the rewards of `grpo.rewards`, with their expressions compiled, schemas read and
+    functions imported.
 
     Raises:
-      UserError: an expression or a schema is invalid, a file or a function does not exist, a library is missing, or
-        `python_tests` is not allowed or not possible on this platform.
+      UserError: an expression or a schema is invalid, a file or a function does not exist, a
+        library is missing, or `python_tests` is not allowed or not possible on this platform.
     """
     scores: dict[str, Score] = {}
     weights: dict[str, float] = {}
@@ -94,19 +99,26 @@ def exact_match(options: ExactMatch) -> Score:
         return text.casefold() if options.ignore_case else text
 
     def score(_: str, answer: str, record: Record) -> float:
-        return float(normalize(answer) == normalize(str(read_field(record, options.field, options.name))))
+        return float(
+            normalize(answer) == normalize(str(read_field(record, options.field, options.name)))
+        )
 
     return score
 
 
 def numeric(options: Numeric) -> Score:
-    """1 if the number of the answer differs by at most `tolerance` from that of a field of the record, else 0."""
+    """1 if the number of the answer differs by at most `tolerance` from that of a field of the
+    record, else 0.
+    """
 
     def score(_: str, answer: str, record: Record) -> float:
         content = read_field(record, options.field, options.name)
         expected = find_number(str(content), options.after)
         if expected is None:
-            raise UserError(f"the reward numeric found no number in the field {options.field} of {show_record(record)}")
+            raise UserError(
+                f"the reward numeric found no number in the field {options.field} of"
+                f" {show_record(record)}"
+            )
         found = find_number(answer, options.after, required=True)
         return float(found is not None and abs(found - expected) <= options.tolerance)
 
@@ -114,7 +126,8 @@ def numeric(options: Numeric) -> Score:
 
 
 def find_number(text: str, after: str | None = None, required: bool = False) -> float | None:
-    """Returns the last number of a text, or the first one after the last occurrence of `after`; None if there is no number.
+    """Returns the last number of a text, or the first one after the last occurrence of `after`;
+    None if there is no number.
 
     Args:
       required: whether a text without `after` has no number. Otherwise its last number is returned.
@@ -134,7 +147,9 @@ def find_number(text: str, after: str | None = None, required: bool = False) -> 
 
 def regex(options: Regex) -> Score:
     """1 if a regular expression matches the answer, else 0."""
-    matches = compile_linear_regex(options.pattern, options.match == "fullmatch", "the reward regex")
+    matches = compile_linear_regex(
+        options.pattern, options.match == "fullmatch", "the reward regex"
+    )
     return lambda prompt, answer, record: float(len(answer) <= MAX_CHARACTERS and matches(answer))
 
 
@@ -145,19 +160,25 @@ def json_schema(options: JSONSchema) -> Score:
 
         def score(_: str, answer: str, record: Record) -> float:
             schema = read_field(record, field, options.name)
-            check = compile_schema(schema, f"the schema in the field {field} of {show_record(record)}")
+            check = compile_schema(
+                schema, f"the schema in the field {field} of {show_record(record)}"
+            )
             return float(allows_json(check, answer))
 
         return score
     if options.path is None:
         check = compile_schema(options.json_schema, "the schema of the reward json_schema")
     else:
-        check = compile_schema(read_json(options.path, MAX_SCHEMA_BYTES, "the schema"), f"the schema {options.path}")
+        check = compile_schema(
+            read_json(options.path, MAX_SCHEMA_BYTES, "the schema"), f"the schema {options.path}"
+        )
     return lambda prompt, answer, record: float(allows_json(check, answer))
 
 
 def allows_json(check: Callable[[Any], bool], answer: str) -> bool:
-    """Whether the JSON of an answer passes a check. NaN, Infinity and numbers of thousands of digits are not JSON."""
+    """Whether the JSON of an answer passes a check. NaN, Infinity and numbers of thousands of
+    digits are not JSON.
+    """
     if len(answer) > MAX_CHARACTERS:
         return False
     try:
@@ -171,7 +192,9 @@ def _refuse_constant(name: str) -> None:
 
 
 def fenced_block(text: str) -> str:
-    """Returns the content of the last complete block between lines that begin with three backticks, or else the whole text."""
+    """Returns the content of the last complete block between lines that begin with three backticks,
+    or else the whole text.
+    """
     lines = text.splitlines(keepends=True)
     fences = [number for number, line in enumerate(lines) if line.lstrip().startswith(FENCE)]
     if len(fences) < 2:
@@ -181,7 +204,9 @@ def fenced_block(text: str) -> str:
 
 
 def length(options: Length) -> Score:
-    """A penalty in [−1, 0] on the distance from a target length, or on the excess over a maximum."""
+    """A penalty in [−1, 0] on the distance from a target length, or on the excess over a
+    maximum.
+    """
 
     def score(_: str, answer: str, record: Record) -> float:
         size = len(answer.split()) if options.unit == "words" else len(answer)
@@ -194,7 +219,9 @@ def length(options: Length) -> Score:
 
 
 def python_tests(options: PythonTests) -> Score:
-    """The fraction of the tests of the record that the answer, or the last fenced block in it, passes."""
+    """The fraction of the tests of the record that the answer, or the last fenced block in it,
+    passes.
+    """
     check_platform()
 
     def score(_: str, answer: str, record: Record) -> float:
@@ -203,16 +230,22 @@ def python_tests(options: PythonTests) -> Score:
         is_list = isinstance(tests, list | tuple) and all(isinstance(test, str) for test in tests)
         if not is_list or not 1 <= len(tests) <= MAX_TESTS:
             expected = f"must be Python code or a list of 1 to {MAX_TESTS} of these"
-            raise UserError(f"the field {options.field} {expected}, got {quote(tests)} in {show_record(record)}")
+            raise UserError(
+                f"the field {options.field} {expected}, got {quote(tests)} in {show_record(record)}"
+            )
         if len(answer) > MAX_CHARACTERS:
             return 0.0
-        return count_passed_tests(fenced_block(answer), tests, options.seconds, options.memory_mib) / len(tests)
+        return count_passed_tests(
+            fenced_block(answer), tests, options.seconds, options.memory_mib
+        ) / len(tests)
 
     return score
 
 
 def user_function(options: Function) -> Score:
-    """The number that a user's function returns. It is imported from an installed package or the working directory."""
+    """The number that a user's function returns. It is imported from an installed package or the
+    working directory.
+    """
     module_name, _, function_name = options.name.rpartition(".")
     directory = os.getcwd()
     if directory not in sys.path:
@@ -221,16 +254,22 @@ def user_function(options: Function) -> Score:
         function = getattr(importlib.import_module(module_name), function_name, None)
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"the reward {options.name} cannot be imported from {directory}: {reason}") from None
+        raise UserError(
+            f"the reward {options.name} cannot be imported from {directory}: {reason}"
+        ) from None
     if not callable(function):
-        raise UserError(f"the module {module_name} has no function {function_name}, which grpo.rewards names")
+        raise UserError(
+            f"the module {module_name} has no function {function_name}, which grpo.rewards names"
+        )
 
     def score(prompt: str, answer: str, record: Record) -> float:
         try:
             value = function(prompt, answer, record)
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(f"the reward {options.name} failed on {show_record(record)}: {reason}") from error
+            raise UserError(
+                f"the reward {options.name} failed on {show_record(record)}: {reason}"
+            ) from error
         if not isinstance(value, Real) or not math.isfinite(value):
             got = f"got {quote(value)} on {show_record(record)}"
             raise UserError(f"the reward {options.name} must return a finite number, {got}")
@@ -246,14 +285,18 @@ def read_field(record: Record, field: str, reward: str) -> Any:
       UserError: the record has no such field.
     """
     if field not in record:
-        raise UserError(f"the reward {reward} needs the field {field}, which is missing in {show_record(record)}")
+        raise UserError(
+            f"the reward {reward} needs the field {field}, which is missing in"
+            f" {show_record(record)}"
+        )
     return record[field]
 
 
 def show_record(record: Record) -> str:
     """Formats a record for an error message."""
     text = repr(dict(record))
-    return f"the record {text if len(text) <= MAX_SHOWN_RECORD else text[: MAX_SHOWN_RECORD - 1] + '…'}"
+    shown = text if len(text) <= MAX_SHOWN_RECORD else text[: MAX_SHOWN_RECORD - 1] + "…"
+    return f"the record {shown}"
 
 
 BUILDERS: dict[type[Reward], Callable[[Any], Score]] = {

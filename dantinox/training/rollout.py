@@ -12,18 +12,21 @@ from dantinox.text import PADDING, Batch
 
 
 class Rollout(NamedTuple):
-    """R sequences of T tokens, each a prompt and one sampled answer. The N answers to a prompt are consecutive rows.
+    """R sequences of T tokens, each a prompt and one sampled answer. The N answers to a prompt are
+    consecutive rows.
 
     Attributes:
       tokens_RT: int32 inputs.
       targets_RT: int32, the token after each input.
       segments_RT: int32 segments of attention, as in `Batch`.
-      mask_RT: float32, 1 where the target is a token of the answer, else 0. A row of zeros is padding.
+      mask_RT: float32, 1 where the target is a token of the answer, else 0. A row of zeros is
+        padding.
       weights_RT: float32 weight of each token in the loss; see `token_weights`.
       advantages_R: float32; see `dantinox.training.policy_loss.group_advantages`.
-      reference_RT: float32 log-probabilities of the targets under the starting weights; zeros if `grpo.kl_weight` is 0.
-      old_RT: float32 log-probabilities of the targets under the weights that sampled the answers. None: these are the current
-        weights.
+      reference_RT: float32 log-probabilities of the targets under the starting weights; zeros if
+        `grpo.kl_weight` is 0.
+      old_RT: float32 log-probabilities of the targets under the weights that sampled the answers.
+        None: these are the current weights.
     """
 
     tokens_RT: jax.Array | np.ndarray
@@ -41,7 +44,9 @@ class Rollout(NamedTuple):
 
 
 def abstract_rollout(rows: int, length: int) -> Rollout:
-    """Returns the shapes of a `Rollout` of `rows` sequences of `length` tokens, without `old_RT`."""
+    """Returns the shapes of a `Rollout` of `rows` sequences of `length` tokens, without
+    `old_RT`.
+    """
     int_RT: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     float_RT: Any = jax.ShapeDtypeStruct((rows, length), jnp.float32)
     float_R: Any = jax.ShapeDtypeStruct((rows,), jnp.float32)
@@ -61,7 +66,9 @@ def count_answers(rollout: Rollout) -> jax.Array:
     return jnp.sum(jnp.any(rollout.mask_RT > 0, axis=1).astype(jnp.float32))
 
 
-def answer_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: int, pad_id: int = 0) -> Batch:
+def answer_rows(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: int, pad_id: int = 0
+) -> Batch:
     """Returns rows of `length` tokens for pairs of the tokens of a prompt and of its answer.
 
     All tokens of an answer are targets, including the token that ended it.
@@ -81,16 +88,23 @@ def answer_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], length: in
     return Batch(tokens_RT, targets_RT, segments_RT, mask_RT)
 
 
-def token_weights(mask_RT: np.ndarray, normalization: Normalization, max_new_tokens: int) -> np.ndarray:
-    """Returns float32 weights `[R, T]` with which the weighted sum over tokens, divided by the number of answers, is the loss.
+def token_weights(
+    mask_RT: np.ndarray, normalization: Normalization, max_new_tokens: int
+) -> np.ndarray:
+    """Returns float32 weights `[R, T]` with which the weighted sum over tokens, divided by the
+    number of answers, is the loss.
 
-    The number of answers A is the number of rows with a token. |o| is the length of an answer, Σ|o| that of all answers:
+    The number of answers A is the number of rows with a token. |o| is the length of an answer, Σ|o|
+    that of all answers:
 
-    - sequence: 1 / |o|; the loss is the mean over answers of the mean over tokens (DeepSeekMath, equation 21);
+    - sequence: 1 / |o|; the loss is the mean over answers of the mean over tokens (DeepSeekMath,
+      equation 21);
     - token: A / Σ|o|; the loss is the mean over all tokens of the batch (DAPO, equation 8);
-    - constant: 1 / max_new_tokens; the loss is the mean over answers of the sum over tokens divided by a constant (Dr. GRPO).
+    - constant: 1 / max_new_tokens; the loss is the mean over answers of the sum over tokens divided
+      by a constant (Dr. GRPO).
 
-    The weights are those of the whole batch. Sums over parts of it, such as accumulation steps or devices, are therefore exact.
+    The weights are those of the whole batch. Sums over parts of it, such as accumulation steps or
+    devices, are therefore exact.
 
     Args:
       mask_RT: 1 for tokens of the answers, else 0.

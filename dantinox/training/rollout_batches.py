@@ -1,4 +1,6 @@
-"""The batches of training with rewards: sampled answers, their rewards, advantages and log-probabilities."""
+"""The batches of training with rewards: sampled answers, their rewards, advantages and
+log-probabilities.
+"""
 
 import json
 import time
@@ -46,25 +48,42 @@ class Group(NamedTuple):
 
 
 def rollout_length(config: Config, longest: int) -> int:
-    """Returns the number of inputs of a row that holds the longest prompt and the longest answer."""
+    """Returns the number of inputs of a row that holds the longest prompt and the longest
+    answer.
+    """
     most = longest + config.generation.max_new_tokens - 1  # the last token is only a target
     return min(-(-most // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, config.model.max_context)
 
 
-def rollout_rows(groups: Sequence[Group], length: int, config: Config, pad_id: int = 0) -> tuple[Rollout, np.ndarray]:
-    """Returns the rows of all answers, and float32 `[R, T]` log-probabilities that the engine recorded for the targets.
+def rollout_rows(
+    groups: Sequence[Group], length: int, config: Config, pad_id: int = 0
+) -> tuple[Rollout, np.ndarray]:
+    """Returns the rows of all answers, and float32 `[R, T]` log-probabilities that the engine
+    recorded for the targets.
 
     All tokens of an answer are targets, including the token that ended it. `reference_RT` is zero.
     """
     pairs = [(group.prompt.ids, answer) for group in groups for answer in group.answers]
-    tokens_RT, targets_RT, segments_RT, mask_RT = answer_rows([(ids, answer.ids) for ids, answer in pairs], length, pad_id)
+    tokens_RT, targets_RT, segments_RT, mask_RT = answer_rows(
+        [(ids, answer.ids) for ids, answer in pairs], length, pad_id
+    )
     sampled_RT = np.zeros_like(mask_RT)
     sampled_RT[mask_RT > 0] = np.concatenate([answer.logprobs for _, answer in pairs])
     options = config.grpo.options
-    advantages_GN = group_advantages(np.stack([group.rewards_N for group in groups]), options.advantage)
+    advantages_GN = group_advantages(
+        np.stack([group.rewards_N for group in groups]), options.advantage
+    )
     weights_RT = token_weights(mask_RT, options.normalization, config.generation.max_new_tokens)
     reference_RT = np.zeros_like(mask_RT)
-    rollout = Rollout(tokens_RT, targets_RT, segments_RT, mask_RT, weights_RT, advantages_GN.reshape(-1), reference_RT)
+    rollout = Rollout(
+        tokens_RT,
+        targets_RT,
+        segments_RT,
+        mask_RT,
+        weights_RT,
+        advantages_GN.reshape(-1),
+        reference_RT,
+    )
     return rollout, sampled_RT
 
 
@@ -92,8 +111,8 @@ class RolloutBatches:
         Args:
           step: the optimizer step, which reads the batches.
           frozen: the frozen weights under adapters.
-          starting_weights: returns the weights before training, or None for new adapters; called if the loss needs them as the
-            reference of its KL penalty.
+          starting_weights: returns the weights before training, or None for new adapters; called if
+            the loss needs them as the reference of its KL penalty.
           stop: whether a stop signal arrived.
 
         Raises:
@@ -101,13 +120,22 @@ class RolloutBatches:
         """
         config = self._config = step.config
         if step.layout.mesh is not None:
-            raise UserError(f"training.objective: grpo runs on one device, got {step.layout.devices}: make only one visible")
+            raise UserError(
+                f"training.objective: grpo runs on one device, got {step.layout.devices}: make only"
+                " one visible"
+            )
         self._store = store
         self._layout = step.layout
         self._frozen = frozen
         self._stop = stop
-        self._logprobs = make_reference_step(step.model, step.layout, partial(answer_logprobs, config=config))
-        self._reference = step.initial_parameters(starting_weights(), frozen) if config.grpo.kl_weight > 0 else None
+        self._logprobs = make_reference_step(
+            step.model, step.layout, partial(answer_logprobs, config=config)
+        )
+        self._reference = (
+            step.initial_parameters(starting_weights(), frozen)
+            if config.grpo.kl_weight > 0
+            else None
+        )
         self._rewards = build_rewards(config.grpo)
         self._is_logged = step.is_logged
         self._pad = tokenizer.pad_id or 0
@@ -142,7 +170,9 @@ class RolloutBatches:
             metrics["sampler_gap"] = float(jnp.max(placed.mask_RT * jnp.abs(old_RT - sampled_RT)))
             placed = placed._replace(old_RT=old_RT) if updates > 1 else placed
         if self._reference is not None:
-            placed = placed._replace(reference_RT=self._logprobs(self._reference, placed, self._frozen))
+            placed = placed._replace(
+                reference_RT=self._logprobs(self._reference, placed, self._frozen)
+            )
         self.metrics = metrics | {
             "sampling_rounds": float(rounds),
             "seconds_sampling": sampled - started,
@@ -153,7 +183,9 @@ class RolloutBatches:
         return placed
 
     def finish_step(self, loss: jax.Array) -> float:
-        """Waits for the updates of the newest batch, whose last loss is given, and returns the mean reward of the batch."""
+        """Waits for the updates of the newest batch, whose last loss is given, and returns the mean
+        reward of the batch.
+        """
         loss.block_until_ready()
         self.metrics["seconds_updating"] = time.perf_counter() - self._ready
         return self.metrics["reward"]
@@ -165,12 +197,15 @@ class RolloutBatches:
         """Answers the validation prompts, without randomness unless the entropy router samples.
 
         Returns:
-          The mean reward times −1, and the metrics with the prefix `val_`. The first is None if a stop signal arrived.
+          The mean reward times −1, and the metrics with the prefix `val_`. The first is None if a
+          stop signal arrived.
         """
         weights = state.weights | self._frozen
         seed = self._config.training.seed
         groups = list[Group]()
-        for prompts in self._store.validation(self._greedy.prompts_per_call, self._config.training.eval_tokens):
+        for prompts in self._store.validation(
+            self._greedy.prompts_per_call, self._config.training.eval_tokens
+        ):
             seeds = [rollout_seed(seed, 1, prompt.number) for prompt in prompts]
             try:
                 groups += self._answer(self._greedy, weights, prompts, seeds, greedy=True)
@@ -180,10 +215,14 @@ class RolloutBatches:
         return -metrics["val_reward"], metrics
 
     def samples(self) -> str:
-        """Returns answers of the newest batch with their rewards as JSON Lines, `SAVED_GROUPS` groups."""
+        """Returns answers of the newest batch with their rewards as JSON Lines, `SAVED_GROUPS`
+        groups.
+        """
         lines = []
         for group in self.groups[:SAVED_GROUPS]:
-            for answer, scores, reward in zip(group.answers, group.scores, group.rewards_N, strict=True):
+            for answer, scores, reward in zip(
+                group.answers, group.scores, group.rewards_N, strict=True
+            ):
                 record = {
                     "prompt": group.prompt.text,
                     "answer": answer.text,
@@ -203,8 +242,8 @@ class RolloutBatches:
     def _sample_groups(self, number: int, weights: Mapping[str, Any]) -> tuple[list[Group], int]:
         """Returns the groups of a batch, and the rounds of sampling.
 
-        With dynamic sampling (Yu et al. 2025, DAPO, section 3.2), groups of equal rewards are replaced by groups of further
-        prompts, as long as `grpo.max_sampling_rounds` allows.
+        With dynamic sampling (Yu et al. 2025, DAPO, section 3.2), groups of equal rewards are
+        replaced by groups of further prompts, as long as `grpo.max_sampling_rounds` allows.
         """
         seed = self._config.training.seed
         rounds = 0
@@ -222,7 +261,9 @@ class RolloutBatches:
                 useful = iter([group for group in groups if not group.is_uniform])
                 found = [next(useful, group) if group.is_uniform else group for group in found]
             rounds += 1
-            if rounds > self._config.grpo.max_sampling_rounds or not any(group.is_uniform for group in found):
+            if rounds > self._config.grpo.max_sampling_rounds or not any(
+                group.is_uniform for group in found
+            ):
                 return found, rounds
 
     def _answer(
@@ -233,23 +274,39 @@ class RolloutBatches:
         seeds: Sequence[int],
         **options: Any,
     ) -> list[Group]:
-        sampled = rollouts.sample(weights, [prompt.ids for prompt in prompts], seeds, stop=self._stop, **options)
-        return [self._score(prompt, answers) for prompt, answers in zip(prompts, sampled, strict=True)]
+        sampled = rollouts.sample(
+            weights, [prompt.ids for prompt in prompts], seeds, stop=self._stop, **options
+        )
+        return [
+            self._score(prompt, answers) for prompt, answers in zip(prompts, sampled, strict=True)
+        ]
 
     def _score(self, prompt: Prompt, answers: list[Answer]) -> Group:
-        scores = [self._rewards.score(prompt.text, answer.text, prompt.record) for answer in answers]
-        return Group(prompt, answers, scores, np.array([self._rewards.total(score) for score in scores], np.float64))
+        scores = [
+            self._rewards.score(prompt.text, answer.text, prompt.record) for answer in answers
+        ]
+        return Group(
+            prompt,
+            answers,
+            scores,
+            np.array([self._rewards.total(score) for score in scores], np.float64),
+        )
 
 
 def _group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns means over all answers: the reward and its standard deviation, each score, and the length of the answers."""
+    """Returns means over all answers: the reward and its standard deviation, each score, and the
+    length of the answers.
+    """
     answers = [answer for group in groups for answer in group.answers]
     scores = [score for group in groups for score in group.scores]
     rewards = np.concatenate([group.rewards_N for group in groups])
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        **{f"reward_{name}": float(np.mean([score[name] for score in scores])) for name in scores[0]},
+        **{
+            f"reward_{name}": float(np.mean([score[name] for score in scores]))
+            for name in scores[0]
+        },
         "answer_tokens": float(np.mean([len(answer.ids) for answer in answers])),
         "truncated": float(np.mean([answer.finish_reason == "length" for answer in answers])),
     }

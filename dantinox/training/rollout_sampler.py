@@ -1,8 +1,9 @@
-"""`RolloutSampler`: answers to prompts, sampled by the generation engine with the weights of a model in training.
+"""`RolloutSampler`: answers to prompts, sampled by the generation engine with the weights of a
+model in training.
 
-The programs are compiled once; each call of `RolloutSampler.sample` gets the weights as they are on the device. All calls have
-the same number of rows and the same lengths, so the tokens of an answer depend only on the weights, its prompt and its seed,
-and not on the other prompts.
+The programs are compiled once; each call of `RolloutSampler.sample` gets the weights as they are on
+the device. All calls have the same number of rows and the same lengths, so the tokens of an answer
+depend only on the weights, its prompt and its seed, and not on the other prompts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,9 +29,11 @@ class Answer(NamedTuple):
     Attributes:
       ids: its tokens, including the token that ended it.
       text: its text without that token.
-      logprobs: float32, ln p of each token under the softmax of the logits divided by the temperature. NaN if other sampling
-        steps are active and the temperature is not 1, because the engine does not record it then.
-      finish_reason: `eos`, `stop`, `loop`, or `length` if `generation.max_new_tokens` truncated the answer.
+      logprobs: float32, ln p of each token under the softmax of the logits divided by the
+        temperature. NaN if other sampling steps are active and the temperature is not 1, because
+        the engine does not record it then.
+      finish_reason: `eos`, `stop`, `loop`, or `length` if `generation.max_new_tokens` truncated the
+        answer.
     """
 
     ids: tuple[int, ...]
@@ -42,25 +45,40 @@ class Answer(NamedTuple):
 class RolloutSampler:
     """Samples answers from a model in training."""
 
-    def __init__(self, config: Config, model: ModelConfig, tokenizer: Tokenizer, longest: int, *, samples: int, prompts: int):
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        longest: int,
+        *,
+        samples: int,
+        prompts: int,
+    ):
         """Prepares the settings.
 
         Args:
-          config: its sections `generation` and `router` define the sampler. Caches are not compressed.
+          config: its sections `generation` and `router` define the sampler. Caches are not
+            compressed.
           model: the architecture of the weights, which may have adapters.
           longest: the most tokens of a prompt.
           samples: the answers per prompt.
-          prompts: the usual number of prompts of a call of `sample`. They are decoded in parts of equal size.
+          prompts: the usual number of prompts of a call of `sample`. They are decoded in parts of
+            equal size.
         """
         self._model, self._tokenizer, self.samples = model, tokenizer, samples
         generation = config.generation
         router = config.router
         if generation.strategy == "entropy" and router.router_preset == "calibrated":
-            router = router.model_copy(update={"router_preset": "guide"})  # a model in training has no calibration
+            router = router.model_copy(
+                update={"router_preset": "guide"}
+            )  # a model in training has no calibration
         # The choice of the native kernels depends on a measurement, but answers must not.
         kernel = "xla" if generation.matmul_kernel == "auto" else generation.matmul_kernel
         self._config = with_generation(
-            config.model_copy(update={"kv": KVSection(), "router": router}), n=samples, matmul_kernel=kernel
+            config.model_copy(update={"kv": KVSection(), "router": router}),
+            n=samples,
+            matmul_kernel=kernel,
         )
         self._longest = longest
         self._slots = min(longest + generation.max_new_tokens, model.max_context)
@@ -88,16 +106,24 @@ class RolloutSampler:
         Raises:
           SamplingInterrupted: `stop` returned true.
         """
-        loaded = LoadedModel(self._config, build_sampling_model(self._model, weights), self._tokenizer)
+        loaded = LoadedModel(
+            self._config, build_sampling_model(self._model, weights), self._tokenizer
+        )
         greedy = greedy and self._config.generation.strategy != "entropy"
         answers: list[list[Answer]] = []
         for start in range(0, len(prompts), self.prompts_per_call):
             numbers = range(len(prompts))[start : start + self.prompts_per_call]
-            padding = [numbers[0]] * (self.prompts_per_call - len(numbers))  # keeps the shapes of the programs
+            padding = [numbers[0]] * (
+                self.prompts_per_call - len(numbers)
+            )  # keeps the shapes of the programs
             requests = [
                 loaded.request(
                     prompts[number],
-                    with_generation(self._config, seed=seeds[number], greedy=greedy or self._config.generation.greedy),
+                    with_generation(
+                        self._config,
+                        seed=seeds[number],
+                        greedy=greedy or self._config.generation.greedy,
+                    ),
                     logprobs=0,
                 )
                 for number in (*numbers, *padding)
@@ -113,7 +139,12 @@ class RolloutSampler:
         """Yields the answers to each prompt of a finished batch."""
         for start in range(0, len(results), self.samples):
             yield [
-                Answer(tuple(result.tokens), result.text, self._logprobs(result.steps), result.finish_reason)
+                Answer(
+                    tuple(result.tokens),
+                    result.text,
+                    self._logprobs(result.steps),
+                    result.finish_reason,
+                )
                 for result in results[start : start + self.samples]
                 if result.steps is not None
             ]

@@ -1,4 +1,6 @@
-"""Validation of JSON values against a subset of JSON Schema. A schema with another keyword is refused."""
+"""Validation of JSON values against a subset of JSON Schema. A schema with another keyword is
+refused.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +11,15 @@ from dantinox.training.linear_regex import compile_linear_regex
 
 Check = Callable[[Any], bool]
 MAX_DEPTH = 64  # of nested schemas
-ANNOTATIONS = ("title", "description", "default", "examples", "$schema", "$id", "$comment")  # without effect on validity
+ANNOTATIONS = (
+    "title",
+    "description",
+    "default",
+    "examples",
+    "$schema",
+    "$id",
+    "$comment",
+)  # without effect on validity
 
 
 def is_number(value: Any) -> bool:
@@ -25,7 +35,8 @@ TYPES: dict[str, Check] = {
     "boolean": lambda value: isinstance(value, bool),
     "null": lambda value: value is None,
 }
-# Keyword → the values it applies to, and the test of a value's measure against the number in the schema.
+# Keyword → the values it applies to, and the test of a value's measure against the number in the
+# schema.
 BOUNDS: dict[str, tuple[Check, Callable[[Any], float], Callable[[float, float], bool]]] = {
     "minimum": (is_number, lambda x: x, lambda x, bound: x >= bound),
     "maximum": (is_number, lambda x: x, lambda x, bound: x <= bound),
@@ -38,13 +49,16 @@ BOUNDS: dict[str, tuple[Check, Callable[[Any], float], Callable[[float, float], 
     "minProperties": (TYPES["object"], len, lambda x, bound: x >= bound),
     "maxProperties": (TYPES["object"], len, lambda x, bound: x <= bound),
 }
-UNIONS: dict[str, Callable[[int, int], bool]] = {  # keyword → (number of valid schemas, number of schemas) → valid
+UNIONS: dict[
+    str, Callable[[int, int], bool]
+] = {  # keyword → (number of valid schemas, number of schemas) → valid
     "anyOf": lambda valid, count: valid > 0,
     "allOf": lambda valid, count: valid == count,
     "oneOf": lambda valid, count: valid == 1,
 }
 KEYWORDS = (
-    "type", "enum", "const", "properties", "required", "additionalProperties", "items", "pattern", "not", *BOUNDS, *UNIONS,
+    "type", "enum", "const", "properties", "required", "additionalProperties", "items", "pattern",
+    "not", *BOUNDS, *UNIONS,
 )  # fmt: skip
 
 
@@ -66,7 +80,9 @@ def compile_schema(schema: Any, what: str, depth: int = 0) -> Check:
         raise UserError(f"{what} is nested more than {MAX_DEPTH} deep")
     unknown = next((key for key in schema if key not in KEYWORDS and key not in ANNOTATIONS), None)
     if unknown is not None:
-        raise UserError(f"{what} has the keyword {escape_name(str(unknown))} (allowed: {', '.join(KEYWORDS)})")
+        raise UserError(
+            f"{what} has the keyword {escape_name(str(unknown))} (allowed: {', '.join(KEYWORDS)})"
+        )
     checks = [_keyword(name, schema, what, depth) for name in schema if name in KEYWORDS]
     return lambda value: all(check(value) for check in checks)
 
@@ -101,17 +117,24 @@ def _keyword(name: str, schema: Mapping[str, Any], what: str, depth: int) -> Che
         allowed = content if name == "enum" else [content]
         return lambda value: any(equal(value, one) for one in allowed)
     if name == "required":
-        require(isinstance(content, list) and all(isinstance(key, str) for key in content), "a list of names")
+        require(
+            isinstance(content, list) and all(isinstance(key, str) for key in content),
+            "a list of names",
+        )
         return lambda value: not isinstance(value, dict) or all(key in value for key in content)
     if name == "properties":
         require(isinstance(content, dict), "an object")
         fields = {key: inner(part) for key, part in content.items()}
         return lambda value: (
-            not isinstance(value, dict) or all(check(value[key]) for key, check in fields.items() if key in value)
+            not isinstance(value, dict)
+            or all(check(value[key]) for key, check in fields.items() if key in value)
         )
     if name == "additionalProperties":
         known, other = schema.get("properties", {}), inner(content)
-        return lambda value: not isinstance(value, dict) or all(other(x) for key, x in value.items() if key not in known)
+        return lambda value: (
+            not isinstance(value, dict)
+            or all(other(x) for key, x in value.items() if key not in known)
+        )
     if name == "items":
         item = inner(content)
         return lambda value: not isinstance(value, list) or all(map(item, value))

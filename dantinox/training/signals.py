@@ -1,4 +1,5 @@
-"""Handling of SIGTERM and SIGINT: the first signal makes the loop save and stop, the second ends the process.
+"""Handling of SIGTERM and SIGINT: the first signal makes the loop save and stop, the second ends
+the process.
 
 The exit code of the process is 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT.
 """
@@ -16,7 +17,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """The signal that requested a stop, if any. Until `can_save` is set, a signal exits immediately."""
+    """The signal that requested a stop, if any. Until `can_save` is set, a signal exits
+    immediately.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -31,7 +34,9 @@ class StopRequest:
             self.end()
 
     def end(self) -> NoReturn:
-        """Raises KeyboardInterrupt after SIGINT, as in any Python program, and SystemExit with code 143 after SIGTERM."""
+        """Raises KeyboardInterrupt after SIGINT, as in any Python program, and SystemExit with code
+        143 after SIGTERM.
+        """
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + (self.signal or 0))
@@ -39,7 +44,9 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Handles the signals inside the block. Outside the main thread, Python allows no signal handlers: nothing changes."""
+    """Handles the signals inside the block. Outside the main thread, Python allows no signal
+    handlers: nothing changes.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

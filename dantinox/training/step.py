@@ -16,7 +16,13 @@ from jax.sharding import PartitionSpec
 
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import Layout
-from dantinox.model.lora import MAGNITUDE, enable_dropout, frozen_parameters, initial_magnitudes, trainable_parameters
+from dantinox.model.lora import (
+    MAGNITUDE,
+    enable_dropout,
+    frozen_parameters,
+    initial_magnitudes,
+    trainable_parameters,
+)
 from dantinox.model.parameters import Parameters, abstract_model, init_parameters, random_key
 from dantinox.platform import get_platform
 from dantinox.programs import compile_program, tree_bytes
@@ -32,11 +38,13 @@ EVAL_TOKENS_PER_CALL = 8192
 
 
 class TrainState(NamedTuple):
-    """Everything that the next step depends on, which is what exact resume needs. Data and dropout are functions of `step`.
+    """Everything that the next step depends on, which is what exact resume needs. Data and dropout
+    are functions of `step`.
 
-    With adapters, `parameters` holds only the adapters; the frozen weights are a separate argument of the programs.
-    `loss_since_eval` is `[sum of step losses, number of steps]` since the last evaluation row of the CSV log. `loss_since_log`
-    is the same since the last interval row of metrics.jsonl.
+    With adapters, `parameters` holds only the adapters; the frozen weights are a separate argument
+    of the programs. `loss_since_eval` is `[sum of step losses, number of steps]` since the last
+    evaluation row of the CSV log. `loss_since_log` is the same since the last interval row of
+    metrics.jsonl.
     """
 
     step: jax.Array
@@ -47,7 +55,9 @@ class TrainState(NamedTuple):
 
     @property
     def weights(self) -> Parameters:
-        """The weights for evaluation, sampling and export: the moving average if there is one, else the parameters."""
+        """The weights for evaluation, sampling and export: the moving average if there is one, else
+        the parameters.
+        """
         return self.optimizer.average if isinstance(self.optimizer, EMAState) else self.parameters
 
 
@@ -71,7 +81,9 @@ class Metrics(NamedTuple):
 
 def rows_per_step(config: Config) -> int:
     """Returns the rows of a training batch: one per window, pair or sampled answer."""
-    return config.training.batch_size * (config.grpo.samples if config.training.objective == "grpo" else 1)
+    return config.training.batch_size * (
+        config.grpo.samples if config.training.objective == "grpo" else 1
+    )
 
 
 def updates_per_step(config: Config) -> int:
@@ -81,7 +93,11 @@ def updates_per_step(config: Config) -> int:
 
 def select_rows(batch: Any, rows: np.ndarray | None = None) -> Any:
     """Returns the selected rows of a batch, or the whole batch if `rows` is None."""
-    return batch if rows is None else type(batch)(*(None if array is None else array[rows] for array in batch))
+    return (
+        batch
+        if rows is None
+        else type(batch)(*(None if array is None else array[rows] for array in batch))
+    )
 
 
 class TracedProgram(NamedTuple):
@@ -135,10 +151,14 @@ class TrainStep:
         sums: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
         count: Any = jax.ShapeDtypeStruct((), jnp.int32)
         moments = jax.eval_shape(self.optimizer.init, parameters)
-        self.shapes: TrainState = self.layout.place_shapes(TrainState(count, parameters, moments, sums, sums))
+        self.shapes: TrainState = self.layout.place_shapes(
+            TrainState(count, parameters, moments, sums, sums)
+        )
 
     def is_logged(self, step: int) -> bool:
-        """Whether the logs have a row of metrics of a step, counted from 1: every `logging.log_every` steps and the last."""
+        """Whether the logs have a row of metrics of a step, counted from 1: every
+        `logging.log_every` steps and the last.
+        """
         return step % self.config.logging.log_every == 0 or step == self.steps
 
     def initial_parameters(
@@ -150,7 +170,8 @@ class TrainStep:
 
         Args:
           weights: the trained parameters; None: random ones from `training.seed`.
-          frozen: the frozen weights, from which the magnitudes of weight-decomposed adapters are computed.
+          frozen: the frozen weights, from which the magnitudes of weight-decomposed adapters are
+            computed.
         """
         model, layout = self.model, self.layout
 
@@ -161,13 +182,22 @@ class TrainStep:
             return layout.put_parameters(weights)
         shardings = None if layout.mesh is None else layout.shardings(self.shapes)
         if shardings is None:
-            parameters = fresh() if model.lora is None else jax.jit(fresh)()  # jit skips the frozen weights
+            parameters = (
+                fresh() if model.lora is None else jax.jit(fresh)()
+            )  # jit skips the frozen weights
         else:  # sharded from the start: no device ever holds all of them
             parameters = jax.jit(fresh, out_shardings=shardings.parameters)()
         if model.lora is not None and model.lora.dora:
             build, _ = abstract_model(model)
-            places = shardings and {name: place for name, place in shardings.parameters.items() if name.endswith(MAGNITUDE)}
-            magnitudes = jax.jit(lambda adapters, base: initial_magnitudes(build(adapters | base)), out_shardings=places)
+            places = shardings and {
+                name: place
+                for name, place in shardings.parameters.items()
+                if name.endswith(MAGNITUDE)
+            }
+            magnitudes = jax.jit(
+                lambda adapters, base: initial_magnitudes(build(adapters | base)),
+                out_shardings=places,
+            )
             parameters |= magnitudes(parameters, frozen)
         return parameters
 
@@ -176,13 +206,25 @@ class TrainStep:
         weights: Mapping[str, np.ndarray] | None = None,
         frozen: Parameters = {},  # noqa: B006
     ) -> TrainState:
-        """Returns the state before the first step, with the parameters that `initial_parameters` returns."""
+        """Returns the state before the first step, with the parameters that `initial_parameters`
+        returns.
+        """
         layout = self.layout
         parameters = self.initial_parameters(weights, frozen)
         shardings = None if layout.mesh is None else layout.shardings(self.shapes)
-        moments = jax.jit(self.optimizer.init, out_shardings=None if shardings is None else shardings.optimizer)(parameters)
-        loss_since_eval, loss_since_log = (layout.replicate(np.zeros(2, np.float32)) for _ in range(2))
-        return TrainState(layout.replicate(np.zeros((), np.int32)), parameters, moments, loss_since_eval, loss_since_log)
+        moments = jax.jit(
+            self.optimizer.init, out_shardings=None if shardings is None else shardings.optimizer
+        )(parameters)
+        loss_since_eval, loss_since_log = (
+            layout.replicate(np.zeros(2, np.float32)) for _ in range(2)
+        )
+        return TrainState(
+            layout.replicate(np.zeros((), np.int32)),
+            parameters,
+            moments,
+            loss_since_eval,
+            loss_since_log,
+        )
 
     @property
     def tokens(self) -> int:
@@ -191,8 +233,14 @@ class TrainStep:
 
     @cached_property
     def program(self) -> Any:
-        """The step as a jitted function: (donated state, batch, frozen weights, teacher's weights) → (next state, metrics)."""
-        shardings = None if self.layout.mesh is None else (self.layout.shardings(self.shapes), self.layout.replicated)
+        """The step as a jitted function: (donated state, batch, frozen weights, teacher's weights)
+        → (next state, metrics).
+        """
+        shardings = (
+            None
+            if self.layout.mesh is None
+            else (self.layout.shardings(self.shapes), self.layout.replicated)
+        )
         return jax.jit(self._step, donate_argnums=0, out_shardings=shardings)
 
     def _step(
@@ -206,28 +254,45 @@ class TrainStep:
         key = jax.random.fold_in(random_key(training.seed), state.step)
         replicated = PartitionSpec()
         trained = trainable_parameters(layout.specs, model)
-        inputs = trained, layout.batch_spec, replicated, frozen_parameters(layout.specs, model), teacher_specs(self.teacher)
+        inputs = (
+            trained,
+            layout.batch_spec,
+            replicated,
+            frozen_parameters(layout.specs, model),
+            teacher_specs(self.teacher),
+        )
         outputs = trained, replicated, replicated, replicated
         gradient = layout.shard_map(self._gradient, inputs, outputs)
-        gradients, loss, counts_LE, metrics = gradient(state.parameters, batch, key, base, teacher_weights)
+        gradients, loss, counts_LE, metrics = gradient(
+            state.parameters, batch, key, base, teacher_weights
+        )
         updates, moments = self.optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, updates)
         norm = optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
             kinds = model.period if model.scan_layers else model.num_blocks
-            parameters = update_router_biases(parameters, counts_LE, self.config.moe.bias_update_rate, kinds)
+            parameters = update_router_biases(
+                parameters, counts_LE, self.config.moe.bias_update_rate, kinds
+            )
         loss_and_count = jnp.stack([loss, jnp.ones(())])
         if training.nan_policy == "skip":
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             loss_and_count = jnp.where(finite, loss_and_count, 0.0)
             parameters = jax.tree.map(partial(jnp.where, finite), parameters, state.parameters)
             moments = update_if(finite, moments, state.optimizer)
-        since_eval, since_log = (total + loss_and_count for total in (state.loss_since_eval, state.loss_since_log))
+        since_eval, since_log = (
+            total + loss_and_count for total in (state.loss_since_eval, state.loss_since_log)
+        )
         next_state = TrainState(state.step + 1, parameters, moments, since_eval, since_log)
         return next_state, Metrics(loss, norm, self.optimizer.rates(state.step), counts_LE, metrics)
 
     def _gradient(
-        self, parameters: Parameters, batch: Batch, key: jax.Array, base: Parameters, teacher_weights: Parameters
+        self,
+        parameters: Parameters,
+        batch: Batch,
+        key: jax.Array,
+        base: Parameters,
+        teacher_weights: Parameters,
     ) -> tuple[Parameters, jax.Array, jax.Array | None, jax.Array | None]:
         """Computes the gradients of the mean loss of a batch on the shards of one device.
 
@@ -240,7 +305,13 @@ class TrainStep:
         moe = self.config.moe
         build, _ = abstract_model(model)
         count = jnp.maximum(layout.parallelism.psum_batch(self.objective.divisor(batch)), 1.0)
-        batch = add_kl(self.objective, lambda: layout.build_model(build, parameters | base), batch, layout, t.grad_accum)
+        batch = add_kl(
+            self.objective,
+            lambda: layout.build_model(build, parameters | base),
+            batch,
+            layout,
+            t.grad_accum,
+        )
 
         def mean_loss(parameters: Parameters, part: Batch, key: jax.Array) -> tuple[jax.Array, Any]:
             built = layout.build_model(build, parameters | base)
@@ -253,8 +324,16 @@ class TrainStep:
             loss += moe.alpha_balance * total.routing.balance + moe.router_z_loss * total.routing.z
             return loss / count, (total.nats, total.routing.counts_E, total.metrics)
 
-        no_counts = None if model.experts is None else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
-        zero_aux = jnp.zeros(()), no_counts, jnp.zeros(len(self.objective.metrics)) if self.objective.metrics else None
+        no_counts = (
+            None
+            if model.experts is None
+            else jnp.zeros((model.num_blocks, model.experts.count), jnp.int32)
+        )
+        zero_aux = (
+            jnp.zeros(()),
+            no_counts,
+            jnp.zeros(len(self.objective.metrics)) if self.objective.metrics else None,
+        )
         gradients, (nats, counts_LE, metrics) = _accumulate_gradients(
             mean_loss, parameters, batch, layout.device_key(key), t.grad_accum, zero_aux
         )
@@ -267,7 +346,8 @@ class TrainStep:
         There is no evaluation if rewards are evaluated instead of a loss.
 
         Args:
-          validation_rows: the number of rows to evaluate; None: unknown. A call of the evaluation has at most as many rows.
+          validation_rows: the number of rows to evaluate; None: unknown. A call of the evaluation
+            has at most as many rows.
         """
         config = self.config
         model = self.model
@@ -278,12 +358,18 @@ class TrainStep:
         tokens = EVAL_TOKENS_PER_CALL * layout.row_shards
         eval_rows = max(1, tokens // (self.objective.conversations * length)) * layout.batch_shards
         if validation_rows is not None:
-            eval_rows = min(eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards)
+            eval_rows = min(
+                eval_rows, -(-validation_rows // layout.batch_shards) * layout.batch_shards
+            )
         base = layout.place_shapes(frozen_parameters(layout.shapes, model))
         teacher_weights = {} if self.teacher is None else self.teacher.shapes
-        train = self.program.trace(self.shapes, layout.place_batch(self.abstract_batch(rows)), base, teacher_weights)
+        train = self.program.trace(
+            self.shapes, layout.place_batch(self.abstract_batch(rows)), base, teacher_weights
+        )
         platform = get_platform(model.platform)
-        options = platform.compiler_options(tree_bytes(abstract_model(replace(model, lora=None))[1]))
+        options = platform.compiler_options(
+            tree_bytes(abstract_model(replace(model, lora=None))[1])
+        )
         if t.deterministic and platform.name == "gpu":
             options |= {"xla_gpu_deterministic_ops": "True"}  # XLA does not accept "true" here
         programs = {"train": TracedProgram(rows, length, train, options)}
@@ -303,11 +389,15 @@ class TrainStep:
         return shapes
 
 
-def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: float, kinds: int) -> Parameters:
-    """Moves each expert's router bias by `rate`: up if it had fewer tokens than the mean, down if it had more.
+def update_router_biases(
+    parameters: Parameters, counts_LE: jax.Array, rate: float, kinds: int
+) -> Parameters:
+    """Moves each expert's router bias by `rate`: up if it had fewer tokens than the mean, down if
+    it had more.
 
     Args:
-      kinds: with scanned layers, the number of layers in the group that repeats; without scanning, the number of all layers.
+      kinds: with scanned layers, the number of layers in the group that repeats; without scanning,
+        the number of all layers.
     """
     moves_LE = rate * jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
     updated = {}
@@ -320,9 +410,15 @@ def update_router_biases(parameters: Parameters, counts_LE: jax.Array, rate: flo
 
 
 def _accumulate_gradients(
-    objective: Callable, parameters: Parameters, batch: Batch, key: jax.Array, parts: int, zero_aux: Any
+    objective: Callable,
+    parameters: Parameters,
+    batch: Batch,
+    key: jax.Array,
+    parts: int,
+    zero_aux: Any,
 ) -> tuple[Parameters, Any]:
-    """Sums gradients and auxiliary outputs of an objective over equal parts of a batch, one part in memory at a time.
+    """Sums gradients and auxiliary outputs of an objective over equal parts of a batch, one part in
+    memory at a time.
 
     Args:
       zero_aux: zeros with the structure of the auxiliary outputs.
@@ -334,7 +430,12 @@ def _accumulate_gradients(
 
     def add(total, part):
         index, micro = part
-        return jax.tree.map(jnp.add, total, gradient(parameters, micro, jax.random.fold_in(key, index))), None
+        return (
+            jax.tree.map(
+                jnp.add, total, gradient(parameters, micro, jax.random.fold_in(key, index))
+            ),
+            None,
+        )
 
     zero = (jax.tree.map(jnp.zeros_like, parameters), zero_aux)
     total, _ = jax.lax.scan(add, zero, (jnp.arange(parts), split))
@@ -342,7 +443,8 @@ def _accumulate_gradients(
 
 
 class Programs:
-    """The compiled programs of a run, and the memory plan, which is known before the weights are allocated.
+    """The compiled programs of a run, and the memory plan, which is known before the weights are
+    allocated.
 
     Attributes:
       eval_rows: the rows of a validation batch; 0 if there is no validation loss.
@@ -359,14 +461,24 @@ class Programs:
         if evaluation is not None:
             self.eval_rows = evaluation.rows
             eval_lowered = evaluation.program.lower()
-            # XLA often leaves a core idle while it compiles, so evaluation and step are compiled in parallel.
-            Thread(target=self._compile, args=(eval_lowered, evaluation.options), name="compile", daemon=True).start()
+            # XLA often leaves a core idle while it compiles, so evaluation and step are compiled in
+            # parallel.
+            Thread(
+                target=self._compile,
+                args=(eval_lowered, evaluation.options),
+                name="compile",
+                daemon=True,
+            ).start()
         # The arguments are those of `TrainStep.program`.
-        self.train: Callable[..., tuple[TrainState, Metrics]] = compile_program(train_lowered, train.options)
+        self.train: Callable[..., tuple[TrainState, Metrics]] = compile_program(
+            train_lowered, train.options
+        )
         base = frozen_parameters(step.layout.shapes, step.model)
         all_weights = abstract_model(replace(step.model, lora=None))[1]
         teacher_weights = {} if step.teacher is None else step.teacher.shapes
-        self.memory: MemoryPlan = plan_memory(self.train, step.shapes, base, tree_bytes(all_weights) // 4, teacher_weights)
+        self.memory: MemoryPlan = plan_memory(
+            self.train, step.shapes, base, tree_bytes(all_weights) // 4, teacher_weights
+        )
 
     def evaluate(
         self,

@@ -16,13 +16,16 @@ from dantinox.training.objective import random_batch
 from dantinox.training.step import Metrics, Programs, TrainStep, select_rows
 from dantinox.training.teacher import open_teacher
 
-# Length of the schedule if the settings give epochs: `benchmark_step` does not read the corpus, so it cannot count the steps.
+# Length of the schedule if the settings give epochs: `benchmark_step` does not read the corpus, so
+# it cannot count the steps.
 DEFAULT_STEPS = 1000
 MEASURED_SECONDS = 1.0  # minimum duration of a measurement; a single step may be longer
 
 
 def set_steps(config: Config, steps: int) -> Config:
-    """Returns the settings with this number of steps and without the settings that then have no effect."""
+    """Returns the settings with this number of steps and without the settings that then have no
+    effect.
+    """
     changed: dict[str, int | None] = {"steps": steps}
     if (config.training.warmup_steps or 0) > steps:
         changed["warmup_steps"] = None  # a tenth of the steps
@@ -31,13 +34,16 @@ def set_steps(config: Config, steps: int) -> Config:
 
 
 def limited_steps(config: Config, steps: int, seconds: float) -> int:
-    """Returns the number of steps of `seconds` each that `training.max_minutes` allows: at most `steps`, and at least one."""
+    """Returns the number of steps of `seconds` each that `training.max_minutes` allows: at most
+    `steps`, and at least one.
+    """
     limit = config.training.max_minutes
     return steps if limit is None else min(steps, max(1, int(60 * limit / seconds)))
 
 
 def limit_steps(config: Config, vocab_size: int, steps: int, note: Callable[[str], None]) -> Config:
-    """Measures a step of a run and reduces the number of steps to what `training.max_minutes` allows.
+    """Measures a step of a run and reduces the number of steps to what `training.max_minutes`
+    allows.
 
     All processes of the run call it.
 
@@ -48,7 +54,8 @@ def limit_steps(config: Config, vocab_size: int, steps: int, note: Callable[[str
       The settings without `training.max_minutes`, so that a resumed run keeps the number of steps.
     """
     unlimited = reset_settings(config, ["training.max_minutes"])
-    # With the same number of steps as in the run, the compilation cache has the program if the limit changes nothing.
+    # With the same number of steps as in the run, the compilation cache has the program if the
+    # limit changes nothing.
     measured = seconds_per_step(benchmark_step(set_steps(unlimited, steps), vocab_size))
     seconds = broadcast_from_rank0(lambda: measured)
     allowed = limited_steps(config, steps, seconds)
@@ -60,7 +67,9 @@ def limit_steps(config: Config, vocab_size: int, steps: int, note: Callable[[str
 
 
 def seconds_per_step(step: Callable[[], Metrics]) -> float:
-    """Returns the mean time of a step, measured over at least `MEASURED_SECONDS` after a first step that is not measured."""
+    """Returns the mean time of a step, measured over at least `MEASURED_SECONDS` after a first step
+    that is not measured.
+    """
     step().loss.block_until_ready()
     count = 0
     started = time.perf_counter()
@@ -71,9 +80,13 @@ def seconds_per_step(step: Callable[[], Metrics]) -> float:
 
 
 def benchmark_step(
-    config: Config, vocab_size: int, note: Callable[[str], None] = lambda line: None, length: int | None = None
+    config: Config,
+    vocab_size: int,
+    note: Callable[[str], None] = lambda line: None,
+    length: int | None = None,
 ) -> Callable[[], Metrics]:
-    """Builds a training step with random weights and one batch of random tokens. Each call of the result runs a step.
+    """Builds a training step with random weights and one batch of random tokens. Each call of the
+    result runs a step.
 
     Args:
       length: tokens per row; None: `model.max_context`.
@@ -92,9 +105,14 @@ def benchmark_step(
     check_memory(programs.memory, config)
     rows = random_batch(train_step.abstract_batch(train_step.rows), vocab_size)
 
-    batch = layout.put_batch(partial(select_rows, rows), train_step.rows, config.training.grad_accum)
+    batch = layout.put_batch(
+        partial(select_rows, rows), train_step.rows, config.training.grad_accum
+    )
     shardings = layout.shardings(frozen_parameters(layout.shapes, model))
-    base = jax.jit(lambda: frozen_parameters(init_parameters(model, config.training.seed), model), out_shardings=shardings)()
+    base = jax.jit(
+        lambda: frozen_parameters(init_parameters(model, config.training.seed), model),
+        out_shardings=shardings,
+    )()
     state = train_step.initial_state(frozen=base)
     teacher_weights = {} if teacher is None else teacher.load_weights()
 

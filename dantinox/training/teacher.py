@@ -1,4 +1,6 @@
-"""The teacher of a distillation: its run, its architecture, its placement on the devices and its frozen weights."""
+"""The teacher of a distillation: its run, its architecture, its placement on the devices and its
+frozen weights.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,7 +50,9 @@ class Teacher:
         return abstract_model(self.model)[0]
 
     def attach(self, batch: Any, parameters: Mapping[str, jax.Array]) -> BatchWithTeacher:
-        """Returns a batch with the teacher, inside `shard_map`; `parameters` are the local shards of its weights."""
+        """Returns a batch with the teacher, inside `shard_map`; `parameters` are the local shards
+        of its weights.
+        """
         teacher: Transformer = self.layout.build_model(self._build, dict(parameters))
         return BatchWithTeacher(batch, teacher)
 
@@ -56,10 +60,11 @@ class Teacher:
 def open_teacher(
     config: Config, layout: Layout, fingerprint: str | None = None, run: RunDirectory | None = None
 ) -> Teacher | None:
-    """Returns the teacher that the settings name; None unless the objective is distill. Reads no weights.
+    """Returns the teacher that the settings name; None unless the objective is distill. Reads no
+    weights.
 
-    The teacher runs without gradients, so it needs no rematerialization. For `distill.teacher_weights: bfloat16` it is a model
-    with frozen weights and no adapters.
+    The teacher runs without gradients, so it needs no rematerialization. For
+    `distill.teacher_weights: bfloat16` it is a model with frozen weights and no adapters.
 
     Args:
       layout: the layout of the trained model.
@@ -67,8 +72,8 @@ def open_teacher(
       run: the run that is trained. The teacher is also searched next to it, as in `open_base`.
 
     Raises:
-      UserError: the run is missing or has another tokenizer, its context is shorter than that of the trained model, or the
-        mesh does not fit it.
+      UserError: the run is missing or has another tokenizer, its context is shorter than that of
+        the trained model, or the mesh does not fit it.
     """
     if config.training.objective != "distill":
         return None
@@ -79,11 +84,16 @@ def open_teacher(
     vocab_size = Tokenizer.load(source.tokenizer).vocab_size
     held = config.distill.teacher_weights
     frozen = None if held == "float32" else LoraConfig(1, 1.0, (), held=held)
-    model = replace(saved.architecture(vocab_size, layout.model.platform), lora=frozen, remat="none", kernel="auto")
+    model = replace(
+        saved.architecture(vocab_size, layout.model.platform),
+        lora=frozen,
+        remat="none",
+        kernel="auto",
+    )
     if model.max_context < layout.model.max_context:
         raise UserError(
-            f"model.max_context {layout.model.max_context} is longer than the context of the teacher {source.path}, "
-            f"{model.max_context}: lower it"
+            f"model.max_context {layout.model.max_context} is longer than the context of the"
+            f" teacher {source.path}, {model.max_context}: lower it"
         )
     placed = replace(layout, model=model)
     placed.check_whole_matrices(" of the teacher")

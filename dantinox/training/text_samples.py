@@ -22,32 +22,47 @@ Sampler = Callable[[Transformer], str]
 
 
 def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
-    """Returns a function that generates a text sample with a model; None without `training.sample_every`.
+    """Returns a function that generates a text sample with a model; None without
+    `training.sample_every`.
 
-    Without `training.sample_prompt` a sample starts from a line break, or from the BOS token if the vocabulary has no line
-    break. The prompt and the settings are checked here, before the first step.
+    Without `training.sample_prompt` a sample starts from a line break, or from the BOS token if the
+    vocabulary has no line break. The prompt and the settings are checked here, before the first
+    step.
 
     Raises:
-      UserError: the prompt cannot be encoded or fills the context, or a token named in `generation` is not in the vocabulary.
+      UserError: the prompt cannot be encoded or fills the context, or a token named in `generation`
+        is not in the vocabulary.
     """
-    if config.training.sample_every is None or config.training.objective == "grpo":  # whose samples are answers
+    if (
+        config.training.sample_every is None or config.training.objective == "grpo"
+    ):  # whose samples are answers
         return None
     prompt, tokens = _prompt(config, tokenizer)
     context = config.model.max_context
     if tokens >= context:
-        raise UserError(f"training.sample_prompt must have fewer tokens than model.max_context = {context}, got {tokens}")
+        raise UserError(
+            f"training.sample_prompt must have fewer tokens than model.max_context = {context}, got"
+            f" {tokens}"
+        )
     settings: dict[str, Any] = {"seed": config.training.seed, "n": 1}
     settings["max_new_tokens"] = min(config.generation.max_new_tokens, context - tokens)
     settings["kv_budget"] = None  # samples should not depend on cache compression
     if config.generation.strategy == "entropy" and config.router.router_preset == "calibrated":
         settings["router_preset"] = "guide"  # a model in training has no calibration
-    sampling_params(tokenizer, [overlay(config, settings)])  # invalid settings fail here, not at the first sample
-    settings["tensor_parallel"] = max_tensor_parallel(config.architecture(tokenizer.vocab_size), jax.local_device_count())
-    return lambda model: prompt + LoadedModel(config, model, tokenizer).generate(prompt, **settings).text
+    sampling_params(
+        tokenizer, [overlay(config, settings)]
+    )  # invalid settings fail here, not at the first sample
+    settings["tensor_parallel"] = max_tensor_parallel(
+        config.architecture(tokenizer.vocab_size), jax.local_device_count()
+    )
+    return lambda model: (
+        prompt + LoadedModel(config, model, tokenizer).generate(prompt, **settings).text
+    )
 
 
 def build_sampling_model(model: ModelConfig, weights: Mapping[str, Any]) -> Transformer:
-    """Builds a model for sampling, with unstacked layers, from all weights, including those of adapters.
+    """Builds a model for sampling, with unstacked layers, from all weights, including those of
+    adapters.
 
     Weights in host memory are sharded over as many local devices as possible.
     """
@@ -67,7 +82,9 @@ def _prompt(config: Config, tokenizer: Tokenizer) -> tuple[str, int]:
     """Returns the prompt and its number of tokens."""
     prompt = config.training.sample_prompt
     try:
-        return prompt or "\n", len(tokenizer.ids_before_text) + len(tokenizer.encode(prompt or "\n"))
+        return prompt or "\n", len(tokenizer.ids_before_text) + len(
+            tokenizer.encode(prompt or "\n")
+        )
     except UserError as error:
         if prompt:
             raise UserError(f"training.sample_prompt: {error}") from None

@@ -31,8 +31,8 @@ class NonFiniteLoss(UserError):
 
     def __init__(self, step: int, metrics: Metrics):
         super().__init__(
-            f"the loss or its gradient is not a finite number in step {step} "
-            f"(loss {metrics.loss}, gradient norm {metrics.grad_norm}): lower training.lr or set training.nan_policy"
+            f"the loss or its gradient is not a finite number in step {step} (loss {metrics.loss},"
+            f" gradient norm {metrics.grad_norm}): lower training.lr or set training.nan_policy"
         )
         self.step = step
 
@@ -63,11 +63,13 @@ class Clock:
 
 
 class TrainingLog:
-    """The console and the log files of a training run, and the metrics of the steps since the last row.
+    """The console and the log files of a training run, and the metrics of the steps since the last
+    row.
 
     Attributes:
       tokens_per_step: the tokens that a step reads.
-      clock: measures the step time in the rows; paused during everything that is not a training step.
+      clock: measures the step time in the rows; paused during everything that is not a training
+        step.
       recent: metrics of the steps since the last check, still on the device.
     """
 
@@ -90,7 +92,9 @@ class TrainingLog:
         self.flops = training_flops(model, context) + teacher_flops  # per token
         self.objective = OBJECTIVES[config.training.objective]
         paths = run.log(config), run.metrics
-        self.files: Any = MetricsLog(*paths, trackers(config, run.path)) if is_rank0() else NullOutput()
+        self.files: Any = (
+            MetricsLog(*paths, trackers(config, run.path)) if is_rank0() else NullOutput()
+        )
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -108,7 +112,9 @@ class TrainingLog:
             yield
 
     def add(self, step: int, steps: int, metrics: Metrics) -> None:
-        """Adds the metrics of a step. After the first few steps, prints an estimate of the remaining time."""
+        """Adds the metrics of a step. After the first few steps, prints an estimate of the
+        remaining time.
+        """
         self.recent.append(metrics)
         self.clock.steps += 1
         self._first = self._first or step
@@ -123,7 +129,8 @@ class TrainingLog:
     def row_metrics(self, step: int) -> dict[str, Any]:
         """Waits for the device and returns the newest values of the metrics that every row has.
 
-        These are times, learning rates, the gradient norm, tokens and memory. Before the first step, only the last two exist.
+        These are times, learning rates, the gradient norm, tokens and memory. Before the first
+        step, only the last two exist.
         """
         if not self.recent:
             return {"tokens": step * self.tokens_per_step, "memory_gb": used_gb()}
@@ -131,15 +138,26 @@ class TrainingLog:
         seconds = self.clock.seconds_per_step()
         tokens = self.tokens_per_step
         rates = {name: float(rate) for name, rate in metrics.rates.items()}
-        row: dict[str, Any] = {"ms_per_step": 1e3 * seconds, "lr": rates.pop("lr"), "grad_norm": float(metrics.grad_norm)}
-        row |= {"tokens": step * tokens, "tokens_per_s": tokens / seconds, "memory_gb": used_gb()} | rates
+        row: dict[str, Any] = {
+            "ms_per_step": 1e3 * seconds,
+            "lr": rates.pop("lr"),
+            "grad_norm": float(metrics.grad_norm),
+        }
+        row |= {
+            "tokens": step * tokens,
+            "tokens_per_s": tokens / seconds,
+            "memory_gb": used_gb(),
+        } | rates
         chip = find_chip(jax.devices()[0])
         if chip is not None:  # MFU relative to the published bfloat16 FLOP/s
             row["mfu"] = row["tokens_per_s"] * self.flops / chip.flops / self.layout.devices
         return row
 
-    def interval(self, step: int, steps: int, mean_loss: float, metrics: Mapping[str, float] = {}) -> None:
-        """Writes a row of `logging.log_every` steps; `mean_loss` is the mean over the steps since the previous row.
+    def interval(
+        self, step: int, steps: int, mean_loss: float, metrics: Mapping[str, float] = {}
+    ) -> None:
+        """Writes a row of `logging.log_every` steps; `mean_loss` is the mean over the steps since
+        the previous row.
 
         Args:
           metrics: further columns.
@@ -157,7 +175,8 @@ class TrainingLog:
         self.console.interval(row | {"seconds_left": row["ms_per_step"] / 1e3 * (steps - step)})
 
     def evaluation(self, row: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Writes the row of an evaluation. Its `train_loss` is the mean over the steps since the previous evaluation.
+        """Writes the row of an evaluation. Its `train_loss` is the mean over the steps since the
+        previous evaluation.
 
         Args:
           metrics: the validation metrics of the objective.
@@ -165,19 +184,25 @@ class TrainingLog:
         self.files.evaluation(row)
         if metrics:
             self.files.event(self.objective.event, {"step": row["step"]} | metrics)
-        # An interval row of the same step has a `train_loss` that covers other steps, so this one gets another name.
-        renamed = {"train_loss_since_eval" if name == "train_loss" else name: value for name, value in row.items()}
+        # An interval row of the same step has a `train_loss` that covers other steps, so this one
+        # gets another name.
+        renamed = {
+            "train_loss_since_eval" if name == "train_loss" else name: value
+            for name, value in row.items()
+        }
         self.console.evaluation(renamed | metrics)
 
     def check(self, step: int, mean_loss: float) -> None:
-        """Checks the steps since the last check, up to `step`. Every checkpoint is preceded by a check.
+        """Checks the steps since the last check, up to `step`. Every checkpoint is preceded by a
+        check.
 
         Args:
-          mean_loss: the mean over the steps of a row that were not skipped; NaN if all were skipped.
+          mean_loss: the mean over the steps of a row that were not skipped; NaN if all were
+            skipped.
 
         Raises:
-          NonFiniteLoss: a loss or gradient is NaN or infinite. With `training.nan_policy: skip` only
-            if `mean_loss` is, and more than `MAX_SKIPPED` steps in a row were skipped.
+          NonFiniteLoss: a loss or gradient is NaN or infinite. With `training.nan_policy: skip`
+            only if `mean_loss` is, and more than `MAX_SKIPPED` steps in a row were skipped.
         """
         newest = self.recent[-1:]
         fails = not math.isfinite(mean_loss)
@@ -200,15 +225,25 @@ class TrainingLog:
                 continue
             self._skipped = 0 if _finite(metrics) else self._skipped + 1
             if self._skipped:
-                self.console.note(f"step {number} was skipped: loss {metrics.loss}, gradient norm {metrics.grad_norm}")
+                self.console.note(
+                    f"step {number} was skipped: loss {metrics.loss}, gradient norm"
+                    f" {metrics.grad_norm}"
+                )
                 self.files.event("skip", {"step": number})
         self._checked = step
 
 
 def duration_line(steps: int, seconds_per_step: float) -> str:
     """Returns `about 35m00s for 500 steps at 4.2 s per step, without evaluations`."""
-    each = f"{seconds_per_step:.2g} s" if seconds_per_step >= 0.1 else f"{1e3 * seconds_per_step:.2g} ms"
-    return f"about {human_time(steps * seconds_per_step)} for {steps} steps at {each} per step, without evaluations"
+    each = (
+        f"{seconds_per_step:.2g} s"
+        if seconds_per_step >= 0.1
+        else f"{1e3 * seconds_per_step:.2g} ms"
+    )
+    return (
+        f"about {human_time(steps * seconds_per_step)} for {steps} steps at {each} per step,"
+        " without evaluations"
+    )
 
 
 def _finite(metrics: Metrics) -> bool:

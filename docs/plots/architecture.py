@@ -29,7 +29,11 @@ def imports() -> Graph:
             if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             others = {name.split(".")[1] for name in names if name.startswith("dantinox.")}
-            modules = {name for name in others if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()}
+            modules = {
+                name
+                for name in others
+                if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+            }
             found.setdefault(own, set()).update(modules - {own})
     return {name: others - LEFT_OUT for name, others in found.items() if name not in LEFT_OUT}
 
@@ -46,9 +50,15 @@ def reachable(graph: Graph, start: str) -> set[str]:
 
 
 def reduced(graph: Graph) -> Graph:
-    """The imports that do not follow from others: `cli` imports `config`, but also `generation`, which imports it."""
+    """The imports that do not follow from others: `cli` imports `config`, but also `generation`,
+    which imports it.
+    """
     return {
-        name: {other for other in others if not any(other in reachable(graph, via) for via in others - {other})}
+        name: {
+            other
+            for other in others
+            if not any(other in reachable(graph, via) for via in others - {other})
+        }
         for name, others in graph.items()
     }
 
@@ -58,28 +68,42 @@ def rows(graph: Graph) -> list[list[str]]:
     depth: dict[str, int] = {}
     for name in TopologicalSorter(graph).static_order():
         depth[name] = 1 + max((depth[other] for other in graph[name]), default=-1)
-    return [sorted(name for name, at in depth.items() if at == row) for row in range(max(depth.values()) + 1)]
+    return [
+        sorted(name for name, at in depth.items() if at == row)
+        for row in range(max(depth.values()) + 1)
+    ]
 
 
 def svg(height: int, title: str, parts: list[str]) -> str:
     """A picture with a title for screen readers."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="13" fill="{INK}">\n<title>{escape(title)}</title>\n'
-        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>\n'
-        '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        f'<path d="M0 0 8 4 0 8z" fill="{LINE}"/></marker></defs>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
+        f' height="{height}" role="img" font-family="system-ui, sans-serif" font-size="13"'
+        f' fill="{INK}">\n<title>{escape(title)}</title>\n<rect width="{WIDTH}" height="{height}"'
+        ' fill="#ffffff"/>\n<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4"'
+        ' markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z"'
+        f' fill="{LINE}"/></marker></defs>\n'
     )
     return head + "\n".join(parts) + "\n</svg>\n"
 
 
-def box(x: float, y: float, text: str, width: float = BOX_WIDTH, height: float = BOX_HEIGHT, fill: str = FILL) -> str:
+def box(
+    x: float,
+    y: float,
+    text: str,
+    width: float = BOX_WIDTH,
+    height: float = BOX_HEIGHT,
+    fill: str = FILL,
+) -> str:
     lines = text.split("\n")
     first = y + height / 2 + 4.5 - 8 * (len(lines) - 1)
-    spans = "".join(f'<tspan x="{x + width / 2:g}" y="{first + 16 * n:g}">{escape(one)}</tspan>' for n, one in enumerate(lines))
+    spans = "".join(
+        f'<tspan x="{x + width / 2:g}" y="{first + 16 * n:g}">{escape(one)}</tspan>'
+        for n, one in enumerate(lines)
+    )
     return (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{fill}" stroke="{LINE}"/>'
-        f'<text text-anchor="middle">{spans}</text>'
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{fill}"'
+        f' stroke="{LINE}"/><text text-anchor="middle">{spans}</text>'
     )
 
 
@@ -99,11 +123,19 @@ def packages() -> str:
         for column, name in enumerate(names):
             place[name] = left + column * (BOX_WIDTH + GAP_X), 16 + row * (BOX_HEIGHT + GAP_Y)
     arrows = [
-        arrow(place[name][0] + BOX_WIDTH / 2, place[name][1] + BOX_HEIGHT, place[other][0] + BOX_WIDTH / 2, place[other][1])
+        arrow(
+            place[name][0] + BOX_WIDTH / 2,
+            place[name][1] + BOX_HEIGHT,
+            place[other][0] + BOX_WIDTH / 2,
+            place[other][1],
+        )
         for name, others in sorted(reduced(graph).items())
         for other in sorted(others)
     ]
-    boxes = [box(x, y, name if (PACKAGE / name).is_dir() else f"{name}.py") for name, (x, y) in sorted(place.items())]
+    boxes = [
+        box(x, y, name if (PACKAGE / name).is_dir() else f"{name}.py")
+        for name, (x, y) in sorted(place.items())
+    ]
     height = 32 + len(levels) * (BOX_HEIGHT + GAP_Y) - GAP_Y
     return svg(height, "Packages of DantinoX and their imports", [*arrows, *boxes])
 
@@ -128,11 +160,14 @@ def decode_step() -> str:
     width, height, gap = 340, 46, 22
     left, parts = (WIDTH - width) / 2, []
     compiled = [n for n, (_, inside) in enumerate(STAGES) if inside]
-    top, bottom = 16 + compiled[0] * (height + gap) - 10, 16 + compiled[-1] * (height + gap) + height + 10
+    top, bottom = (
+        16 + compiled[0] * (height + gap) - 10,
+        16 + compiled[-1] * (height + gap) + height + 10,
+    )
     parts.append(
-        f'<rect x="{left - 24:g}" y="{top:g}" width="{width + 48}" height="{bottom - top:g}" rx="10" fill="#f9fafb" '
-        f'stroke="{LINE}" stroke-dasharray="5 4"/>'
-        f'<text x="{left - 36:g}" y="{(top + bottom) / 2:g}" text-anchor="end">one compiled program</text>'
+        f'<rect x="{left - 24:g}" y="{top:g}" width="{width + 48}" height="{bottom - top:g}"'
+        f' rx="10" fill="#f9fafb" stroke="{LINE}" stroke-dasharray="5 4"/><text x="{left - 36:g}"'
+        f' y="{(top + bottom) / 2:g}" text-anchor="end">one compiled program</text>'
     )
     for number, (text, inside) in enumerate(STAGES):
         y = 16 + number * (height + gap)
@@ -142,10 +177,13 @@ def decode_step() -> str:
     first, last = (16 + compiled[n] * (height + gap) + height / 2 for n in (0, -1))
     right = left + width
     parts.append(
-        f'<path d="M{right:g} {last:g} C{right + 60:g} {last:g} {right + 60:g} {first:g} {right:g} {first:g}" fill="none" '
-        f'stroke="{LINE}" marker-end="url(#arrow)"/>'
+        f'<path d="M{right:g} {last:g} C{right + 60:g} {last:g} {right + 60:g} {first:g} {right:g}'
+        f' {first:g}" fill="none" stroke="{LINE}" marker-end="url(#arrow)"/>'
     )
-    lines = "".join(f'<tspan x="{right + 52:g}" dy="{16 if n else 0}">{one}</tspan>' for n, one in enumerate(SIDE.split("\n")))
+    lines = "".join(
+        f'<tspan x="{right + 52:g}" dy="{16 if n else 0}">{one}</tspan>'
+        for n, one in enumerate(SIDE.split("\n"))
+    )
     parts.append(f'<text y="{(first + last) / 2 - 16:g}">{lines}</text>')
     return svg(32 + len(STAGES) * (height + gap) - gap, "One step of decoding", parts)
 

@@ -1,4 +1,5 @@
-"""Takes the pictures of the page in docs/serving.md from a running server with a chat model, in Chromium:
+"""Takes the pictures of the page in docs/serving.md from a running server with a chat model, in
+Chromium:
 
     dantinox serve runs/smollm2 &
     python docs/plots/page.py http://127.0.0.1:8000
@@ -43,7 +44,9 @@ def main(address: str) -> None:
         take(browser, "page", WIDE, TOKEN)
         take(browser, "page_phone", NARROW, TOKEN)
         take(browser, "page_phone_settings", NARROW, "openPanel('settings')")
-        browser.execute_script("current().parts = []; comparing.sides[0].preset = 'Creative'; toggleComparison(true)")
+        browser.execute_script(
+            "current().parts = []; comparing.sides[0].preset = 'Creative'; toggleComparison(true)"
+        )
         browser.execute_script("byId('draft').value = arguments[0]; go()", PROMPT)
         wait(browser, "return writing.abort === null")
         take(browser, "page_compare", WIDE, "openPanel('settings')")
@@ -75,12 +78,21 @@ def wait(browser: webdriver.Chrome, script: str) -> None:
 
 
 def take(browser: webdriver.Chrome, name: str, size: tuple[int, int], script: str) -> None:
-    """Sets the size of the window (width, height, in pixels), runs a script, and writes a picture."""
-    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == NARROW}
+    """Sets the size of the window (width, height, in pixels), runs a script, and writes a
+    picture.
+    """
+    metrics = {
+        "width": size[0],
+        "height": size[1],
+        "deviceScaleFactor": 1,
+        "mobile": size == NARROW,
+    }
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.execute_script("dispatchEvent(new Event('resize'))")
     browser.execute_script(script)
-    data = base64.b64decode(browser.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"])
+    data = base64.b64decode(
+        browser.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
+    )
     picture = Image.open(io.BytesIO(data)).convert("RGB").quantize(64)
     picture.save(PICTURES / f"{name}.png", optimize=True)
     assert (PICTURES / f"{name}.png").stat().st_size < 150_000

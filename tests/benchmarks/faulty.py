@@ -25,7 +25,9 @@ def hangs(options):
 
 
 def fills_memory(options):
-    raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 80000000000 bytes")
+    raise RuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 80000000000 bytes"
+    )
 
 
 def lacks_torch(options):

@@ -12,7 +12,8 @@ from dantinox.run.manifest import write_file
 
 @pytest.fixture
 def dantinox(capfd, tmp_path, monkeypatch):
-    """Returns a function that runs a command in this process and returns (exit code, stdout, stderr).
+    """Returns a function that runs a command in this process and returns (exit code, stdout,
+    stderr).
 
     The current directory is empty, because commands look for runs in `runs/`.
     """
@@ -27,7 +28,9 @@ def dantinox(capfd, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def plain_run(run_dir, tmp_path_factory):
-    """A copy of the run whose prompts have no BOS token, so that a prompt has one token per byte."""
+    """A copy of the run whose prompts have no BOS token, so that a prompt has one token per
+    byte.
+    """
     path = Path(shutil.copytree(run_dir, tmp_path_factory.mktemp("plain") / "run"))
     write_file(path, "tokenizer_config.json", '{"add_bos_token": false}')
     return path

@@ -11,10 +11,14 @@ from tests.error_texts import ERRORS
 
 def test_a_directory_that_is_not_a_run(dantinox, tmp_path, copy):
     (tmp_path / "empty").mkdir()
-    assert_one_sentence(dantinox("generate", "--run_dir", tmp_path / "nowhere"), "no run directory at", "nowhere")
+    assert_one_sentence(
+        dantinox("generate", "--run_dir", tmp_path / "nowhere"), "no run directory at", "nowhere"
+    )
     assert_one_sentence(dantinox("generate", "--run_dir", tmp_path / "empty"), "config.yaml")
     (copy / "model_weights.msgpack").unlink()
-    assert_one_sentence(dantinox("generate", "--run_dir", copy), "has no weights yet", "model_weights.msgpack")
+    assert_one_sentence(
+        dantinox("generate", "--run_dir", copy), "has no weights yet", "model_weights.msgpack"
+    )
 
 
 @pytest.mark.parametrize(
@@ -23,7 +27,11 @@ def test_a_directory_that_is_not_a_run(dantinox, tmp_path, copy):
         ("model_weights.msgpack", b"", ["model_weights.msgpack"]),
         ("model_weights.msgpack", b"\x00 no weights", ["model_weights.msgpack"]),
         ("config.yaml", b"model: {dim: [}", ["config.yaml", "line 1"]),
-        ("config.yaml", b"model: {dim: 48, n_heads: 4}", ["config.yaml is damaged: it has 28 bytes", "--accept"]),
+        (
+            "config.yaml",
+            b"model: {dim: 48, n_heads: 4}",
+            ["config.yaml is damaged: it has 28 bytes", "--accept"],
+        ),
         ("config.yaml", b"\xff\xfe\x00", ["config.yaml"]),
         ("config.yaml", b"modle: {dim: 32}", ["modle", "model"]),
         ("tokenizer.json", b"{}", ["tokenizer.json"]),
@@ -52,7 +60,9 @@ def test_the_tokenizer_of_another_run(dantinox, copy):
 
     characters = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["abc"]))
     (copy / "tokenizer.json").write_text(characters.to_json(), encoding="utf-8")
-    assert_one_sentence(dantinox("generate", "--run_dir", copy), "tokenizer.json is damaged", "--accept")
+    assert_one_sentence(
+        dantinox("generate", "--run_dir", copy), "tokenizer.json is damaged", "--accept"
+    )
     assert dantinox("verify", copy)[0] == 1
     assert dantinox("verify", copy, "--accept")[0] == 0
     assert_one_sentence(dantinox("generate", "--run_dir", copy), "model_weights.msgpack", "shape")

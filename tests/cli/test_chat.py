@@ -27,10 +27,14 @@ AROUND = "è€😀b\nca"  # the model of `run_dir` repeats this text after "a"
 
 @pytest.fixture
 def talk(run_dir, capfd, monkeypatch):
-    """Returns a function that sends lines through a pipe and returns (exit code, stdout, stderr)."""
+    """Returns a function that sends lines through a pipe and returns (exit code, stdout,
+    stderr).
+    """
 
     def run(lines, *flags, at=run_dir):
-        data = lines if isinstance(lines, bytes) else "".join(line + "\n" for line in lines).encode()
+        data = (
+            lines if isinstance(lines, bytes) else "".join(line + "\n" for line in lines).encode()
+        )
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         settings = ["--greedy", "--max_new_tokens", "13", *flags]
         code = cli.main(["chat", "--run_dir", str(at), *settings])
@@ -41,10 +45,15 @@ def talk(run_dir, capfd, monkeypatch):
 
 def test_lines_through_a_pipe(talk, tmp_path):
     file = tmp_path / "talk.json"
-    code, out, err = talk(["a", "", "/set max_new_tokens 5", "b", "/undo", f"/save {file}", "/quit", "never read"])
+    code, out, err = talk(
+        ["a", "", "/set max_new_tokens 5", "b", "/undo", f"/save {file}", "/quit", "never read"]
+    )
     assert (code, out) == (0, AROUND + "\n" + "\nca" + AROUND[:1] + "\n")
     assert err.splitlines() == [
-        "this model has no chat template: it continues your text, and the conversation is a single text",
+        (
+            "this model has no chat template: it continues your text, and the conversation is a"
+            " single text"
+        ),
         "max_new_tokens 5",
         "removed: b",
         f"saved {file}",
@@ -77,13 +86,18 @@ def test_each_error_is_one_sentence_and_the_conversation_continues(talk):
     code, out, err = talk([*lines, "a"])
     assert (code, out) == (2, AROUND + "\n")
     for number, words in enumerate(lines.values(), 1):
-        assert re.search(rf"^error: .*{re.escape(words)}.* \(line {number}\)$", err, re.M), (words, err)
+        assert re.search(rf"^error: .*{re.escape(words)}.* \(line {number}\)$", err, re.M), (
+            words,
+            err,
+        )
 
 
 def test_a_template_and_a_message_that_begins_with_a_slash(talk, run_dir, tmp_path):
     """The template ends with the letter after which the model repeats its text."""
     copy = shutil.copytree(run_dir, tmp_path / "run")
-    (copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}a")
+    (copy / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}|{% endfor %}a"
+    )
     code, out, err = talk(["/system S", "//help", "/settings"], at=copy)
     assert (code, out) == (0, AROUND + "\n")
     assert "no chat template" not in err and "system S\n" in err and "greedy true (/set)\n" in err
@@ -92,13 +106,17 @@ def test_a_template_and_a_message_that_begins_with_a_slash(talk, run_dir, tmp_pa
 def test_entropies_without_colors_are_printed_below(talk):
     code, out, err = talk(["/entropy on", "a"])
     lines = out.splitlines()
-    assert (code, lines[0]) == (0, "è€😀b↵") and re.fullmatch(r"\d\d\d \d\d", lines[1]), "the digits of one line of text"
+    assert (code, lines[0]) == (0, "è€😀b↵") and re.fullmatch(r"\d\d\d \d\d", lines[1]), (
+        "the digits of one line of text"
+    )
     assert "\x1b" not in out and "entropy in bits is printed below each token" in err
 
 
 def test_invalid_utf8_is_an_error(talk):
     code, _, err = talk(b"\xff\n")
-    assert code == 2 and err.endswith("error: standard input is not UTF-8 text: byte 0 of line 1 is invalid\n")
+    assert code == 2 and err.endswith(
+        "error: standard input is not UTF-8 text: byte 0 of line 1 is invalid\n"
+    )
 
 
 def test_help_names_every_command(talk):
@@ -111,14 +129,21 @@ def test_help_names_every_command(talk):
 
 
 def test_parts_are_shaded():
-    assert shade_text("a\x1b\nb", None, "truecolor") == "a␛\nb", "no control character reaches the terminal"
-    assert shade_text("ab\nc", 0.0, "256") == "\x1b[38;5;231;48;5;53mab↵\x1b[0m\n\x1b[38;5;231;48;5;53mc\x1b[0m"
+    assert shade_text("a\x1b\nb", None, "truecolor") == "a␛\nb", (
+        "no control character reaches the terminal"
+    )
+    assert (
+        shade_text("ab\nc", 0.0, "256")
+        == "\x1b[38;5;231;48;5;53mab↵\x1b[0m\n\x1b[38;5;231;48;5;53mc\x1b[0m"
+    )
     assert shade_text("ab\n", 8.0, "none") == "ab\n"
     assert list(digit_lines([("ab", 1.2), ("c\n", 9.7), ("d", None)], 20)) == ["abc↵", "1 9", "d"]
 
 
 def screen(text, width):
-    """Returns the rows that a terminal shows for printed text with the two codes that `_wrapper` uses."""
+    """Returns the rows that a terminal shows for printed text with the two codes that `_wrapper`
+    uses.
+    """
     rows = [""]
     for code, count, character in re.findall(r"(\x1b\[(\d+)D\x1b\[K)|([^\x1b])", text, re.S):
         if code:
@@ -137,7 +162,8 @@ def test_lines_of_a_terminal_break_between_words(size):
     wrap = chatting._wrapper(16)
     rows = screen("".join(wrap(text[at : at + size]) for at in range(0, len(text), size)), 16)
     assert [row.rstrip() for row in rows] == [
-        "the quick brown", "fox jumps", "", "over a", "lazydogandmored", "ogs of", "123456789012345", "67890 words",
+        "the quick brown", "fox jumps", "", "over a", "lazydogandmored", "ogs of",
+        "123456789012345", "67890 words",
     ]  # fmt: skip
 
 
@@ -183,13 +209,19 @@ def test_a_real_terminal(run_dir, tmp_path, interruptible):
     )  # long enough to interrupt an answer
     accept_run(RunDirectory(path))
     surroundings = os.environ | {
-        "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path),
-        "XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm-256color",
+        "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CACHE_HOME": str(tmp_path),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
     }  # fmt: skip
     surroundings.pop("NO_COLOR", None)
     flags = ["chat", "--run_dir", str(path), "--greedy", "--max_new_tokens", "13"]
     child = pexpect.spawn(
-        sys.executable, ["-m", "dantinox", *flags], env=surroundings, encoding="utf-8", timeout=40, dimensions=(30, 120)
+        sys.executable,
+        ["-m", "dantinox", *flags],
+        env=surroundings,
+        encoding="utf-8",
+        timeout=40,
+        dimensions=(30, 120),
     )
 
     def send(line, *expected):

@@ -1,4 +1,6 @@
-"""Help in layers, the search of settings and shell completion: complete, short, and without heavy imports."""
+"""Help in layers, the search of settings and shell completion: complete, short, and without heavy
+imports.
+"""
 
 import argparse
 import json
@@ -24,7 +26,17 @@ from dantinox.config.setting_records import section_titles, setting_records, typ
 from dantinox.config.yaml_files import allowed_values
 from tests.error_texts import ERRORS
 
-HEAVY = {"pydantic", "yaml", "jax", "flax", "numpy", "rich", "starlette", "tokenizers", "importlib.metadata"}
+HEAVY = {
+    "pydantic",
+    "yaml",
+    "jax",
+    "flax",
+    "numpy",
+    "rich",
+    "starlette",
+    "tokenizers",
+    "importlib.metadata",
+}
 WITH_SETTINGS = ("train", "find-lr", "generate", "chat", "serve", "explain", "plan")
 KINDS = ("sampling", "kv", "ruler", "ppl", "tasks", "watermark")
 
@@ -56,9 +68,11 @@ def test_every_setting_has_a_record_that_equals_its_declaration():
     assert list(records) == list(FIELDS)
     for key, record in records.items():
         assert record.help == FIELDS[key].description
-        assert json.loads(record.default_text if not isinstance(record.default, str) else json.dumps(record.default)) == (
-            list(DEFAULTS[key]) if isinstance(DEFAULTS[key], tuple) else DEFAULTS[key]
-        )
+        assert json.loads(
+            record.default_text
+            if not isinstance(record.default, str)
+            else json.dumps(record.default)
+        ) == (list(DEFAULTS[key]) if isinstance(DEFAULTS[key], tuple) else DEFAULTS[key])
         assert record.prerequisites == tuple(str(need) for need in NEEDS[key])
         assert record.type == re.sub(r"\b(?:an?|one of) ", "", allowed_values(key))
     assert {old for record in records.values() for old in record.aliases} == set(ALIASES)
@@ -76,7 +90,10 @@ def test_ranges_choices_and_prerequisites_of_some_settings():
         "kv.budget or kv.budget_tokens is set",
         "kv.signal is entropy or coverage or distance",
     )
-    assert records["kv.budget"].flag == "--kv_budget" and records["generation.greedy"].arity == "switch"
+    assert (
+        records["kv.budget"].flag == "--kv_budget"
+        and records["generation.greedy"].arity == "switch"
+    )
     assert records["generation.stop"].arity == "many" and records["generation.stop"].default == []
     assert type_in_words({"type": "integer", "minimum": 1}) == "an integer ≥ 1"
 
@@ -84,7 +101,9 @@ def test_ranges_choices_and_prerequisites_of_some_settings():
 def test_every_setting_of_a_section_with_groups_is_in_one_of_them():
     for section in SECTIONS:
         groups = {key for key, group in GROUPS.items() if group.section == section}
-        assert {record.group for record in setting_records() if record.section == section} == (groups or {""}), section
+        assert {record.group for record in setting_records() if record.section == section} == (
+            groups or {""}
+        ), section
     assert not set(GROUPS) & set(SECTIONS)
 
 
@@ -106,7 +125,11 @@ def test_the_first_page_is_short_and_names_every_section(name):
             assert f"  {section} ({count})" in page
         assert not any(f"--{old.partition('.')[2]} " in page for old in ALIASES)
     else:
-        own = [action for action in parser.own if action.option_strings and action.help != argparse.SUPPRESS]
+        own = [
+            action
+            for action in parser.own
+            if action.option_strings and action.help != argparse.SUPPRESS
+        ]
         assert all(any(flag in page for flag in action.option_strings) for action in own)
 
 
@@ -117,19 +140,31 @@ def test_all_pages_together_hold_every_flag_and_alias(name):
     for path, (record, action) in parser.settings.items():
         assert any(flag in page for flag in action.option_strings), path
         if path != record.key:
-            assert f"alias of --{record.name if record.section != 'kv' else 'kv_' + record.name}" in page
-    own = {action.option_strings[-1] for section in parser.sections.values() for action in section.actions}
+            assert (
+                f"alias of --{record.name if record.section != 'kv' else 'kv_' + record.name}"
+                in page
+            )
+    own = {
+        action.option_strings[-1]
+        for section in parser.sections.values()
+        for action in section.actions
+    }
     assert all(flag in page for flag in own)
 
 
 def test_a_section_page_shows_type_range_default_and_prerequisites(monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
-    lines = [line.strip() for line in section_page(command_parser("train"), "optimizer").splitlines()]
+    lines = [
+        line.strip() for line in section_page(command_parser("train"), "optimizer").splitlines()
+    ]
     assert lines[0].startswith("optimizer: ") and "--training.NAME" in lines[0] + lines[1]
     assert "number > 0; default: 0.02; needs training.optimizer is muon" in lines
     assert "cosine, linear, wsd, constant; default: cosine" in lines
     whole = section_page(command_parser("train"), "training")
-    assert all(f"--{record.name} " in whole or f"--training.{record.name}" in whole for record in find_settings("", "training"))
+    assert all(
+        f"--{record.name} " in whole or f"--training.{record.name}" in whole
+        for record in find_settings("", "training")
+    )
     assert " optimizer: " in whole
     assert "--eval_iters" in whole and "alias of --eval_every" in whole
 
@@ -167,7 +202,9 @@ def test_a_parser_of_a_command_is_found_by_name():
             command_parser(name)
 
 
-@pytest.mark.parametrize("words", ["--help", "train --help", "generate --help-all", "eval kv --help", "settings lr"])
+@pytest.mark.parametrize(
+    "words", ["--help", "train --help", "generate --help-all", "eval kv --help", "settings lr"]
+)
 def test_help_imports_nothing_heavy(words):
     """With pydantic a page takes 200 ms instead of 55."""
     script = (
@@ -178,7 +215,11 @@ def test_help_imports_nothing_heavy(words):
     # Without site: the finder of an editable installation imports some of these modules itself.
     path = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": path}
+        [sys.executable, "-S", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": path},
     )
     assert done.stderr == "[]\n" and done.stdout
 
@@ -208,17 +249,38 @@ def test_settings_are_found_by_all_that_describes_them(pattern, section, key):
 
 def test_the_table_and_the_json_of_settings(dantinox):
     code, out, err = dantinox("settings", "muon_lr")
-    assert (code, err) == (0, "") and out.startswith("training (") and "number > 0; default: 0.02; needs" in out
+    assert (
+        (code, err) == (0, "")
+        and out.startswith("training (")
+        and "number > 0; default: 0.02; needs" in out
+    )
     code, out, _ = dantinox("settings", "--section", "kv", "--json")
     records = [json.loads(line) for line in out.splitlines()]
-    assert code == 0 and [record["key"] for record in records] == [key for key in FIELDS if key.startswith("kv.")]
-    assert set(records[0]) >= {"section", "name", "type", "range", "default", "prerequisites", "help", "aliases", "flag"}
-    assert len(dantinox("settings")[1].splitlines()) > len(FIELDS) and len(section_titles()) == len(SECTIONS)
+    assert code == 0 and [record["key"] for record in records] == [
+        key for key in FIELDS if key.startswith("kv.")
+    ]
+    assert set(records[0]) >= {
+        "section",
+        "name",
+        "type",
+        "range",
+        "default",
+        "prerequisites",
+        "help",
+        "aliases",
+        "flag",
+    }
+    assert len(dantinox("settings")[1].splitlines()) > len(FIELDS) and len(section_titles()) == len(
+        SECTIONS
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
-    [(["zzz"], "no setting matches zzz"), (["--section", "zzz"], "no section zzz: the sections and groups are")],
+    [
+        (["zzz"], "no setting matches zzz"),
+        (["--section", "zzz"], "no section zzz: the sections and groups are"),
+    ],
 )
 def test_a_search_without_results_is_an_error(dantinox, argv, words):
     code, out, err = dantinox("settings", *argv)
@@ -233,7 +295,15 @@ def test_a_completion_script_names_commands_flags_and_choices(dantinox, shell):
     pytest.importorskip("shtab")
     code, out, err = dantinox("completion", shell)
     assert (code, err) == (0, "")
-    for word in ("generate", "merge-lora", "kv_budget", "training.lr", "snapkv+ema", "prompt_file", "ppl"):
+    for word in (
+        "generate",
+        "merge-lora",
+        "kv_budget",
+        "training.lr",
+        "snapkv+ema",
+        "prompt_file",
+        "ppl",
+    ):
         assert word in out, word
 
 
@@ -255,9 +325,12 @@ def test_bash_completes(dantinox, tmp_path, words, completions):
     script.write_text(dantinox("completion", "bash")[1])
     typed = " ".join(["dantinox", *words])
     code = (
-        f'source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _shtab_dantinox; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        f"source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _shtab_dantinox; printf"
+        ' "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(["/bin/bash", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        ["/bin/bash", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert set(done.stdout.split()) == completions
 
 

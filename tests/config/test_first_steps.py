@@ -1,4 +1,6 @@
-"""First steps of a new user: packaged configs, few steps, JSON for lists, the version, a prompt from a pipe."""
+"""First steps of a new user: packaged configs, few steps, JSON for lists, the version, a prompt
+from a pipe.
+"""
 
 import io
 import os
@@ -36,7 +38,9 @@ def test_few_steps_shorten_the_warmup_of_a_file():
 
 
 def test_few_epochs_shorten_the_warmup():
-    config = build_config({}, {"training.epochs": 1.0, "training.warmup_steps": 10, "training.batch_size": 8})
+    config = build_config(
+        {}, {"training.epochs": 1.0, "training.warmup_steps": 10, "training.batch_size": 8}
+    )
     with pytest.warns(UserWarning, match=ERRORS["warmup_steps_10_is_more_than"]):
         assert total_steps(config, windows_per_epoch=40) == 5
 
@@ -72,7 +76,9 @@ def test_the_version(capsys):
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("dantinox ")
 
 
-@pytest.mark.parametrize(("text", "prompt"), [("a\n", "a"), ("a\n\n", "a\n"), ("a\r\n", "a"), ("a", "a"), ("", "")])
+@pytest.mark.parametrize(
+    ("text", "prompt"), [("a\n", "a"), ("a\n\n", "a\n"), ("a\r\n", "a"), ("a", "a"), ("", "")]
+)
 def test_a_prompt_from_a_pipe_has_no_last_line_break(text, prompt, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
     assert given_prompt(SimpleNamespace(prompt="-"), build_config({})) == prompt
@@ -84,26 +90,44 @@ def test_the_default_prompt_is_that_of_the_samples_of_the_run():
     assert given_prompt(SimpleNamespace(prompt=None), build_config({})) == "\n"
 
 
-@pytest.mark.parametrize(("dest", "format", "words"), [("o.gguf", "hf", "a folder"), ("o", "gguf", "a .gguf file")])
+@pytest.mark.parametrize(
+    ("dest", "format", "words"), [("o.gguf", "hf", "a folder"), ("o", "gguf", "a .gguf file")]
+)
 def test_a_format_that_contradicts_the_file_name_is_refused(dest, format, words, tmp_path, capsys):
     assert cli.main(["export", str(tmp_path), str(tmp_path / dest), "--format", format]) == 2
     assert words in capsys.readouterr().err and not (tmp_path / dest).exists()
 
 
 @pytest.mark.parametrize(
-    "argv", [["R"], ["--run_dir", "R"], ["--seed", "1", "R"], ["R", "--seed", "1"], ["--stop", "a", "--run_dir", "R"]]
+    "argv",
+    [
+        ["R"],
+        ["--run_dir", "R"],
+        ["--seed", "1", "R"],
+        ["R", "--seed", "1"],
+        ["--stop", "a", "--run_dir", "R"],
+    ],
 )
 def test_a_run_is_an_argument_or_a_flag(argv, capsys):
     for command in ("generate", "chat", "explain"):
         argv = [word for word in argv if command != "explain" or word not in ("--stop", "a")]
-        assert cli.main([command, *argv]) == 2 and "no run directory at R" in capsys.readouterr().err
-    for command in (["info"], ["verify"], ["plot"], ["eval", "ppl", "--data_path", "x"], ["calibrate", "--what", "kv"]):
+        assert (
+            cli.main([command, *argv]) == 2 and "no run directory at R" in capsys.readouterr().err
+        )
+    for command in (
+        ["info"],
+        ["verify"],
+        ["plot"],
+        ["eval", "ppl", "--data_path", "x"],
+        ["calibrate", "--what", "kv"],
+    ):
         words = argv if argv[0] in ("R", "--run_dir") and len(argv) < 3 else ["R"]
         assert cli.main([*command, *words]) == 2 and "R" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"), [([], "a run directory is missing"), (["A", "--run_dir", "B"], "both name a run: A and B")]
+    ("argv", "words"),
+    [([], "a run directory is missing"), (["A", "--run_dir", "B"], "both name a run: A and B")],
 )
 def test_a_run_that_is_missing_or_given_twice(argv, words, capsys):
     for command in ("generate", "chat", "serve", "info", "verify", "explain"):
@@ -111,7 +135,9 @@ def test_a_run_that_is_missing_or_given_twice(argv, words, capsys):
 
 
 def test_only_the_flags_of_the_chosen_command_are_built(monkeypatch, capsys):
-    monkeypatch.setattr("dantinox.config.flags.setting_records", lambda: pytest.fail("no command has settings here"))
+    monkeypatch.setattr(
+        "dantinox.config.flags.setting_records", lambda: pytest.fail("no command has settings here")
+    )
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     out = capsys.readouterr().out
@@ -126,7 +152,10 @@ def test_init_writes_a_model_for_this_machine(tmp_path):
     (tmp_path / "large.yaml").write_text(starting_config(tmp_path / "large.yaml"))
     small, large = load_training(tmp_path / "small.yaml"), load_training(tmp_path / "large.yaml")
     assert (small.model.dim, large.model.dim) == (128, 256) and small.training.batch_size == 16
-    assert (small.training.optimizer, small.training.lr) == ("muon", 4e-3) and small.generation.max_new_tokens < 128
+    assert (small.training.optimizer, small.training.lr) == (
+        "muon",
+        4e-3,
+    ) and small.generation.max_new_tokens < 128
     assert "2 CPU cores and no accelerator" in (tmp_path / "small.yaml").read_text()
 
 
@@ -148,7 +177,9 @@ def test_missing_hardware_is_reported(monkeypatch, error):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert backend_problem() is None
     monkeypatch.setattr(jax, "devices", fail)
-    assert backend_problem().startswith("JAX_PLATFORMS=cuda: jax finds no such device here; unset the variable")
+    assert backend_problem().startswith(
+        "JAX_PLATFORMS=cuda: jax finds no such device here; unset the variable"
+    )
     monkeypatch.delenv("JAX_PLATFORMS")
     assert backend_problem() is None, "jax chooses another device"
 
@@ -156,19 +187,31 @@ def test_missing_hardware_is_reported(monkeypatch, error):
 @pytest.mark.slow
 def test_missing_hardware_is_one_line(tmp_path):
     def run(**environment):
-        environment = os.environ | {"DANTINOX_KERNELS": "off"} | environment  # or the first command reports their compilation
-        return subprocess.run([sys.executable, "-c", BACKENDS], env=environment, capture_output=True, text=True)
+        environment = (
+            os.environ | {"DANTINOX_KERNELS": "off"} | environment
+        )  # or the first command reports their compilation
+        return subprocess.run(
+            [sys.executable, "-c", BACKENDS], env=environment, capture_output=True, text=True
+        )
 
     missing = run(JAX_PLATFORMS="cuda")
-    assert missing.returncode == 2 and missing.stderr.startswith("error: JAX_PLATFORMS=cuda: jax finds no such device here")
+    assert missing.returncode == 2 and missing.stderr.startswith(
+        "error: JAX_PLATFORMS=cuda: jax finds no such device here"
+    )
     assert missing.stderr.count("\n") == 1
     (tmp_path / "jax_plugins" / "broken").mkdir(parents=True)
     (tmp_path / "jax_plugins" / "broken" / "__init__.py").write_text(PLUGIN)
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     broken = run(PYTHONPATH=paths)
-    assert broken.returncode == 0 and "Traceback" not in broken.stderr and broken.stderr.count("\n") == 1, broken.stderr
+    assert (
+        broken.returncode == 0
+        and "Traceback" not in broken.stderr
+        and broken.stderr.count("\n") == 1
+    ), broken.stderr
 
 
 def test_a_head_may_have_an_odd_size_without_rotation():
-    config = build_config({"model": {"head_size": 7}, "attention": {"use_rotary_pos": False, "trainable_pos": True}})
+    config = build_config(
+        {"model": {"head_size": 7}, "attention": {"use_rotary_pos": False, "trainable_pos": True}}
+    )
     assert config.architecture(vocab_size=50).head_size == 7

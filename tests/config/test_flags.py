@@ -90,7 +90,9 @@ def test_a_former_name_is_accepted_with_one_warning(old, tmp_path):
     new, (value, needed) = FORMER_NAMES[old], FORMER_VALUES[old]
     section, _, name = old.partition(".")
     tree = {section: {key.partition(".")[2]: needed[key] for key in needed} | {name: value}}
-    with pytest.warns(UserWarning, match=rf"^{old} is now called {new} \(a.yaml, line 3\)$") as warned:
+    with pytest.warns(
+        UserWarning, match=rf"^{old} is now called {new} \(a.yaml, line 3\)$"
+    ) as warned:
         config = build_config(tree, {}, {old: "a.yaml, line 3"}, "a.yaml")
     assert len(warned) == 1 and flatten_config(config)[new] == value
     flags = [word for key, value in needed.items() for word in (f"--{key}", value)]
@@ -101,14 +103,19 @@ def test_a_former_name_is_accepted_with_one_warning(old, tmp_path):
 def test_a_former_name_is_accepted_in_a_request():
     config = build_config({"generation": {"weights": "int8"}}, {})
     with pytest.warns(UserWarning, match=ERRORS["is_now_called"]):
-        assert flatten_config(overlay(config, {"products": "bfloat16"}))["generation.matmul_dtype"] == "bfloat16"
+        assert (
+            flatten_config(overlay(config, {"products": "bfloat16"}))["generation.matmul_dtype"]
+            == "bfloat16"
+        )
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("objective", ["next_token", "dpo"])
 def test_the_default_of_a_former_name_in_a_saved_config_changes_nothing(objective):
     training = {"objective": objective, "init_from": "runs/x"}
-    assert build_config({"training": training | {"dpo_beta": 0.1}}) == build_config({"training": training})
+    assert build_config({"training": training | {"dpo_beta": 0.1}}) == build_config(
+        {"training": training}
+    )
 
 
 def own_flag(key):
@@ -142,15 +149,24 @@ def test_a_flag_of_another_program_says_what_to_do(name, advice):
 def test_the_dropout_of_other_programs_is_not_that_of_adapters():
     with pytest.raises(UserError) as caught:
         config_of("--dropout", "0.1")
-    hint = "lora.dropout has no effect while lora.rank is null, did you mean model.dropout_rate? (command line)"
+    hint = (
+        "lora.dropout has no effect while lora.rank is null, did you mean model.dropout_rate?"
+        " (command line)"
+    )
     assert str(caught.value) == hint
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"model.n_heads": 3}, "got 128 and 3 (model.dim: my.yaml, line 10; model.n_heads: command line)"),
-        ({"model.dim": 130}, "got 130 and 4 (model.dim: command line; model.n_heads: my.yaml, line 12)"),
+        (
+            {"model.n_heads": 3},
+            "got 128 and 3 (model.dim: my.yaml, line 10; model.n_heads: command line)",
+        ),
+        (
+            {"model.dim": 130},
+            "got 130 and 4 (model.dim: command line; model.n_heads: my.yaml, line 12)",
+        ),
         ({"model.dim": 130, "model.n_heads": 3}, "got 130 and 3 (command line)"),
         ({}, "got 128 and 3 (my.yaml, line 10)"),
     ],
@@ -171,38 +187,83 @@ def test_no_flag_changes_nothing():
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ("--seed 3", "--seed belongs to several settings: write --training.seed or --generation.seed"),
-        ("--seed", "--seed belongs to several settings: write --training.seed or --generation.seed"),
+        (
+            "--seed 3",
+            "--seed belongs to several settings: write --training.seed or --generation.seed",
+        ),
+        (
+            "--seed",
+            "--seed belongs to several settings: write --training.seed or --generation.seed",
+        ),
         ("--learning_rte 3", "unknown flag --learning_rte, did you mean --lr?"),
-        ("--data my.txt", "--data belongs to several settings: write --distill.data or --distributed.data or --data_path"),
+        (
+            "--data my.txt",
+            (
+                "--data belongs to several settings: write --distill.data or --distributed.data or"
+                " --data_path"
+            ),
+        ),
         ("--max_seq_len 3", "unknown flag --max_seq_len, did you mean --max_context?"),
         ("--d_model 3", "unknown flag --d_model, did you mean --dim?"),
         ("--precision bf16", "unknown flag --precision, did you mean --dtype?"),
         ("--out_dir out", "unknown flag --out_dir, did you mean --run_dir?"),
-        ("--device cuda", "unknown flag --device: the environment variable JAX_PLATFORMS selects cpu, cuda or tpu"),
+        (
+            "--device cuda",
+            (
+                "unknown flag --device: the environment variable JAX_PLATFORMS selects cpu, cuda"
+                " or tpu"
+            ),
+        ),
         ("--compile", "unknown flag --compile: all programs are compiled"),
         ("--learning_rate 3", "unknown flag --learning_rate, did you mean --lr?"),
         ("--batchsize 3", "unknown flag --batchsize, did you mean --batch_size?"),
-        ("--training.batchsize=3", "unknown flag --training.batchsize, did you mean --training.batch_size?"),
+        (
+            "--training.batchsize=3",
+            "unknown flag --training.batchsize, did you mean --training.batch_size?",
+        ),
         ("--batch 3", "unknown flag --batch, did you mean --batch_size?"),
         ("extra", "unknown argument extra"),
         ("--lr", "argument --lr/--training.lr: expected one argument"),
         ("--lr fast", "training.lr must be a number > 0, got 'fast' (command line)"),
         ("--lr [[[", "training.lr must be a number > 0, got '[[[' (command line)"),
         ("--lr 2024-13-45", "training.lr must be a number > 0, got '2024-13-45' (command line)"),
-        ("--lr !!python/name:os.system", "training.lr must be a number > 0, got '!!python/name:os.system' (command line)"),
+        (
+            "--lr !!python/name:os.system",
+            "training.lr must be a number > 0, got '!!python/name:os.system' (command line)",
+        ),
         ("--lr=-1", "training.lr must be a number > 0, got -1 (command line)"),
         ("--greedy maybe", "generation.greedy must be true or false, got 'maybe' (command line)"),
         ("--greedy 1", "generation.greedy must be true or false, got 1 (command line)"),
-        ("--steps 1e3", "training.steps must be an integer in [1, 2^31), or null, got 1000.0 (command line)"),
-        ("--optimizer adam", "training.optimizer must be one of adamw, muon, lion, adafactor, sgd, got 'adam' (command line)"),
-        ("--log_file a/b", "logging.log_file must be a file name of letters, digits, - and _ and ., got 'a/b' (command line)"),
+        (
+            "--steps 1e3",
+            "training.steps must be an integer in [1, 2^31), or null, got 1000.0 (command line)",
+        ),
+        (
+            "--optimizer adam",
+            (
+                "training.optimizer must be one of adamw, muon, lion, adafactor, sgd, got 'adam'"
+                " (command line)"
+            ),
+        ),
+        (
+            "--log_file a/b",
+            (
+                "logging.log_file must be a file name of letters, digits, - and _ and ., got 'a/b'"
+                " (command line)"
+            ),
+        ),
         (
             "--max_generations 5 --max_new_tokens 6",
-            "generation.max_generations is an alias of generation.max_new_tokens: give one of them (command line)",
+            (
+                "generation.max_generations is an alias of generation.max_new_tokens: give one of"
+                " them (command line)"
+            ),
         ),
         ("--kv_heads 3", "model.kv_heads must divide model.n_heads, got 3 and 8 (command line)"),
-        ("--sample_prompt \udcff", "training.sample_prompt must be valid Unicode text, got '\\udcff' (command line)"),
+        (
+            "--sample_prompt \udcff",
+            "training.sample_prompt must be valid Unicode text, got '\\udcff' (command line)",
+        ),
         ("--path ", None),
     ],
 )
@@ -215,7 +276,18 @@ def test_an_invalid_flag_is_one_sentence(argv, says):
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 1000, "9" * 5000, "&a [*a]", "a: b: c", "\0", "!!int ''", "? ", "{a: 1, a: 2}", "\ud800"]
+    "text",
+    [
+        "[" * 1000,
+        "9" * 5000,
+        "&a [*a]",
+        "a: b: c",
+        "\0",
+        "!!int ''",
+        "? ",
+        "{a: 1, a: 2}",
+        "\ud800",
+    ],
 )
 def test_no_flag_value_causes_a_traceback(text):
     with pytest.raises(UserError, match=ERRORS["training_lr_must_be"]):

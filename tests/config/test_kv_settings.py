@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 
 from dantinox.cli import generate, measure
 from dantinox.cli.common import given_settings
-from dantinox.config import Config, KVSection, UserError, build_config, dump_config, load_config, overlay, settings_of
+from dantinox.config import (
+    Config,
+    KVSection,
+    UserError,
+    build_config,
+    dump_config,
+    load_config,
+    overlay,
+    settings_of,
+)
 from dantinox.config.flag_values import overrides
 from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.sections import RUN_FILES, find_inactive
@@ -15,8 +24,9 @@ from tests.error_texts import ERRORS
 OFF = "has no effect while kv.budget is null and kv.budget_tokens is null"
 # For each setting a value that is not the default.
 OTHER = {
-    "budget": 0.2, "budget_tokens": 64, "policy": "tova", "signal": "entropy", "dtype": "int8", "sinks": 0, "recent": 8,
-    "window": 8, "pool": 5, "decay": "entropy", "scale_min": 0.5, "scale_max": 4.0, "grouping": "mean", "calibration": "k.json",
+    "budget": 0.2, "budget_tokens": 64, "policy": "tova", "signal": "entropy", "dtype": "int8",
+    "sinks": 0, "recent": 8, "window": 8, "pool": 5, "decay": "entropy", "scale_min": 0.5,
+    "scale_max": 4.0, "grouping": "mean", "calibration": "k.json",
     "layer_ratios": (1.0, 2.5),
 }  # fmt: skip
 
@@ -29,7 +39,11 @@ def sections(draw):
     if budget is None:
         return KVSection.model_validate(tree)
     tree[budget] = draw(st.floats(1e-6, 1) if budget == "budget" else st.integers(1, 2**31 - 1))
-    tree["policy"] = draw(st.sampled_from(["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]))
+    tree["policy"] = draw(
+        st.sampled_from(
+            ["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
+        )
+    )
     tree["signal"] = draw(st.sampled_from(["uniform", "entropy", "coverage", "distance", "loss"]))
     tree["layer_ratios"] = draw(st.none() | st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4))
     tree |= {"sinks": draw(st.integers(0, 99)), "recent": draw(st.integers(1, 99))}
@@ -59,7 +73,9 @@ def test_every_setting_except_budgets_and_dtype_needs_a_budget(key):
         assert getattr(build_config(tree).kv, key) == OTHER[key]
         return
     with pytest.warns(UserWarning) as reported:
-        assert build_config(tree, where={f"kv.{key}": "x.yaml, line 2"}).kv == KVSection(**{key: OTHER[key]})
+        assert build_config(tree, where={f"kv.{key}": "x.yaml, line 2"}).kv == KVSection(
+            **{key: OTHER[key]}
+        )
     assert [str(line.message) for line in reported] == [f"kv.{key} {OFF} (x.yaml, line 2)"]
     with pytest.raises(UserError) as error:
         build_config({}, {f"kv.{key}": OTHER[key]})
@@ -86,7 +102,8 @@ def test_every_setting_except_budgets_and_dtype_needs_a_budget(key):
         *(
             (
                 {"budget_tokens": 64, "signal": signal, key: OTHER[key]},
-                f"kv.{key} has no effect while kv.signal is {signal}" + " and kv.decay is 0.98" * (key == "grouping"),
+                f"kv.{key} has no effect while kv.signal is {signal}"
+                + " and kv.decay is 0.98" * (key == "grouping"),
             )
             for signal in ("uniform", "loss")
             for key in ("scale_min", "scale_max", "grouping")
@@ -101,14 +118,29 @@ def test_every_setting_except_budgets_and_dtype_needs_a_budget(key):
         ({"budget": float("nan")}, "kv.budget must be a number in (0, 1], or null, got nan"),
         ({"budget": "0.2"}, "kv.budget must be a number in (0, 1], or null, got '0.2'"),
         ({"budget_tokens": 0}, "kv.budget_tokens must be an integer in [1, 2^31), or null, got 0"),
-        ({"budget_tokens": 1.5}, "kv.budget_tokens must be an integer in [1, 2^31), or null, got 1.5"),
+        (
+            {"budget_tokens": 1.5},
+            "kv.budget_tokens must be an integer in [1, 2^31), or null, got 1.5",
+        ),
         (
             {"policy": "snapkv"},
-            "kv.policy must be one of snapkv+ema, expected_attention, kvzip, streaming, tova, h2o, random, got 'snapkv'",
+            (
+                "kv.policy must be one of snapkv+ema, expected_attention, kvzip, streaming, tova,"
+                " h2o, random, got 'snapkv'"
+            ),
         ),
-        ({"signal": None}, "kv.signal must be one of uniform, entropy, coverage, distance, loss, got null"),
-        ({"dtype": "int3"}, "kv.dtype must be one of auto, float32, bfloat16, int8, int4, int2, got 'int3'"),
-        ({"budget": 0.2, "layer_ratios": []}, "kv.layer_ratios must have one number for each layer, got []"),
+        (
+            {"signal": None},
+            "kv.signal must be one of uniform, entropy, coverage, distance, loss, got null",
+        ),
+        (
+            {"dtype": "int3"},
+            "kv.dtype must be one of auto, float32, bfloat16, int8, int4, int2, got 'int3'",
+        ),
+        (
+            {"budget": 0.2, "layer_ratios": []},
+            "kv.layer_ratios must have one number for each layer, got []",
+        ),
         ({"sinks": -1}, "kv.sinks must be an integer in [0, 2^31), got -1"),
         ({"recent": 0}, "kv.recent must be an integer in [1, 2^31), got 0"),
         ({"decay": 1.1}, "kv.decay must be a number in [0, 1], or entropy, got 1.1"),
@@ -130,7 +162,9 @@ def test_refused_settings_are_one_sentence(kv, sentence):
 
 @pytest.mark.parametrize("key", ["budget", "budget_tokens", "dtype"])
 def test_settings_of_the_cache_need_a_cache(key):
-    with pytest.raises(UserError, match=rf"^kv\.{key} has no effect while generation\.use_cache is false$"):
+    with pytest.raises(
+        UserError, match=rf"^kv\.{key} has no effect while generation\.use_cache is false$"
+    ):
         build_config({}, {f"kv.{key}": OTHER[key], "generation.use_cache": False}, origin="")
     assert build_config({"kv": {}, "generation": {"use_cache": False}}).kv == KVSection()
 
@@ -139,9 +173,14 @@ def test_signal_and_decay_read_the_calibration():
     for own in ({"signal": "coverage"}, {"decay": "entropy"}):
         kv = build_config({"kv": {"budget": 0.2, "calibration": "k.json", **own}}).kv
         assert kv.compresses and kv.reads_calibration
-    assert not KVSection(budget=0.2, signal="uniform").reads_calibration and KVSection(budget=0.2).reads_calibration
+    assert (
+        not KVSection(budget=0.2, signal="uniform").reads_calibration
+        and KVSection(budget=0.2).reads_calibration
+    )
     assert not KVSection().compresses
-    assert not KVSection(decay="entropy").reads_calibration, "without a budget nothing is compressed"
+    assert not KVSection(decay="entropy").reads_calibration, (
+        "without a budget nothing is compressed"
+    )
 
 
 def test_inactive_settings_of_a_run_become_active_with_their_prerequisite():
@@ -174,10 +213,18 @@ def test_valid_sections_are_unchanged_by_files_and_requests(tmp_path_factory, kv
 def test_properties_of_overlay(base, other, share, tokens):
     config = Config(kv=base)
     assert overlay(config, {}) == config
-    assert overlay(config, settings_of(Config(kv=other))).kv == other, "a complete request replaces every setting"
+    assert overlay(config, settings_of(Config(kv=other))).kv == other, (
+        "a complete request replaces every setting"
+    )
     kept = {"dtype": base.dtype}
-    assert overlay(config, {"kv_budget": None}).kv == overlay(config, {"kv_budget_tokens": None}).kv == KVSection(**kept)
-    assert overlay(config, {"use_cache": False}).kv == KVSection(), "no setting of the cache has an effect without a cache"
+    assert (
+        overlay(config, {"kv_budget": None}).kv
+        == overlay(config, {"kv_budget_tokens": None}).kv
+        == KVSection(**kept)
+    )
+    assert overlay(config, {"use_cache": False}).kv == KVSection(), (
+        "no setting of the cache has an effect without a cache"
+    )
     for key, value in (("budget", share), ("budget_tokens", tokens)):
         laid = overlay(config, {f"kv_{key}": value}).kv
         assert laid == base.model_copy(update={"budget": None, "budget_tokens": None, key: value})
@@ -194,12 +241,28 @@ def test_properties_of_overlay(base, other, share, tokens):
 
 def test_settings_that_become_inactive_indirectly_are_reset():
     """The policy makes the decay inactive, and this makes the calibration file inactive."""
-    base = Config(kv={"budget": 0.2, "signal": "uniform", "decay": "entropy", "grouping": "min", "calibration": "k.json"})
-    assert overlay(base, {"kv_policy": "h2o"}).kv == KVSection(budget=0.2, signal="uniform", policy="h2o")
+    base = Config(
+        kv={
+            "budget": 0.2,
+            "signal": "uniform",
+            "decay": "entropy",
+            "grouping": "min",
+            "calibration": "k.json",
+        }
+    )
+    assert overlay(base, {"kv_policy": "h2o"}).kv == KVSection(
+        budget=0.2, signal="uniform", policy="h2o"
+    )
 
 
 def test_overlay_keeps_the_other_sections():
-    base = build_config({"generation": {"strategy": "entropy", "seed": 3}, "router": {"low_entropy": 0.3}, "kv": {"budget": 1}})
+    base = build_config(
+        {
+            "generation": {"strategy": "entropy", "seed": 3},
+            "router": {"low_entropy": 0.3},
+            "kv": {"budget": 1},
+        }
+    )
     laid = overlay(base, {"kv_budget": 0.2, "seed": 4})
     assert (laid.generation.seed, laid.router, laid.kv) == (4, base.router, KVSection(budget=0.2))
     assert overlay(laid, {"strategy": "chain"}).kv == laid.kv
@@ -210,9 +273,21 @@ def test_overlay_keeps_the_other_sections():
     [
         ({}, {"kv_policy": "tova"}, f"kv.policy {OFF}"),
         ({"budget": 0.2}, {"kv_budget": None, "kv_policy": "tova"}, f"kv.policy {OFF}"),
-        ({"budget": 0.2, "policy": "tova"}, {"kv_pool": 5}, "kv.pool has no effect while kv.policy is tova"),
-        ({"budget": 0.2}, {"kv_budget": 0.1, "kv_budget_tokens": 9}, "kv.budget and kv.budget_tokens exclude each other"),
-        ({}, {"use_cache": False, "kv_budget": 0.2}, "kv.budget has no effect while generation.use_cache is false"),
+        (
+            {"budget": 0.2, "policy": "tova"},
+            {"kv_pool": 5},
+            "kv.pool has no effect while kv.policy is tova",
+        ),
+        (
+            {"budget": 0.2},
+            {"kv_budget": 0.1, "kv_budget_tokens": 9},
+            "kv.budget and kv.budget_tokens exclude each other",
+        ),
+        (
+            {},
+            {"use_cache": False, "kv_budget": 0.2},
+            "kv.budget has no effect while generation.use_cache is false",
+        ),
         ({}, {"kv_budget": 2}, "kv.budget must be a number in (0, 1], or null, got 2"),
         ({}, {"kv_budgets": 0.2}, "unknown key kv_budgets, did you mean kv_budget?"),
         ({}, {"kv.budget": 0.2}, "unknown key kv.budget, did you mean kv_budget?"),
@@ -230,7 +305,9 @@ def test_an_invalid_overlay_is_one_sentence(own, given, sentence):
 def test_requests_and_flags_use_the_same_names():
     names = settings_of(Config())
     assert {f"kv_{key}" for key in OTHER} < names.keys() and not OTHER.keys() & names.keys()
-    assert len(names) == sum(len(dict(section)) for section in (Config().generation, Config().router, Config().kv))
+    assert len(names) == sum(
+        len(dict(section)) for section in (Config().generation, Config().router, Config().kv)
+    )
     options = given_flags("--kv_budget", "0.2", "--kv.policy", "tova", "--max_generations", "3")
     assert given_settings(options) == {"kv_budget": 0.2, "kv_policy": "tova", "max_generations": 3}
 
@@ -270,7 +347,10 @@ def test_flags(argv, key, value):
         ("--kv.polcy tova", "unknown flag --kv.polcy, did you mean --kv.policy?"),
         ("--kv.kv_pool 5", "unknown flag --kv.kv_pool, did you mean --kv.pool?"),
         ("--kv_cache_dtype int8", "unknown flag --kv_cache_dtype, did you mean --kv_dtype?"),
-        ("--kv_decay null", "kv.decay must be a number in [0, 1], or entropy, got null (command line)"),
+        (
+            "--kv_decay null",
+            "kv.decay must be a number in [0, 1], or entropy, got null (command line)",
+        ),
         ("--kv_pool 5", f"kv.pool {OFF} (command line)"),
     ],
 )
@@ -281,13 +361,18 @@ def test_invalid_flags(argv, sentence):
 
 
 def test_generate_has_cache_flags_and_explain_has_none():
-    options = given_flags("--run_dir", "r", "--kv_budget", "0.2", command=generate.add_generate_flags)
+    options = given_flags(
+        "--run_dir", "r", "--kv_budget", "0.2", command=generate.add_generate_flags
+    )
     assert given_settings(options) == {"kv_budget": 0.2}
     with pytest.raises(UserError, match=ERRORS["unknown_flag_kv_budget"]):
         given_flags("--run_dir", "r", "--kv_budget", "0.2", command=measure.add_explain_flags)
 
 
-@pytest.mark.parametrize("tree", [{"kv_budget": 0.2}, {"generation": {"kv_budget": 0.2}}, {"generation": {"budgets": 0.2}}])
+@pytest.mark.parametrize(
+    "tree",
+    [{"kv_budget": 0.2}, {"generation": {"kv_budget": 0.2}}, {"generation": {"budgets": 0.2}}],
+)
 def test_a_misplaced_setting_is_reported_with_its_section(tree):
     with pytest.raises(UserError, match=ERRORS["did_you_mean_kv_budget"]):
         build_config(tree)
@@ -296,15 +381,42 @@ def test_a_misplaced_setting_is_reported_with_its_section(tree):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ("--what router --sequences 5", "--sequences has no effect with --what router: it is a flag of --what kv"),
-        ("--what router --no_loss", "--no_loss has no effect with --what router: it is a flag of --what kv"),
-        ("--what router --output o", "--output has no effect with --what router: it is a flag of --what kv"),
-        ("--what router --from_results o", "--from_results has no effect with --what router: it is a flag of --what kv"),
-        ("--what kv --tokens 5", "--tokens has no effect with --what kv: it is a flag of --what router"),
-        ("--what kv --from_results o --no_loss", "--from_results measures nothing: leave --no_loss out"),
-        ("--what kv --from_results o --sequences 0", "--from_results measures nothing: leave --sequences out"),
-        ("--what kv --from_results o --length 64", "--from_results measures nothing: leave --length out"),
-        ("--what kv --from_results o --data_path t", "--from_results measures nothing: leave --data_path out"),
+        (
+            "--what router --sequences 5",
+            "--sequences has no effect with --what router: it is a flag of --what kv",
+        ),
+        (
+            "--what router --no_loss",
+            "--no_loss has no effect with --what router: it is a flag of --what kv",
+        ),
+        (
+            "--what router --output o",
+            "--output has no effect with --what router: it is a flag of --what kv",
+        ),
+        (
+            "--what router --from_results o",
+            "--from_results has no effect with --what router: it is a flag of --what kv",
+        ),
+        (
+            "--what kv --tokens 5",
+            "--tokens has no effect with --what kv: it is a flag of --what router",
+        ),
+        (
+            "--what kv --from_results o --no_loss",
+            "--from_results measures nothing: leave --no_loss out",
+        ),
+        (
+            "--what kv --from_results o --sequences 0",
+            "--from_results measures nothing: leave --sequences out",
+        ),
+        (
+            "--what kv --from_results o --length 64",
+            "--from_results measures nothing: leave --length out",
+        ),
+        (
+            "--what kv --from_results o --data_path t",
+            "--from_results measures nothing: leave --data_path out",
+        ),
         ("--what router --tokens 5 --data_path t --json --plot p.png", ""),
         ("--what kv --sequences 5 --no_loss --output o --data_path t --json --plot p.png", ""),
         ("--what kv --from_results o --output p --json --plot p.png", ""),

@@ -30,7 +30,9 @@ SETTINGS = st.fixed_dictionaries(
         "generation.top_p": st.none() | FRACTION,
         "generation.greedy": st.booleans(),
         "data.text_field": TEXT,
-        "data.path": st.none() | st.lists(TEXT.filter(lambda t: t and "\0" not in t), min_size=1, max_size=3),
+        "data.path": (
+            st.none() | st.lists(TEXT.filter(lambda t: t and "\0" not in t), min_size=1, max_size=3)
+        ),
         "model.norm_epsilon": POSITIVE,
         "model.qk_norm": st.booleans(),
     },
@@ -124,7 +126,8 @@ def test_packaged_configs_are_valid():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("5e-4", 5e-4), ("True", True), ("null", None), ("3", 3), ("a b", "a b"), ("[1, 2]", [1, 2])]
+    ("text", "value"),
+    [("5e-4", 5e-4), ("True", True), ("null", None), ("3", 3), ("a b", "a b"), ("[1, 2]", [1, 2])],
 )
 def test_flags_are_parsed_like_yaml(text, value):
     assert parse_value(text) == value

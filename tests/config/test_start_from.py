@@ -1,4 +1,6 @@
-"""Settings of a training that starts from a run: the run provides defaults, and contradictions with its weights are errors."""
+"""Settings of a training that starts from a run: the run provides defaults, and contradictions with
+its weights are errors.
+"""
 
 import warnings
 from dataclasses import MISSING, fields
@@ -15,8 +17,9 @@ from dantinox.config.yaml_files import build_training, load_training
 from tests.error_texts import ERRORS
 
 BASE = {
-    "model.dim": 48, "model.n_heads": 6, "model.num_blocks": 3, "model.max_context": 64, "model.activation": "geglu",
-    "attention.rope_scaling": "linear", "attention.rope_factor": 2.0, "tokenizer.vocab_size": 300, "training.lr": 0.5,
+    "model.dim": 48, "model.n_heads": 6, "model.num_blocks": 3, "model.max_context": 64,
+    "model.activation": "geglu", "attention.rope_scaling": "linear", "attention.rope_factor": 2.0,
+    "tokenizer.vocab_size": 300, "training.lr": 0.5,
 }  # fmt: skip
 
 
@@ -43,12 +46,22 @@ def test_model_and_tokenizer_settings_are_inherited(base):
 
 
 def test_settings_that_do_not_affect_weights_may_change(base):
-    found = start(base, model__max_context=128, model__dropout_rate=0.1, model__scan_layers=True, training__steps=500)
+    found = start(
+        base,
+        model__max_context=128,
+        model__dropout_rate=0.1,
+        model__scan_layers=True,
+        training__steps=500,
+    )
     assert (found.model.max_context, found.model.dropout_rate, found.model.dim) == (128, 0.1, 48)
-    assert start(base, model__kv_heads=6).model.kv_heads == 6, "null and its resolved value are equal"
+    assert start(base, model__kv_heads=6).model.kv_heads == 6, (
+        "null and its resolved value are equal"
+    )
     one, other = found.architecture(1), build_config({}, BASE).architecture(1)
     differing = {name for name, value in vars(one).items() if value != getattr(other, name)}
-    assert differing == {"max_context", "dropout_rate", "scan_layers"} and not differing & set(WEIGHT_FIELDS)
+    assert differing == {"max_context", "dropout_rate", "scan_layers"} and not differing & set(
+        WEIGHT_FIELDS
+    )
 
 
 def test_inherited_settings_without_effect_are_dropped_silently(base):
@@ -63,7 +76,14 @@ def test_inherited_settings_without_effect_are_dropped_silently(base):
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
-        ("model__dim", 96, "model.dim is 48 in .*base, whose weights the training starts from, got 96: leave it out"),
+        (
+            "model__dim",
+            96,
+            (
+                "model.dim is 48 in .*base, whose weights the training starts from, got 96: leave"
+                " it out"
+            ),
+        ),
         ("model__activation", "swiglu", "model.activation is 'geglu' in .* got 'swiglu'"),
         ("model__qk_norm", True, "model.qk_norm is false in .* got true"),
         ("moe__use_moe", True, "moe.use_moe is false in .* got true"),
@@ -87,7 +107,9 @@ def test_a_run_reads_only_its_own_settings(base, tmp_path):
     path.write_text(dump_config(start(base)))
     (tmp_path / "base" / "config.yaml").unlink()
     assert load_config(path).model.dim == 48
-    assert start(base).model.dim == build_config({}).model.dim, "reading the weights reports that they are missing"
+    assert start(base).model.dim == build_config({}).model.dim, (
+        "reading the weights reports that they are missing"
+    )
     assert build_training({}, {"training.init_from": None}) == build_config({})
 
 
@@ -101,7 +123,15 @@ def test_every_field_of_the_architecture_has_a_setting():
     """Fields are copied from settings of the same name, so a new setting needs no code."""
     names = {field.name for field in fields(ModelConfig)}
     assert set(ARCHITECTURE) == set(SETTING_OF) and set(SETTING_OF.values()) <= set(FIELDS)
-    assert names - set(ARCHITECTURE) == {"lora", "kernel", "dropout_rate", "remat", "scan_layers", "dtype", "platform"}
+    assert names - set(ARCHITECTURE) == {
+        "lora",
+        "kernel",
+        "dropout_rate",
+        "remat",
+        "scan_layers",
+        "dtype",
+        "platform",
+    }
     assert set(ARCHITECTURE) - set(WEIGHT_FIELDS) == {
         "max_context",
         "windows",
@@ -115,9 +145,23 @@ def test_every_field_of_the_architecture_has_a_setting():
 
 def test_copied_settings_have_the_type_and_the_default_of_the_setting():
     """A `ModelConfig` that is built without sections equals that of the default settings."""
-    resolved = {"kv_heads", "head_size", "hidden_dim", "rope_scaling", "sub_norms"}  # not equal to the setting of this name
-    types = {name: kind for section in (ModelSection, AttentionSection) for name, kind in get_type_hints(section).items()}
-    copied = {name: kind for name, kind in get_type_hints(ModelConfig).items() if name in types and name not in resolved}
+    resolved = {
+        "kv_heads",
+        "head_size",
+        "hidden_dim",
+        "rope_scaling",
+        "sub_norms",
+    }  # not equal to the setting of this name
+    types = {
+        name: kind
+        for section in (ModelSection, AttentionSection)
+        for name, kind in get_type_hints(section).items()
+    }
+    copied = {
+        name: kind
+        for name, kind in get_type_hints(ModelConfig).items()
+        if name in types and name not in resolved
+    }
     assert copied == {name: types[name] for name in copied} and len(copied) > 40
     built = build_config({}).architecture(7)
     required = [field.name for field in fields(ModelConfig) if field.default is MISSING]

@@ -24,15 +24,27 @@ def test_every_setting_of_a_v0_config_is_read_and_inactive_ones_are_reported(tmp
         config = load_config(path)
     assert any("attention.context_window" in str(warning.message) for warning in caught)
     assert any("tokenizer.tokenizer_path" in str(warning.message) for warning in caught)
-    assert config.data.path == "somebody/corpus" and config.data.streaming and config.training.eval_every == 20
-    assert config.generation.max_new_tokens == 80 and config.moe.expansion == 4 and config.moe.use_moe
+    assert (
+        config.data.path == "somebody/corpus"
+        and config.data.streaming
+        and config.training.eval_every == 20
+    )
+    assert (
+        config.generation.max_new_tokens == 80 and config.moe.expansion == 4 and config.moe.use_moe
+    )
 
 
 def test_the_older_name_of_the_corpus(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("data: {dataset_name: a.txt}")
-    assert load_config(path).data.path == "a.txt" and load_config(path, {"data.path": "b.txt"}).data.path == "b.txt"
-    for spelled_out in ("{path: a.txt, dataset_name: null}", "{path: null, dataset_name: a.txt}"):  # as runs stored it
+    assert (
+        load_config(path).data.path == "a.txt"
+        and load_config(path, {"data.path": "b.txt"}).data.path == "b.txt"
+    )
+    for spelled_out in (
+        "{path: a.txt, dataset_name: null}",
+        "{path: null, dataset_name: a.txt}",
+    ):  # as runs stored it
         path.write_text(f"data: {spelled_out}")
         assert load_config(path).data.path == "a.txt"
 
@@ -42,5 +54,8 @@ def test_a_run_without_sections_is_recognized(tmp_path):
     path.write_text("absolute_pos: true\nbatch_size: 64\neval_iters: 20\n")
     with pytest.raises(UserError) as caught:
         load_config(path)
-    says = f"{path} has no sections, like a config of DantinoX 0: write absolute_pos under attention: and so on"
+    says = (
+        f"{path} has no sections, like a config of DantinoX 0: write absolute_pos under attention:"
+        " and so on"
+    )
     assert str(caught.value).startswith(says)

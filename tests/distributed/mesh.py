@@ -23,37 +23,53 @@ from dantinox.training.token_losses import next_token_losses
 
 V, STEPS = 64, 3
 BASE = {
-    "model.dim": 32, "model.n_heads": 4, "model.kv_heads": 2, "model.num_blocks": 2, "model.max_context": 16,
-    "model.dtype": "float32", "training.batch_size": 16, "training.warmup_steps": 0, "training.steps": 10, "training.lr": 0.003,
+    "model.dim": 32, "model.n_heads": 4, "model.kv_heads": 2, "model.num_blocks": 2,
+    "model.max_context": 16, "model.dtype": "float32", "training.batch_size": 16,
+    "training.warmup_steps": 0, "training.steps": 10, "training.lr": 0.003,
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "learned": {"model.weight_tying": True, "attention.use_rotary_pos": False, "attention.trainable_pos": True},
+    "learned": {"model.weight_tying": True, "attention.use_rotary_pos": False,
+                "attention.trainable_pos": True},
     "biases": {
-        "attention.qkv_bias": True, "attention.out_bias": True, "model.mlp_bias": True, "model.norm_placement": "both",
-        "attention.no_sink": True, "attention.gate_bias": True, "model.head_bias": True,
-        "model.qk_norm": True, "model.qk_norm_scope": "layer", "model.norm_zero_centered": True,
+        "attention.qkv_bias": True, "attention.out_bias": True, "model.mlp_bias": True,
+        "model.norm_placement": "both", "attention.no_sink": True, "attention.gate_bias": True,
+        "model.head_bias": True, "model.qk_norm": True, "model.qk_norm_scope": "layer",
+        "model.norm_zero_centered": True,
     },
     "moe": {
-        "moe.use_moe": True, "moe.n_experts": 4, "moe.alpha_balance": 0.01, "moe.router_z_loss": 0.01, "moe.shared_experts": 1,
-        "moe.shared_gate": True, "moe.router_bias": True, "model.mlp_bias": True, "moe.n_groups": 2, "moe.top_k_groups": 1,
+        "moe.use_moe": True, "moe.n_experts": 4, "moe.alpha_balance": 0.01,
+        "moe.router_z_loss": 0.01, "moe.shared_experts": 1, "moe.shared_gate": True,
+        "moe.router_bias": True, "model.mlp_bias": True, "moe.n_groups": 2, "moe.top_k_groups": 1,
     },
     "uneven": {
-        "model.num_blocks": 4, "attention.sliding_window": True, "attention.context_window": 5, "attention.kv_shared_layers": 2,
-        "attention.layer_types": ["sliding", "full"], "attention.global_head_size": 16, "attention.k_eq_v": True,
-        "model.v_norm": True, "model.qk_norm": True, "model.norm_placement": "both", "model.layer_scalar": True,
+        "model.num_blocks": 4, "attention.sliding_window": True, "attention.context_window": 5,
+        "attention.kv_shared_layers": 2, "attention.layer_types": ["sliding", "full"],
+        "attention.global_head_size": 16, "attention.k_eq_v": True, "model.v_norm": True,
+        "model.qk_norm": True, "model.norm_placement": "both", "model.layer_scalar": True,
         "model.per_layer_dim": 8, "model.double_wide_mlp": True, "training.lr": 0.001,
     },
     "mla": {
-        "model.kv_heads": None, "attention.kv_lora_rank": 16, "attention.q_lora_rank": 24, "attention.qk_rope_head_dim": 4,
+        "model.kv_heads": None, "attention.kv_lora_rank": 16, "attention.q_lora_rank": 24,
+        "attention.qk_rope_head_dim": 4,
     },
 }  # fmt: skip
 
 
 def settings(kind: str, mesh: str = "", **changes: Any) -> Config:
-    """`mesh`: the axes with more than one device, "fsdp=4 tensor=2"; `training__ema=0.9` changes `training.ema`."""
-    axes = {f"distributed.{axis}": int(size) for axis, size in (part.split("=") for part in mesh.split())}
-    given = BASE | KINDS[kind] | ({"distributed.fsdp": 1} | axes) | {key.replace("__", "."): v for key, v in changes.items()}
+    """`mesh`: the axes with more than one device, "fsdp=4 tensor=2"; `training__ema=0.9` changes
+    `training.ema`.
+    """
+    axes = {
+        f"distributed.{axis}": int(size)
+        for axis, size in (part.split("=") for part in mesh.split())
+    }
+    given = (
+        BASE
+        | KINDS[kind]
+        | ({"distributed.fsdp": 1} | axes)
+        | {key.replace("__", "."): v for key, v in changes.items()}
+    )
     return build_config({}, {key: value for key, value in given.items() if value is not None})
 
 
@@ -76,7 +92,9 @@ def store_of(config: Config) -> TokenStore:
     """Random tokens in short documents."""
     ids = np.random.default_rng(0).integers(0, V, 20000).astype(np.uint16)
     t = config.training
-    return TokenStore(ids, ids[:999], BatchOptions(t.batch_size, config.model.max_context, seed=1), SpecialIds(3))
+    return TokenStore(
+        ids, ids[:999], BatchOptions(t.batch_size, config.model.max_context, seed=1), SpecialIds(3)
+    )
 
 
 class Program(NamedTuple):
@@ -112,7 +130,9 @@ def program(kind: str, mesh: str = "", chunks: int = 1, **changes: Any) -> Progr
     shapes = TrainStep(config, model, t.steps).shapes
     batch = layout.place_batch(abstract_windows(t.batch_size, model.max_context))
     with patch.dict(next_token_losses.__kwdefaults__, chunk_logits=-(-tokens // chunks) * V):
-        lowered = TrainStep(config, model, t.steps, layout=layout).program.lower(layout.place_shapes(shapes), batch)
+        lowered = TrainStep(config, model, t.steps, layout=layout).program.lower(
+            layout.place_shapes(shapes), batch
+        )
     step = lowered.compile()
     usage = memory_usage(step)
     return Program(step, usage.arguments, usage.temp, tree_bytes(shapes))
@@ -136,11 +156,21 @@ class Trained(NamedTuple):
 
 @cache
 def trained(
-    kind: str, mesh: str = "", bad_step: int | None = None, chunks: int = 1, evaluated: bool = False, **changes: Any
+    kind: str,
+    mesh: str = "",
+    bad_step: int | None = None,
+    chunks: int = 1,
+    evaluated: bool = False,
+    **changes: Any,
 ) -> Trained:
     """Trains `STEPS` steps with `program`; the loss of step `bad_step` is NaN."""
     step, config = program(kind, mesh, chunks, **changes).run, settings(kind, mesh, **changes)
-    model, layout, store, t = config.architecture(V), layout_of(config), store_of(config), config.training
+    model, layout, store, t = (
+        config.architecture(V),
+        layout_of(config),
+        store_of(config),
+        config.training,
+    )
     weights = random_weights(replace(model, scan_layers=False), size=0.2)
     weights = stack_layers(weights, model) if model.scan_layers else weights
     state: TrainState = TrainStep(config, model, t.steps, layout=layout).initial_state(weights)
@@ -154,7 +184,9 @@ def trained(
         norms.append(float(metrics.grad_norm))
     evaluation = None
     if evaluated:
-        counted = make_eval_step(model, layout)(state.weights, rows(layout, next(store.validation(8))))
+        counted = make_eval_step(model, layout)(
+            state.weights, rows(layout, next(store.validation(8)))
+        )
         evaluation = float(counted.nats) / float(counted.num_targets)
     counts_LE = None if metrics.expert_counts is None else np.asarray(metrics.expert_counts)
     compared = (state.optimizer, state.parameters if t.optimizer == "sgd" else {})
@@ -166,13 +198,15 @@ def trained(
     return Trained(np.array(losses), np.array(norms), counts_LE, arrays, evaluation)
 
 
-def same(got: Trained, expected: Trained, tolerance: float = 1e-5, of_state: float | None = None) -> None:
+def same(
+    got: Trained, expected: Trained, tolerance: float = 1e-5, of_state: float | None = None
+) -> None:
     """Losses are equal within `tolerance`, norms within ten times that, rows per expert exactly.
 
-    Arrays are equal within `of_state` (None: ten times the tolerance) times the largest number of their kind, for example
-    of all momenta. Moments and the parameters of gradient descent are linear in the gradients, so they show errors of
-    gradients. The parameters of AdamW do not: its first steps have the size of the learning rate, also where a gradient is
-    only rounding.
+    Arrays are equal within `of_state` (None: ten times the tolerance) times the largest number of
+    their kind, for example of all momenta. Moments and the parameters of gradient descent are
+    linear in the gradients, so they show errors of gradients. The parameters of AdamW do not: its
+    first steps have the size of the learning rate, also where a gradient is only rounding.
     """
     np.testing.assert_allclose(got.losses, expected.losses, rtol=0, atol=tolerance)
     if expected.evaluation is not None:

@@ -15,7 +15,12 @@ from dantinox.training.step import TrainStep
 from .mesh import V, layout_of, rows, settings, store_of
 
 DEVICES = 8
-LORA = {"training__init_from": "x", "lora__rank": 2, "training__optimizer": "sgd", "training__lr": 0.1}
+LORA = {
+    "training__init_from": "x",
+    "lora__rank": 2,
+    "training__optimizer": "sgd",
+    "training__lr": 0.1,
+}
 
 
 @cache
@@ -23,7 +28,10 @@ def trained(mesh="", evaluated=True, **changes):
     """Trains three steps; returns the losses, the adapters, and the evaluation loss."""
     config = settings("dense", mesh, **LORA | changes)
     model, layout, t = config.trained_architecture(V), layout_of(config), config.training
-    random, one = np.random.default_rng(0), settings("dense", **LORA | changes | {"model__scan_layers": False})
+    random, one = (
+        np.random.default_rng(0),
+        settings("dense", **LORA | changes | {"model__scan_layers": False}),
+    )
     shapes, base = abstract_model(one.trained_architecture(V))[1], {}
     for name, leaf in abstract_model(one.architecture(V))[1].items():
         wide = 0.2 * random.standard_normal(leaf.shape) if leaf.ndim > 1 else np.ones(leaf.shape)
@@ -34,7 +42,9 @@ def trained(mesh="", evaluated=True, **changes):
     step, state = training.program, training.initial_state(frozen=base)
     losses = []
     for number in range(3):
-        state, metrics = step(state, rows(layout, store_of(config).batch(number), t.grad_accum), base)
+        state, metrics = step(
+            state, rows(layout, store_of(config).batch(number), t.grad_accum), base
+        )
         losses.append([float(metrics.loss), float(metrics.grad_norm)])
     adapters, evaluation = {name: np.asarray(array) for name, array in state.weights.items()}, 0.0
     if evaluated:
@@ -47,7 +57,10 @@ def trained(mesh="", evaluated=True, **changes):
 SLOW = [
     ("fsdp=4 tensor=2", {"model__scan_layers": True, "model__qk_norm": True}),
     ("fsdp=8", {"model__activation": "gelu", "lora__base_weights": "bfloat16"}),
-    ("data=2 fsdp=4", {"model__scan_layers": True, "lora__base_weights": "nf4", "model__weight_tying": False}),
+    (
+        "data=2 fsdp=4",
+        {"model__scan_layers": True, "lora__base_weights": "nf4", "model__weight_tying": False},
+    ),
     ("fsdp=4 tensor=2", {"lora__dora": True, "model__num_blocks": 1}),
 ]
 
@@ -55,7 +68,10 @@ SLOW = [
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        ("data=2 fsdp=2 tensor=2", {"lora__base_weights": "int8", "model__num_blocks": 1, "evaluated": False}),
+        (
+            "data=2 fsdp=2 tensor=2",
+            {"lora__base_weights": "int8", "model__num_blocks": 1, "evaluated": False},
+        ),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
     ids=str,

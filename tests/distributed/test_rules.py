@@ -18,18 +18,34 @@ NF4 = LORA | {"lora__base_weights": "nf4", "lora__dora": True}
 ARCHITECTURES = [
     (
         "dense",
-        {"attention__no_sink": True, "attention__sink_logits": True, "model__qk_norm": True, "model__norm_embeddings": True},
+        {
+            "attention__no_sink": True,
+            "attention__sink_logits": True,
+            "model__qk_norm": True,
+            "model__norm_embeddings": True,
+        },
     ),
     (
         "dense",
-        {"model__weight_tying": False, "model__norm": "layernorm", "model__activation": "gelu", "model__scan_layers": True},
+        {
+            "model__weight_tying": False,
+            "model__norm": "layernorm",
+            "model__activation": "gelu",
+            "model__scan_layers": True,
+        },
     ),
     ("learned", {"model__sub_norms": True}),
     ("biases", {}),
-    ("biases", {"model__activation": "gelu", "model__norm": "layernorm", "model__norm_placement": "after"}),
+    (
+        "biases",
+        {"model__activation": "gelu", "model__norm": "layernorm", "model__norm_placement": "after"},
+    ),
     ("moe", {"moe__score_function": "sigmoid", "moe__bias_update_rate": 0.001}),
     ("moe", {"model__activation": "gelu", "model__scan_layers": True}),
-    ("moe", {"moe__shared_gate": False, "moe__branch_norms": True, "model__norm_placement": "both"}),
+    (
+        "moe",
+        {"moe__shared_gate": False, "moe__branch_norms": True, "model__norm_placement": "both"},
+    ),
     ("uneven", {}),
     ("uneven", {**LORA, "lora__targets": ["q_proj", "v_proj", "down_proj"]}),
     ("mla", {"attention__no_sink": True, "attention__sink_logits": True}),
@@ -37,7 +53,15 @@ ARCHITECTURES = [
     ("dense", {**LORA, "attention__no_sink": True, "model__weight_tying": False}),
     ("dense", {**LORA, "model__activation": "gelu", "model__scan_layers": True}),
     ("dense", {**NF4, "attention__no_sink": True, "model__per_layer_dim": 4}),
-    ("dense", {**NF4, "model__activation": "gelu", "model__scan_layers": True, "model__weight_tying": False}),
+    (
+        "dense",
+        {
+            **NF4,
+            "model__activation": "gelu",
+            "model__scan_layers": True,
+            "model__weight_tying": False,
+        },
+    ),
 ]
 
 
@@ -67,15 +91,28 @@ def test_letters_of_rules_match_array_sizes():
         sizes |= {"E": m.experts.count} if m.experts else {}
         width = m.experts.shared_dim if "shared" in name else m.hidden_dim
         sizes |= {"P": m.per_layer_dim} if "layer" in name else {}
-        sizes |= {"F": width} | ({"G": m.n_heads // m.kv_heads} if "attention/qkv" not in name else {})
-        sizes |= {"D": shape[0]} if name == "attention/q/kernel" else {}  # the input of the queries, of rank D or less
+        sizes |= {"F": width} | (
+            {"G": m.n_heads // m.kv_heads} if "attention/qkv" not in name else {}
+        )
+        sizes |= (
+            {"D": shape[0]} if name == "attention/q/kernel" else {}
+        )  # the input of the queries, of rank D or less
         sizes |= {"F": shape[0 if "down" in name else -1]} if m.double_wide_mlp else {}
         for letter, size in zip(find_rule(name, len(shape)).axes, shape, strict=True):
             assert sizes.get(letter, size) == size, (name, letter)
 
 
 @pytest.mark.parametrize(
-    "sizes", [(1, 8, 1, 1, 1), (1, 4, 1, 1, 2), (2, 2, 1, 1, 2), (2, 1, 4, 1, 1), (1, 1, 2, 2, 2), (1, 2, 1, 4, 1)], ids=str
+    "sizes",
+    [
+        (1, 8, 1, 1, 1),
+        (1, 4, 1, 1, 2),
+        (2, 2, 1, 1, 2),
+        (2, 1, 4, 1, 1),
+        (1, 1, 2, 2, 2),
+        (1, 2, 1, 4, 1),
+    ],
+    ids=str,
 )
 def test_matrices_are_sharded_equally_over_all_devices(sizes):
     mesh = dict(zip(AXES, sizes, strict=True))
@@ -91,8 +128,10 @@ def test_matrices_are_sharded_equally_over_all_devices(sizes):
 @pytest.mark.parametrize(
     ("kind", "mesh", "changes", "sentence"),
     [
-        ("dense", "tensor=4", {}, "distributed.tensor must divide the 2 key heads of a layer, got 4"),
-        ("mla", "tensor=3", {"training__batch_size": 15}, "distributed.tensor must divide the 4 heads of a layer, got 3"),
+        ("dense", "tensor=4", {},
+         "distributed.tensor must divide the 2 key heads of a layer, got 4"),
+        ("mla", "tensor=3", {"training__batch_size": 15},
+         "distributed.tensor must divide the 4 heads of a layer, got 3"),
         (
             "dense", "tensor=2", {"model__hidden_dim": 33},
             "distributed.tensor must divide the 33 features of the feed-forward of a layer, got 2",
@@ -102,12 +141,17 @@ def test_matrices_are_sharded_equally_over_all_devices(sizes):
 )  # fmt: skip
 def test_indivisible_sizes_are_refused(kind, mesh, changes, sentence):
     config = settings(kind, mesh, **changes)
-    model, devices = config.architecture(V), math.prod(int(part.split("=")[1]) for part in mesh.split())
+    model, devices = (
+        config.architecture(V),
+        math.prod(int(part.split("=")[1]) for part in mesh.split()),
+    )
     sizes = mesh_sizes(config, model, devices)
     with pytest.raises(UserError) as raised:
         [
             split_parameter(name, shape, sizes)
-            for name, shape in ((name_in_layer(n)[0], leaf.shape) for n, leaf in abstract_model(model)[1].items())
+            for name, shape in (
+                (name_in_layer(n)[0], leaf.shape) for n, leaf in abstract_model(model)[1].items()
+            )
         ]
     assert str(raised.value) == sentence
 
@@ -135,7 +179,8 @@ def test_indivisible_sizes_are_refused(kind, mesh, changes, sentence):
             "(data 1 × fsdp 4 × expert 1 × sequence 1 × tensor 2) cannot share equally: "
             "make it a multiple of 32, or set the axes of distributed",
         ),
-        ("dense", "data=2 expert=4", {}, "distributed.expert must be 1 for a model without experts, got 4"),
+        ("dense", "data=2 expert=4", {},
+         "distributed.expert must be 1 for a model without experts, got 4"),
     ],
 )  # fmt: skip
 def test_an_invalid_mesh_is_refused(kind, mesh, changes, sentence):
@@ -148,6 +193,12 @@ def test_an_invalid_mesh_is_refused(kind, mesh, changes, sentence):
 def test_a_single_device_has_axes_of_size_1():
     config = build_config({}, {"training.batch_size": 8})
     model = config.architecture(V)
-    assert mesh_sizes(config, model, 8) == {"data": 1, "fsdp": 8, "expert": 1, "sequence": 1, "tensor": 1}
+    assert mesh_sizes(config, model, 8) == {
+        "data": 1,
+        "fsdp": 8,
+        "expert": 1,
+        "sequence": 1,
+        "tensor": 1,
+    }
     assert make_layout(config, model).mesh is None
     assert set(KINDS) == {kind for kind, _ in ARCHITECTURES}

@@ -18,25 +18,33 @@ from tests.error_texts import ERRORS
 
 DEVICES, V, TENSOR = 8, 62, 4  # the vocabulary size is not divisible by 4
 SMALL = {
-    "model.dim": 32, "model.n_heads": 8, "model.kv_heads": 4, "model.num_blocks": 1, "model.max_context": 256,
-    "model.dtype": "float32", "generation.seed": 1, "generation.greedy": True,
+    "model.dim": 32, "model.n_heads": 8, "model.kv_heads": 4, "model.num_blocks": 1,
+    "model.max_context": 256, "model.dtype": "float32", "generation.seed": 1,
+    "generation.greedy": True,
 }  # fmt: skip
 LATENT = {"model.kv_heads": 8, "attention.kv_lora_rank": 16, "attention.qk_rope_head_dim": 8}
 BIASES = {
-    "attention.qkv_bias": True, "attention.out_bias": True, "model.mlp_bias": True, "model.qk_norm": True,
-    "model.qk_norm_scope": "layer", "model.norm_placement": "after",
+    "attention.qkv_bias": True, "attention.out_bias": True, "model.mlp_bias": True,
+    "model.qk_norm": True, "model.qk_norm_scope": "layer", "model.norm_placement": "after",
 }  # fmt: skip
-SINKS = {"attention.sink_logits": True, "attention.sliding_window": True, "attention.context_window": 64}
+SINKS = {
+    "attention.sink_logits": True,
+    "attention.sliding_window": True,
+    "attention.context_window": 64,
+}
 
 UNEVEN = {
-    "model.num_blocks": 4, "attention.sliding_window": True, "attention.context_window": 64, "attention.kv_shared_layers": 2,
-    "attention.layer_types": ["sliding", "full"], "attention.global_head_size": 8, "attention.k_eq_v": True,
-    "model.v_norm": True, "model.qk_norm": True, "model.per_layer_dim": 8, "model.double_wide_mlp": True,
+    "model.num_blocks": 4, "attention.sliding_window": True, "attention.context_window": 64,
+    "attention.kv_shared_layers": 2, "attention.layer_types": ["sliding", "full"],
+    "attention.global_head_size": 8, "attention.k_eq_v": True, "model.v_norm": True,
+    "model.qk_norm": True, "model.per_layer_dim": 8, "model.double_wide_mlp": True,
 }  # fmt: skip
 
 
 def settings(**changes):
-    return build_config({}, SMALL | {key.replace("__", "."): value for key, value in changes.items()})
+    return build_config(
+        {}, SMALL | {key.replace("__", "."): value for key, value in changes.items()}
+    )
 
 
 def texts(config, model, length):
@@ -94,7 +102,11 @@ def test_weights_are_loaded_onto_their_devices():
     model = settings().architecture(V)
     _, shapes = abstract_model(model)
     places = weight_shardings(tensor_mesh(model, TENSOR), shapes)
-    assert places["blocks/0/attention/qkv/kernel"].spec[1] == places["blocks/0/ffn/down/kernel"].spec[0] == "tensor"
+    assert (
+        places["blocks/0/attention/qkv/kernel"].spec[1]
+        == places["blocks/0/ffn/down/kernel"].spec[0]
+        == "tensor"
+    )
     assert places["blocks/0/norm1/scale"].is_fully_replicated
 
 
@@ -125,7 +137,9 @@ def test_weights_are_loaded_onto_their_devices():
 def test_partition_specs_of_float_and_quantized_weights(name, shape, quantized, expected):
     """A quantized matrix is stored as [outputs, inputs]."""
     found = tuple(partition_spec(name, shape, quantized, TENSOR))
-    assert found == tuple(expected) + (None,) * (len(found) - len(expected)) and len(found) <= len(shape)
+    assert found == tuple(expected) + (None,) * (len(found) - len(expected)) and len(found) <= len(
+        shape
+    )
 
 
 def test_indivisible_sizes_are_refused():

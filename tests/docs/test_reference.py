@@ -1,4 +1,6 @@
-"""The generated reference names every setting, command, flag, route, metric, public name, log column and file of a run."""
+"""The generated reference names every setting, command, flag, route, metric, public name, log
+column and file of a run.
+"""
 
 import argparse
 import importlib.util
@@ -34,16 +36,25 @@ def settings():
     for section, part in Config.model_fields.items():
         for name, field in part.annotation.model_fields.items():
             yield f"settings/{section}.md", f"## {section}.{name}\n"
-            yield f"settings/{section}.md", " ".join(field.description.split())[1:]  # the first letter is a capital one there
+            yield (
+                f"settings/{section}.md",
+                " ".join(field.description.split())[1:],
+            )  # the first letter is a capital one there
 
 
 def flags():
     for name in COMMANDS:
         parser = command_parser(name)
-        kinds = [one.choices.values() for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+        kinds = [
+            one.choices.values()
+            for one in parser._actions
+            if isinstance(one, argparse._SubParsersAction)
+        ]
         yield "commands/index.md", f"[`{name}`]"
         yield f"commands/{name}.md", f"# dantinox {name}\n"
-        for action in (action for one in (parser, *(kinds[0] if kinds else ())) for action in one._actions):
+        for action in (
+            action for one in (parser, *(kinds[0] if kinds else ())) for action in one._actions
+        ):
             for flag in action.option_strings if action.help is not argparse.SUPPRESS else ():
                 yield f"commands/{name}.md", re.compile(rf"`{flag}\b")
 
@@ -54,11 +65,16 @@ def server_paths():
         app = app._app  # what the middleware wraps
     for route in app.routes:
         for method in route.methods - {"HEAD"}:
-            yield "http.md", re.compile(rf"\| [A-Z, ]*\b{method}\b[A-Z, ]* \| `{re.escape(route.path)}` \| \w")
+            yield (
+                "http.md",
+                re.compile(rf"\| [A-Z, ]*\b{method}\b[A-Z, ]* \| `{re.escape(route.path)}` \| \w"),
+            )
 
 
 def metrics():
-    for name, text in re.findall(r"^# HELP (\w+) (.*)$", Metrics(FakeEngine()).text().decode(), re.MULTILINE):
+    for name, text in re.findall(
+        r"^# HELP (\w+) (.*)$", Metrics(FakeEngine()).text().decode(), re.MULTILINE
+    ):
         if not name.endswith("_created"):
             yield "metrics.md", f"| `{name}` |"
             yield "metrics.md", text[1:]
@@ -77,10 +93,15 @@ def files():
     run = RunDirectory("run")
     paths = {path for path in vars(run).values() if isinstance(path, Path) and path != run.path}
     for path in paths | {run.log(Config()), run.summary(Config())}:
-        yield "files.md", re.compile(rf"\| `{re.escape(path.relative_to(run.path).parts[0])}/?` \| .*\w")
+        yield (
+            "files.md",
+            re.compile(rf"\| `{re.escape(path.relative_to(run.path).parts[0])}/?` \| .*\w"),
+        )
 
 
-KINDS = {kind.__name__: kind for kind in (settings, flags, server_paths, metrics, public_names, files)}
+KINDS = {
+    kind.__name__: kind for kind in (settings, flags, server_paths, metrics, public_names, files)
+}
 
 
 def is_named(pages, page, what):
@@ -131,8 +152,12 @@ def test_examples_of_settings_are_valid(pages):
         for part in re.split(r"^##+ (?=\w+\.)", text, flags=re.MULTILINE)[1:]:
             key = part.split("\n")[0]
             section, _, setting = key.partition(".")
-            value = yaml.safe_load(re.search(r"```yaml\n(.*?)```", part, re.DOTALL)[1])[section][setting]
-            for flag in re.search(r"\| flag \| `(.*)` \|", part)[1].replace("\\|", "|").split("` or `"):
+            value = yaml.safe_load(re.search(r"```yaml\n(.*?)```", part, re.DOTALL)[1])[section][
+                setting
+            ]
+            for flag in (
+                re.search(r"\| flag \| `(.*)` \|", part)[1].replace("\\|", "|").split("` or `")
+            ):
                 options = parser.parse(shlex.split(flag))
                 (found,) = overrides(options).items()
                 assert found[0] == key

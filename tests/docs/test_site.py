@@ -1,4 +1,6 @@
-"""The pictures of the architecture are current, and the checks of links and code notice what is wrong."""
+"""The pictures of the architecture are current, and the checks of links and code notice what is
+wrong.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -24,7 +26,9 @@ def links():
 @pytest.mark.parametrize("name", ["packages.svg", "decode_step.svg"])
 def test_pictures_of_the_architecture_are_current(name):
     """If this fails after an import was added or removed: python docs/plots/architecture.py."""
-    assert (DOCS / "images" / name).read_text(encoding="utf-8") == load("plots/architecture").PICTURES[name]()
+    assert (DOCS / "images" / name).read_text(encoding="utf-8") == load(
+        "plots/architecture"
+    ).PICTURES[name]()
 
 
 def test_links_and_images_of_markdown_files(links):
@@ -47,8 +51,8 @@ def test_a_wrong_link_of_a_markdown_file_is_a_problem(links, link, problem):
 def test_wrong_links_and_images_of_a_built_page_are_problems(links, tmp_path):
     (tmp_path / "other.html").write_text('<h1 id="top">Other</h1>', encoding="utf-8")
     (tmp_path / "page.html").write_text(
-        '<a href="other.html#top">1</a><a href="other.html#x">2</a><a href="gone.html">3</a><img src="_images/a.png">'
-        '<a href="https://example.org/gone">4</a>',
+        '<a href="other.html#top">1</a><a href="other.html#x">2</a><a href="gone.html">3</a><img'
+        ' src="_images/a.png"><a href="https://example.org/gone">4</a>',
         encoding="utf-8",
     )
     (tmp_path / "_images").mkdir()
@@ -64,4 +68,6 @@ def test_wrong_links_and_images_of_a_built_page_are_problems(links, tmp_path):
 def test_every_page_is_in_a_table_of_contents():
     contents = (DOCS / "index.md").read_text(encoding="utf-8")
     pages = {path.stem for path in DOCS.glob("*.md")} - {"index"}
-    assert {page for page in pages if f"\n{page}\n" not in contents and not page.endswith("_results")} == set()
+    assert {
+        page for page in pages if f"\n{page}\n" not in contents and not page.endswith("_results")
+    } == set()

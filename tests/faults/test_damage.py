@@ -33,7 +33,9 @@ def abstract(settings, run):
 
 
 def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("kinds", [2, pytest.param(len(DAMAGES), marks=pytest.mark.slow)])
@@ -42,7 +44,11 @@ def test_verify_names_every_damaged_file(finished, kinds):
     _, run = finished
     assert verify_run(run).damage == []
     files, found = files_of(run), 0
-    assert {"12", "8"} <= {path.relative_to(run.checkpoints).parts[0] for path in files if run.checkpoints in path.parents}
+    assert {"12", "8"} <= {
+        path.relative_to(run.checkpoints).parts[0]
+        for path in files
+        if run.checkpoints in path.parents
+    }
     for number, path in enumerate(files):
         other = counterpart(path, files)
         before = path.read_bytes(), other.read_bytes()
@@ -68,7 +74,9 @@ def test_damaged_checkpoint_is_set_aside_and_an_older_one_restored(copied, kind)
     DAMAGES[kind](largest, other)
     other.write_bytes(original)
     before = contents(run.checkpoints / "12")
-    restored = Checkpoints(run.checkpoints, 2, (run.log(settings), run.metrics)).restore(abstract(settings, run))
+    restored = Checkpoints(run.checkpoints, 2, (run.log(settings), run.metrics)).restore(
+        abstract(settings, run)
+    )
     assert restored.step == 8 and int(restored.state.step) == 8
     assert str(largest) in restored.notes[0] and "going back to step 8" in restored.notes[0]
     aside = run.checkpoints / "damaged-12"
@@ -81,7 +89,10 @@ def test_run_resumed_from_an_older_step_ends_with_equal_weights(finished, copied
     (run.checkpoints / "12" / "_CHECKPOINT_METADATA").write_bytes(b"{}")
     (run.checkpoints / "damaged-12").mkdir()  # from an earlier damage
     notes = launch(settings, run.path, resume=True)
-    assert "resumed from step 8" in notes and f"the damaged step is kept in {run.checkpoints / 'damaged-12-2'}" in notes
+    assert (
+        "resumed from step 8" in notes
+        and f"the damaged step is kept in {run.checkpoints / 'damaged-12-2'}" in notes
+    )
     assert run.weights.read_bytes() == finished[1].weights.read_bytes()
     assert verify_run(run).damage == [] and (run.checkpoints / "12").is_dir()
 
@@ -95,7 +106,12 @@ def test_damaged_older_step_does_not_prevent_resume(copied):
 
 
 OTHER_ERRORS = {
-    "memory": (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes."), "memory ran out"),
+    "memory": (
+        jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes."
+        ),
+        "memory ran out",
+    ),
     "Python's memory": (MemoryError("too much"), "memory ran out"),
     "devices": (ValueError("sharding"), "^sharding$"),
     "Ctrl-C": (KeyboardInterrupt("Ctrl-C"), "Ctrl-C"),
@@ -147,7 +163,9 @@ def test_damaged_logs_are_rejected_and_missing_ones_reported(copied):
     with pytest.raises(UserError, match=ERRORS["metrics_jsonl_is_damaged_its"]):
         launch(settings, run.path, resume=True)
     run.metrics.unlink()
-    assert "metrics.jsonl is missing (compared up to step 12): starting a new one" in launch(settings, run.path, resume=True)
+    assert "metrics.jsonl is missing (compared up to step 12): starting a new one" in launch(
+        settings, run.path, resume=True
+    )
 
 
 def test_missing_weights_are_exported_again_and_damaged_ones_rejected(copied):
@@ -205,7 +223,11 @@ def test_200_damages_are_rejected_or_an_older_step_is_restored(finished, tmp_pat
             apply_damage(damaged, other)
             both = [str(damaged), str(other)] if kind == "swap" else [str(damaged)]
             problems = verify_run(copy).damage
-            assert all(any(name in problem for problem in problems) for name in both), (kind, path, problems)
+            assert all(any(name in problem for problem in problems) for name in both), (
+                kind,
+                path,
+                problems,
+            )
             message = read_everything(copy)
             assert message is None or names_one(message, both), (kind, path, message)
             assert message or damaged.parent != copy.path or damaged.name in UNREAD, (kind, path)
@@ -218,16 +240,25 @@ def test_200_damages_are_rejected_or_an_older_step_is_restored(finished, tmp_pat
             else:
                 assert copy.weights.read_bytes() == expected, (kind, path)
                 assert any(name in notes for name in both), (kind, path, notes)
-                kinds = ("going back", "older step"), ("the damaged step is kept", "set aside"), ("", "reported, not read")
+                kinds = (
+                    ("going back", "older step"),
+                    ("the damaged step is kept", "set aside"),
+                    ("", "reported, not read"),
+                )
                 resumed[next(name for part, name in kinds if part in notes)] += 1
             shutil.rmtree(copy.path)
     print(
-        f"{resumed.total()} damages: --resume {dict(resumed)}, generation {dict(generated)}, {swaps} with another step's file"
+        f"{resumed.total()} damages: --resume {dict(resumed)}, generation {dict(generated)},"
+        f" {swaps} with another step's file"
     )
     assert resumed.total() >= 200 and swaps >= 20
 
 
-UNREAD = {"training_log.csv", "metrics.jsonl", "model_summary.json"}  # generation does not read them
+UNREAD = {
+    "training_log.csv",
+    "metrics.jsonl",
+    "model_summary.json",
+}  # generation does not read them
 
 
 def read_everything(run):
@@ -241,7 +272,10 @@ def read_everything(run):
 
 def names_one(message, paths):
     """Returns whether a message names one of the files, by its path or as missing in its run."""
-    return any(path in message or (str(Path(path).parent) in message and Path(path).name in message) for path in paths)
+    return any(
+        path in message or (str(Path(path).parent) in message and Path(path).name in message)
+        for path in paths
+    )
 
 
 def launch_copy(whole, path, settings):

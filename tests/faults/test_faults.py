@@ -36,14 +36,18 @@ def whole(tmp_path_factory):
 
 
 def nan_store(config, *bad, stops=None):
-    """Returns a store with NaN masks in the batches `bad`; the batch of step `stops` raises an exception."""
+    """Returns a store with NaN masks in the batches `bad`; the batch of step `stops` raises an
+    exception.
+    """
     store = small_store(config)
     batch = store.batch
 
     def changed_batch(step):
         if step == stops:
             raise KeyError("stumbled")
-        return batch(step)._replace(mask_BT=batch(step).mask_BT * np.float32("nan" if step in bad else 1))
+        return batch(step)._replace(
+            mask_BT=batch(step).mask_BT * np.float32("nan" if step in bad else 1)
+        )
 
     store.batch = changed_batch
     return store
@@ -73,7 +77,9 @@ def test_run_with_skipped_steps_resumes_exactly_and_fails_if_all_are_skipped(wor
     with pytest.raises(KeyError):
         workshop.train("cut", config, store=nan_store(config, 9, 13, stops=18))
     again = workshop.train("cut", config, store=nan_store(config, 9, 13), resume=True)
-    assert again.weights.read_bytes() == run.weights.read_bytes() and rows(again, config) == rows(run, config)
+    assert again.weights.read_bytes() == run.weights.read_bytes() and rows(again, config) == rows(
+        run, config
+    )
     with pytest.raises(UserError, match=ERRORS["not_a_finite_number_in"]):
         workshop.train("all", config, store=nan_store(config, *range(20, 24)))
 
@@ -114,7 +120,9 @@ def test_rewind_restores_a_checkpoint_and_skips_the_batches(workshop):
 def check_resumed(workshop, name, config, run):
     """Resumes a run of which one batch is NaN; the result equals `run`."""
     again = workshop.train(name, config, store=nan_store(config, 9), resume=True)
-    assert again.weights.read_bytes() == run.weights.read_bytes() and rows(again, config) == rows(run, config)
+    assert again.weights.read_bytes() == run.weights.read_bytes() and rows(again, config) == rows(
+        run, config
+    )
 
 
 @pytest.mark.slow
@@ -140,16 +148,23 @@ def test_out_of_memory_is_an_error_that_names_the_settings(workshop, monkeypatch
     config = sgd_config()
 
     def full(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes.")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes."
+        )
 
     monkeypatch.setattr(Programs, "evaluate", full)
-    message = r"memory ran out \(RESOURCE_EXHAUSTED: .*\): raise training.grad_accum \(1\), lower training.batch_size \(4\), .*"
+    message = (
+        r"memory ran out \(RESOURCE_EXHAUSTED: .*\): raise training.grad_accum \(1\), lower"
+        r" training.batch_size \(4\), .*"
+    )
     with pytest.raises(UserError, match=message):
         workshop.train("run", config)
 
 
 def wait_until_saved(path):
-    """Waits until a checkpoint is complete on the disk. Batches are produced in a separate thread."""
+    """Waits until a checkpoint is complete on the disk. Batches are produced in a separate
+    thread.
+    """
     while not (path / "manifest.txt").exists() or path.with_name(path.name + ".saving").exists():
         time.sleep(0.01)
 
@@ -181,7 +196,9 @@ def test_full_disk_keeps_older_steps_and_the_run_can_be_resumed(workshop, whole)
         workshop.train("run", config, store=store)
     run = workshop.train("run", config, resume=True)
     assert "resumed from step 6" in workshop.notes.getvalue()
-    assert run.weights.read_bytes() == expected.weights.read_bytes() and rows(run, config) == rows(expected, config)
+    assert run.weights.read_bytes() == expected.weights.read_bytes() and rows(run, config) == rows(
+        expected, config
+    )
     assert verify_run(run).damage == []
 
 
@@ -195,7 +212,9 @@ def test_removed_directory_is_an_error(workshop, gone):
     def vanishing(step):
         if step == 11:
             wait_until_saved(run / "checkpoints" / "6")
-            (run / gone).resolve().rename(workshop.path / "elsewhere")  # a rename is atomic, unlike a deletion
+            (run / gone).resolve().rename(
+                workshop.path / "elsewhere"
+            )  # a rename is atomic, unlike a deletion
         return batch(step)
 
     store.batch = vanishing

@@ -27,7 +27,12 @@ TIMES = {"ms_per_step", "tokens_per_s", "memory_gb"}
 
 
 def start_run_process(path, *arguments):
-    command = [sys.executable, str(Path(__file__).with_name("train_until_killed.py")), str(path), *map(str, arguments)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("train_until_killed.py")),
+        str(path),
+        *map(str, arguments),
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -38,11 +43,15 @@ def run_process(path, *arguments):
 
 
 def outcome(path):
-    """Returns what must not depend on the kill: the exported weights, the last state, and the logs without times."""
+    """Returns what must not depend on the kill: the exported weights, the last state, and the logs
+    without times.
+    """
     config, run = small_config(), RunDirectory(path / "run")
     rows = [*read_csv(run.log(config)), *read_jsonl(run.metrics)]
     steps = config.training.steps
-    state = Checkpoints(run.checkpoints, 2).read(steps, TrainStep(config, config.architecture(VOCABULARY), steps).shapes)
+    state = Checkpoints(run.checkpoints, 2).read(
+        steps, TrainStep(config, config.architecture(VOCABULARY), steps).shapes
+    )
     return (
         run.weights.read_bytes(),
         [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)],
@@ -51,24 +60,41 @@ def outcome(path):
 
 
 def test_incomplete_checkpoints_are_always_marked(tmp_path):
-    """Checks the run before every file operation in any thread: the files that a kill at that moment would leave."""
-    checkpoints, problems, checking = RunDirectory(tmp_path / "run").checkpoints, [], threading.local()
+    """Checks the run before every file operation in any thread: the files that a kill at that
+    moment would leave.
+    """
+    checkpoints, problems, checking = (
+        RunDirectory(tmp_path / "run").checkpoints,
+        [],
+        threading.local(),
+    )
     moments = 0
 
     def check_files(event, arguments):
         nonlocal moments
-        if event not in WATCHED or not str(arguments[0]).startswith(str(checkpoints)) or getattr(checking, "now", False):
+        if (
+            event not in WATCHED
+            or not str(arguments[0]).startswith(str(checkpoints))
+            or getattr(checking, "now", False)
+        ):
             return
         checking.now, moments = True, moments + 1
         for step in saved_steps(checkpoints):
             folder = checkpoints / str(step)
-            if not (checkpoints / f"{step}{SAVING_SUFFIX}").exists() or (folder / "manifest.txt").exists():
-                problems.extend(problem for problem in list(find_step_damage(folder)) if folder.exists())
+            if (
+                not (checkpoints / f"{step}{SAVING_SUFFIX}").exists()
+                or (folder / "manifest.txt").exists()
+            ):
+                problems.extend(
+                    problem for problem in list(find_step_damage(folder)) if folder.exists()
+                )
         checking.now = False
 
     watching = True
     sys.addaudithook(lambda *event: watching and checkpoints.exists() and check_files(*event))
-    config = small_config(training__checkpoint_every=4, training__eval_every=8, training__optimizer="sgd")
+    config = small_config(
+        training__checkpoint_every=4, training__eval_every=8, training__optimizer="sgd"
+    )
     Workshop(tmp_path).train("run", config)
     watching = False  # a hook cannot be removed
     assert problems == [] and moments > 100
@@ -78,13 +104,17 @@ def test_incomplete_checkpoints_are_always_marked(tmp_path):
 def test_run_killed_at_25_moments_resumes_with_equal_results(tmp_path):
     events = int(run_process(tmp_path / "whole").stdout)
     expected = outcome(tmp_path / "whole")
-    assert len(expected[1]) > 20 and len(expected[2]) == 3 + 3 + 24  # evaluations in both logs, and intervals
+    assert (
+        len(expected[1]) > 20 and len(expected[2]) == 3 + 3 + 24
+    )  # evaluations in both logs, and intervals
     begun = time.monotonic()
     run_process(tmp_path / "again")  # its programs are in the cache, as for the runs below
     seconds = time.monotonic() - begun
     assert outcome(tmp_path / "again") == expected
     draw = random.Random(int(os.environ.get("SEED", "14")))
-    moments = [("after", draw.randrange(2, events)) for _ in range(20)] + [("at", draw.uniform(0, seconds)) for _ in range(5)]
+    moments = [("after", draw.randrange(2, events)) for _ in range(20)] + [
+        ("at", draw.uniform(0, seconds)) for _ in range(5)
+    ]
     killed = inside = resumed = 0
     for number, moment in enumerate(moments):
         path = tmp_path / str(number)
@@ -97,7 +127,10 @@ def test_run_killed_at_25_moments_resumes_with_equal_results(tmp_path):
         assert outcome(path) == expected, moment
         assert verify_run(RunDirectory(path / "run")).damage == [], moment
     of = f"of {len(moments)}, {events} events in {seconds:.1f} s"
-    print(f"{killed} killed, {inside} of them inside a save, {resumed} resumed from a checkpoint, {len(moments)} equal, {of}")
+    print(
+        f"{killed} killed, {inside} of them inside a save, {resumed} resumed from a checkpoint,"
+        f" {len(moments)} equal, {of}"
+    )
     assert killed >= 20 and inside >= 5
 
 
@@ -109,8 +142,14 @@ def test_training_with_rewards_killed_in_every_phase_resumes_with_equal_results(
     events = int(run_process(tmp_path / "whole", "grpo").stdout)
     expected = grpo_outcome(RunDirectory(tmp_path / "whole" / "run"), config)
     draw = random.Random(int(os.environ.get("SEED", "14")))
-    calls = {"sampling": 11, "scoring": 56, "updating": 8}  # 8 steps of 4 prompts, and 3 evaluations of 8 prompts
-    moments = [(phase, draw.randrange(1, most + 1)) for phase, most in calls.items() for _ in range(3)]
+    calls = {
+        "sampling": 11,
+        "scoring": 56,
+        "updating": 8,
+    }  # 8 steps of 4 prompts, and 3 evaluations of 8 prompts
+    moments = [
+        (phase, draw.randrange(1, most + 1)) for phase, most in calls.items() for _ in range(3)
+    ]
     moments += [("after", draw.randrange(2, events)) for _ in range(6)]
     killed = resumed = 0
     for number, moment in enumerate(moments):
@@ -145,7 +184,9 @@ def test_signal_saves_and_exits_and_a_second_one_exits_immediately(tmp_path):
         seconds[path.name] = round(time.monotonic() - begun, 1)
         assert running.returncode == 128 + numbers[-1], errors
         assert seconds[path.name] < (10 if len(numbers) == 1 else 0.4)
-        assert "Traceback" not in errors and ("is saved, continue with --resume" in errors) == (len(numbers) == 1)
+        assert "Traceback" not in errors and ("is saved, continue with --resume" in errors) == (
+            len(numbers) == 1
+        )
         assert run_process(path, "resume").returncode == 0
         assert outcome(path) == expected, path
     print("seconds from a signal to the exit:", seconds)

@@ -1,4 +1,6 @@
-"""Training in two processes: a signal to one stops both, and a resume after a kill gives bitwise equal results."""
+"""Training in two processes: a signal to one stops both, and a resume after a kill gives bitwise
+equal results.
+"""
 
 import os
 import random
@@ -23,11 +25,24 @@ training: {{steps: {STEPS}, batch_size: 8, warmup_steps: 2, eval_every: 20, chec
 logging: {{log_every: 1, plot: false}}
 """
 TIMES = {"ms_per_step", "tokens_per_s", "memory_gb", "mfu"}
-DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}  # of each process
+DEVICES = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+}  # of each process
 
 
 def command(*more):
-    return [sys.executable, "-m", "dantinox", "train", "--config", "c.yaml", "--run_dir", "run", *more]
+    return [
+        sys.executable,
+        "-m",
+        "dantinox",
+        "train",
+        "--config",
+        "c.yaml",
+        "--run_dir",
+        "run",
+        *more,
+    ]
 
 
 def pair(folder, *more):
@@ -39,7 +54,11 @@ def pair(folder, *more):
     for number in (0, 1):
         flags = ("--coordinator", address, "--processes", "2", "--process", str(number))
         with open(folder / f"{number}.txt", "w") as log:
-            both.append(subprocess.Popen(command(*flags, *more), cwd=folder, env=os.environ | DEVICES, stderr=log))
+            both.append(
+                subprocess.Popen(
+                    command(*flags, *more), cwd=folder, env=os.environ | DEVICES, stderr=log
+                )
+            )
     return both
 
 
@@ -51,7 +70,9 @@ def exit_codes(both, seconds):
 
 def make_folder(path):
     path.mkdir()
-    (path / "corpus.txt").write_text("".join(f"nel mezzo del cammin {i} di nostra vita {i * i % 97}\n" for i in range(400)))
+    (path / "corpus.txt").write_text(
+        "".join(f"nel mezzo del cammin {i} di nostra vita {i * i % 97}\n" for i in range(400))
+    )
     (path / "c.yaml").write_text(SETTINGS)
     return path
 
@@ -60,14 +81,18 @@ def wait_for_step(folder, step, seconds=120):
     """Waits for a step to be logged."""
     run, end = RunDirectory(folder / "run"), time.monotonic() + seconds
     while not any(row["step"] >= step for row in read_jsonl(run.metrics)):
-        assert time.monotonic() < end, (folder / "0.txt").read_text() + (folder / "1.txt").read_text()
+        assert time.monotonic() < end, (folder / "0.txt").read_text() + (
+            folder / "1.txt"
+        ).read_text()
         time.sleep(0.05)
 
 
 def outcome(folder):
     run = RunDirectory(folder / "run")
     rows = [*read_csv(run.path / "training_log.csv"), *read_jsonl(run.metrics)]
-    return run.weights.read_bytes(), [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+    return run.weights.read_bytes(), [
+        {name: value for name, value in row.items() if name not in TIMES} for row in rows
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +111,31 @@ def test_signal_to_one_process_stops_both_and_fewer_devices_can_resume(tmp_path,
     both[1].send_signal(signal.SIGTERM)
     assert exit_codes(both, 10) == [143, 143]
     (stopped,) = re.findall(r"step (\d+) is saved", (folder / "0.txt").read_text())
-    assert saved_steps(folder / "run" / "checkpoints")[0] == int(stopped) and "is saved" not in (folder / "1.txt").read_text()
+    assert (
+        saved_steps(folder / "run" / "checkpoints")[0] == int(stopped)
+        and "is saved" not in (folder / "1.txt").read_text()
+    )
     alone = command("--resume", "--steps", str(int(stopped) + 4))
-    one = subprocess.run(alone, cwd=folder, env=os.environ | DEVICES, capture_output=True, text=True, timeout=300, check=True)
+    one = subprocess.run(
+        alone,
+        cwd=folder,
+        env=os.environ | DEVICES,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     assert f"resumed from step {stopped}" in one.stderr
-    assert "fsdp 4 × expert 1 × sequence 1 × tensor 1 in 2 processes and continues on data 1 × fsdp 2" in one.stderr
+    assert (
+        "fsdp 4 × expert 1 × sequence 1 × tensor 1 in 2 processes and continues on data 1 × fsdp 2"
+        in one.stderr
+    )
     assert exit_codes(pair(folder, "--resume", "--steps", str(STEPS)), 300) == [0, 0]
     weights, rows = outcome(folder)
-    losses = [[row["train_loss"] for row in part if row.get("kind") == "interval"] for part in (rows, whole[1])]
+    losses = [
+        [row["train_loss"] for row in part if row.get("kind") == "interval"]
+        for part in (rows, whole[1])
+    ]
     assert len(losses[0]) == STEPS and max(abs(a - b) for a, b in zip(*losses, strict=True)) < 0.05
     assert verify_run(RunDirectory(folder / "run")).damage == []
 

@@ -6,8 +6,8 @@
 
 `PHASE N`: with `grpo`, in the Nth call of a phase: `sampling`, `scoring` or `updating`.
 
-`after N`: when any thread opens, renames, creates or removes a file or directory in the run for the Nth time. Saving is a
-sequence of such events, so about every second N is inside a save.
+`after N`: when any thread opens, renames, creates or removes a file or directory in the run for the
+Nth time. Saving is a sequence of such events, so about every second N is inside a save.
 
 `slow N`: is not killed, but from the Nth step on a step takes half a second.
 """
@@ -64,7 +64,11 @@ def train_with_rewards(path, resume, arguments):
 
         setattr(owner, name, call)
 
-    phases = {"sampling": (RolloutSampler, "_answers"), "scoring": (RolloutBatches, "_score"), "updating": (TrainingLog, "add")}
+    phases = {
+        "sampling": (RolloutSampler, "_answers"),
+        "scoring": (RolloutBatches, "_score"),
+        "updating": (TrainingLog, "add"),
+    }
     for phase, place in phases.items():
         if phase in arguments:
             kill_in(*place, int(arguments[-1]))
@@ -78,7 +82,9 @@ def train_with_rewards(path, resume, arguments):
 def train_on_tokens(path, resume, arguments):
     from training.small import Workshop, small_config, small_store
 
-    config = small_config(training__checkpoint_every=4, training__eval_every=8, logging__log_every=1)
+    config = small_config(
+        training__checkpoint_every=4, training__eval_every=8, logging__log_every=1
+    )
     store = small_store(config)
     batch = store.batch
 

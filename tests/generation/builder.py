@@ -1,4 +1,6 @@
-"""Small models with random weights, and a slow reference generator that reads the whole sequence again for every token."""
+"""Small models with random weights, and a slow reference generator that reads the whole sequence
+again for every token.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,14 +30,15 @@ from tests.conftest import CIRCLE
 
 # Prompts without a BOS token, so that a prompt has one token per byte.
 BYTES = Tokenizer(
-    train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())).to_json(), roles={"add_bos_token": False}
+    train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())).to_json(),
+    roles={"add_bos_token": False},
 )
 
 V = 67
-# The largest difference between log-probabilities from programs that sum in another order. A log-probability of these models
-# is the result of about 2 · 3 sums of 48 products, one of 32, and one of V = 259 terms. Each rounding changes a number of at
-# most 32, the largest logit, by up to ε / 2 = 2⁻²⁴ of it. N random roundings add up to about √N of one; four times that is
-# never exceeded.
+# The largest difference between log-probabilities from programs that sum in another order. A
+# log-probability of these models is the result of about 2 · 3 sums of 48 products, one of 32, and
+# one of V = 259 terms. Each rounding changes a number of at most 32, the largest logit, by up to ε
+# / 2 = 2⁻²⁴ of it. N random roundings add up to about √N of one; four times that is never exceeded.
 LOGPROB_TOLERANCE = 4 * (2 * 3 * 48 + 32 + 259) ** 0.5 * 2**-24 * 32
 BASE = ModelConfig(
     vocab_size=V,
@@ -81,16 +84,26 @@ def model(config: ModelConfig = BASE, seed: int = 0) -> Transformer:
 @cache
 def circle(end: bool = False) -> LoadedModel:
     """Returns the model of `run_dir`, or of `ending_run_dir`, with one layer and without files."""
-    architecture = config(vocab_size=BYTES.vocab_size, windows=(None,), weight_tying=False, hidden_dim=32, max_context=128)
+    architecture = config(
+        vocab_size=BYTES.vocab_size,
+        windows=(None,),
+        weight_tying=False,
+        hidden_dim=32,
+        max_context=128,
+    )
     graph, state = nnx.split(model(architecture))
     random = np.random.default_rng(0)
-    embed_VD = random.standard_normal((architecture.vocab_size, architecture.dim)).astype(np.float32)
+    embed_VD = random.standard_normal((architecture.vocab_size, architecture.dim)).astype(
+        np.float32
+    )
     embed_VD /= np.linalg.norm(embed_VD, axis=1, keepdims=True)
     head_DV = np.float32(0.02) * random.standard_normal(embed_VD.T.shape).astype(np.float32)
     ids = BYTES.encode(CIRCLE)
     for token, successor in zip(ids, [*ids[1:], BYTES.eos_id if end else ids[0]], strict=True):
         head_DV[:, successor] += 2 * embed_VD[token]
-    small = jax.tree.map(lambda x: np.float32(0.01) * np.asarray(x) if x.ndim > 1 else np.ones_like(x), state)
+    small = jax.tree.map(
+        lambda x: np.float32(0.01) * np.asarray(x) if x.ndim > 1 else np.ones_like(x), state
+    )
     made = nnx.merge(graph, jax.device_put(small))
     made.embed, made.head.kernel = (nnx.Param(jax.device_put(x)) for x in (embed_VD, head_DV))
     return LoadedModel(build_config({"model": {"max_context": 128}}), made, BYTES)
@@ -100,7 +113,9 @@ def changed(function: Callable[[Transformer], Transformer], model: Transformer) 
     """Returns `function(model)`, computed by one program instead of one per operation and shape."""
     graph, state = nnx.split(model)
     after, _ = nnx.split(nnx.eval_shape(lambda: function(nnx.merge(graph, state))))
-    return nnx.merge(after, jax.jit(lambda state: nnx.state(function(nnx.merge(graph, state))))(state))
+    return nnx.merge(
+        after, jax.jit(lambda state: nnx.state(function(nnx.merge(graph, state))))(state)
+    )
 
 
 @cache
@@ -125,28 +140,48 @@ def all_logits(model: Transformer, text: list[int]) -> np.ndarray:
 
 
 _draw = jax.jit(lambda logits_V, seed, sample, n: draw(logits_V, row_key(seed, sample, n)))
-_uniform = jax.jit(lambda seed, sample, n: jax.random.uniform(jax.random.fold_in(row_key(seed, sample, n), 1)))
+_uniform = jax.jit(
+    lambda seed, sample, n: jax.random.uniform(jax.random.fold_in(row_key(seed, sample, n), 1))
+)
 
 
-EDITS = ("no_repeat_ngram", "logit_bias", "allowed_tokens", "banned_tokens", "bad_words", "min_tokens")
-PENALTIES = ("encoder_repetition_penalty", "repetition_penalty", "presence_frequency_penalty", "dry")
+EDITS = (
+    "no_repeat_ngram",
+    "logit_bias",
+    "allowed_tokens",
+    "banned_tokens",
+    "bad_words",
+    "min_tokens",
+)
+PENALTIES = (
+    "encoder_repetition_penalty",
+    "repetition_penalty",
+    "presence_frequency_penalty",
+    "dry",
+)
 ORDER = (
-    *PENALTIES, "dynamic_temperature", "temperature", "smoothing", "top_k", "top_p", "min_p", "top_a", "tail_free", "typical",
-    "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "min_k", "p_less", "p_less_norm", "top_h", "xtc", "skew", "mirostat",
+    *PENALTIES, "dynamic_temperature", "temperature", "smoothing", "top_k", "top_p", "min_p",
+    "top_a", "tail_free", "typical", "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "min_k",
+    "p_less", "p_less_norm", "top_h", "xtc", "skew", "mirostat",
 )  # fmt: skip
-# step → its parameters in `process_logits`, by the names of the settings; the first of them enables the step
+# step → its parameters in `process_logits`, by the names of the settings; the first of them enables
+# the step
 PARAMETERS: dict[str, dict[str, str]] = {
     "no_repeat_ngram": {"no_repeat_ngram": "n"},
     "allowed_tokens": {"allowed_tokens": "ids"},
     "banned_tokens": {"banned_tokens": "ids"},
     "bad_words": {"bad_words": "sequences"},
-    "repetition_penalty": {"repetition_penalty": "penalty", "repetition_range": "range", "repetition_slope": "slope"},
-    "presence_frequency_penalty": {"presence_penalty": "presence", "frequency_penalty": "frequency"},
+    "repetition_penalty": {"repetition_penalty": "penalty", "repetition_range": "range",
+                           "repetition_slope": "slope"},
+    "presence_frequency_penalty": {"presence_penalty": "presence",
+                                   "frequency_penalty": "frequency"},
     "dry": {
-        "dry_multiplier": "multiplier", "dry_base": "base", "dry_allowed_length": "allowed_length", "dry_range": "range",
+        "dry_multiplier": "multiplier", "dry_base": "base", "dry_allowed_length": "allowed_length",
+        "dry_range": "range",
         "dry_breakers": "breakers",
     },
-    "dynamic_temperature": {"dynatemp_high": "high", "dynatemp_low": "low", "dynatemp_exponent": "exponent"},
+    "dynamic_temperature": {"dynatemp_high": "high", "dynatemp_low": "low",
+                            "dynatemp_exponent": "exponent"},
     "temperature": {"temperature": "t"},
     "smoothing": {"smoothing_factor": "factor", "smoothing_curve": "curve"},
     "top_k": {"top_k": "k", "ties": "ties"},
@@ -166,7 +201,9 @@ PARAMETERS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def steps_of(settings: dict[str, Any], order: tuple[str, ...], eos: list[int], u: float) -> list[dict[str, Any]]:
+def steps_of(
+    settings: dict[str, Any], order: tuple[str, ...], eos: list[int], u: float
+) -> list[dict[str, Any]]:
     """Returns the pipeline of the settings, without mirostat, adaptive-p and the watermark."""
     found: list[dict[str, Any]] = []
     for name in (*EDITS, *order):
@@ -178,8 +215,12 @@ def steps_of(settings: dict[str, Any], order: tuple[str, ...], eos: list[int], u
         elif name == {"plain": "p_less", "norm": "p_less_norm"}.get(settings.get("p_less", "off")):
             found.append({"name": name})
         elif name in PARAMETERS and next(iter(PARAMETERS[name])) in settings:
-            numbers = {short: settings[key] for key, short in PARAMETERS[name].items() if key in settings}
-            found.append({"name": name} | numbers | ({"u": u, "protected_ids": eos} if name == "xtc" else {}))
+            numbers = {
+                short: settings[key] for key, short in PARAMETERS[name].items() if key in settings
+            }
+            found.append(
+                {"name": name} | numbers | ({"u": u, "protected_ids": eos} if name == "xtc" else {})
+            )
     return found
 
 
@@ -196,8 +237,8 @@ def slowly(
 ) -> list[int]:
     """Returns the continuation of one prompt. The settings are those of `generate`.
 
-    With a temperature of 0 or with `greedy`, every token is the one with the largest logit. A matcher masks the tokens that
-    its constraint does not allow, and ends the text.
+    With a temperature of 0 or with `greedy`, every token is the one with the largest logit. A
+    matcher masks the tokens that its constraint does not allow, and ends the text.
     """
     text, eos = list(prompt), list(settings.get("eos_ids", ()))
     greedy = settings.get("greedy", False) or settings.get("temperature", 1.0) == 0
@@ -207,7 +248,11 @@ def slowly(
     target, decay = settings.get("adaptive_target", -1.0), settings.get("adaptive_decay", 0.9)
     total, weight = target / (1 - decay), 1 / (1 - decay)
     keys = [] if greedy else settings.get("watermark_keys", [])
-    mark = [{"name": "synthid", "layer_keys": keys, "ngram": settings.get("watermark_ngram", 5)}] if keys else []
+    mark = (
+        [{"name": "synthid", "layer_keys": keys, "ngram": settings.get("watermark_ngram", 5)}]
+        if keys
+        else []
+    )
     for n in range(steps):
         said = [text[: len(prompt)]], [text[len(prompt) :]]
         u = float(_uniform(np.uint32(seed), sample, n)) if "xtc_probability" in settings else 0.0
@@ -215,24 +260,38 @@ def slowly(
         if matcher is not None:
             if matcher.done:
                 break
-            is_allowed_V = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[: len(logits_V)]
+            is_allowed_V = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[
+                : len(logits_V)
+            ]
             logits_V = np.where(is_allowed_V, logits_V, -np.inf)
         if steps := steps_of(settings, order, eos, u):
             logits_V = np.asarray(process_logits(logits_V[None], steps, *said))[0]
         if version:
-            cut_BV = np.asarray(process_logits(logits_V[None], [{"name": f"mirostat_v{version}", "mu": mu}]))
+            cut_BV = np.asarray(
+                process_logits(logits_V[None], [{"name": f"mirostat_v{version}", "mu": mu}])
+            )
             token = int(_draw(cut_BV[0], np.uint32(seed), sample, n))
             exact_V = np.asarray(logits_V, np.float64)
-            surprise = np.log2(np.exp(exact_V - exact_V.max()).sum()) - (exact_V[token] - exact_V.max()) / np.log(2)
+            surprise = np.log2(np.exp(exact_V - exact_V.max()).sum()) - (
+                exact_V[token] - exact_V.max()
+            ) / np.log(2)
             mu -= settings.get("mirostat_eta", 0.1) * (surprise - tau)
         elif mark or (target >= 0 and not greedy):
-            adapt = [{"name": "adaptive_p", "target": target, "average": total / weight}] if target >= 0 else []
+            adapt = (
+                [{"name": "adaptive_p", "target": target, "average": total / weight}]
+                if target >= 0
+                else []
+            )
             changed_BV = np.asarray(process_logits(logits_V[None], adapt + mark, *said))
             token = int(_draw(changed_BV[0], np.uint32(seed), sample, n))
             weights_V = np.exp(np.float64(logits_V) - np.max(logits_V))
             total, weight = weights_V[token] / weights_V.sum() + decay * total, 1 + decay * weight
         else:
-            token = int(np.argmax(logits_V)) if greedy else int(_draw(logits_V, np.uint32(seed), sample, n))
+            token = (
+                int(np.argmax(logits_V))
+                if greedy
+                else int(_draw(logits_V, np.uint32(seed), sample, n))
+            )
         text.append(token)
         if token in eos:
             break
@@ -247,14 +306,26 @@ def log_softmax(logits_V: Any) -> np.ndarray:
     return shifted_V - np.log(np.exp(shifted_V).sum())
 
 
-def guided_logprobs(model: Transformer, prompt: list[int], negative: list[int], scale: float, tokens: list[int]) -> np.ndarray:
-    """Returns the log-probabilities after a prompt and new tokens, with classifier-free guidance."""
-    main_V, guide_V = (log_softmax(all_logits(model, [*text, *tokens])[-1]) for text in (prompt, negative))
+def guided_logprobs(
+    model: Transformer, prompt: list[int], negative: list[int], scale: float, tokens: list[int]
+) -> np.ndarray:
+    """Returns the log-probabilities after a prompt and new tokens, with classifier-free
+    guidance.
+    """
+    main_V, guide_V = (
+        log_softmax(all_logits(model, [*text, *tokens])[-1]) for text in (prompt, negative)
+    )
     return log_softmax(guide_V + scale * (main_V - guide_V))
 
 
 def guided_text(
-    model: Transformer, prompt: list[int], negative: list[int], scale: float, steps: int, seed: int, sample: int = 0
+    model: Transformer,
+    prompt: list[int],
+    negative: list[int],
+    scale: float,
+    steps: int,
+    seed: int,
+    sample: int = 0,
 ) -> tuple[list[int], list[float]]:
     """Returns the tokens that are drawn with guidance, and the log-probability of each."""
     tokens: list[int] = []
@@ -282,23 +353,38 @@ def padded(rows: list[list[int]], fill: int = 3) -> tuple[np.ndarray, np.ndarray
 
 
 # The sampling steps of a program that is compiled inside `few_steps`.
-FEW_STEPS = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "mirostat_v2", "logit_bias", "allowed_tokens"}
+FEW_STEPS = {
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "mirostat_v2",
+    "logit_bias",
+    "allowed_tokens",
+}
 
 
-def make_slots(run: Any, count: int | None, context: int, config: Any = None, **options: Any) -> SlotBatch:
+def make_slots(
+    run: Any, count: int | None, context: int, config: Any = None, **options: Any
+) -> SlotBatch:
     """Returns a batch with this number of slots."""
     return SlotBatch(run, EngineOptions(count, context, **options), config)
 
 
 @contextmanager
 def few_steps() -> Iterator[None]:
-    """Compiles the programs of servers with `FEW_STEPS` only, which takes a third of the time; other steps do nothing."""
+    """Compiles the programs of servers with `FEW_STEPS` only, which takes a third of the time;
+    other steps do nothing.
+    """
     apply = chain._apply_step
 
     def apply_few(name: str, x_BN: jax.Array, *rest: Any) -> jax.Array:
         return apply(name, x_BN, *rest) if name in FEW_STEPS else x_BN
 
-    sample_step = shared_trace("report")(partial(decode.sample_step.__wrapped__))  # a new function, whose traces are its own
+    sample_step = shared_trace("report")(
+        partial(decode.sample_step.__wrapped__)
+    )  # a new function, whose traces are its own
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(chain, "_apply_step", apply_few))
         for module in (decode, drafts):  # both call it
@@ -317,16 +403,28 @@ def byte_model(context: int = 192, **changes: Any) -> LoadedModel:
 def loaded_model(tokenizer: Any, context: int, **changes: Any) -> LoadedModel:
     """Returns a loaded model with the vocabulary of a tokenizer."""
     architecture = config(vocab_size=tokenizer.vocab_size, max_context=context, **changes)
-    return LoadedModel(build_config({"model": {"max_context": context}}), model(architecture), tokenizer)
+    return LoadedModel(
+        build_config({"model": {"max_context": context}}), model(architecture), tokenizer
+    )
 
 
-_compiled: dict[Any, dict[Any, Any]] = {}  # (architecture, sizes, settings) → programs with few steps
+_compiled: dict[
+    Any, dict[Any, Any]
+] = {}  # (architecture, sizes, settings) → programs with few steps
 
 
 def compile_few_steps(slots: SlotBatch, echo: bool = False) -> SlotBatch:
-    """Compiles a batch with few sampling steps. Batches of equal shapes in a process share the programs."""
+    """Compiles a batch with few sampling steps. Batches of equal shapes in a process share the
+    programs.
+    """
     config = slots._config
-    key = slots.plan.architecture, slots.count, slots.context, slots.plan.stepper, repr((config.generation, config.kv))
+    key = (
+        slots.plan.architecture,
+        slots.count,
+        slots.context,
+        slots.plan.stepper,
+        repr((config.generation, config.kv)),
+    )
     slots._programs |= _compiled.get(key, {})
     if all(one in slots._programs for one in slots._keys(slots.program_key(config), echo)):
         slots.compile(config, echo)
@@ -338,8 +436,12 @@ def compile_few_steps(slots: SlotBatch, echo: bool = False) -> SlotBatch:
 
 
 @cache
-def slot_batch(windows: tuple[int | None, ...], steps: str = "few") -> tuple[LoadedModel, SlotBatch]:
-    """Returns a model and a compiled batch of three slots with few or all sampling steps. The caller resets the batch."""
+def slot_batch(
+    windows: tuple[int | None, ...], steps: str = "few"
+) -> tuple[LoadedModel, SlotBatch]:
+    """Returns a model and a compiled batch of three slots with few or all sampling steps. The
+    caller resets the batch.
+    """
     run = byte_model(windows=windows)
     slots = make_slots(run, 3, run.model.config.max_context)
     if steps == "few":

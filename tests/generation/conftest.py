@@ -4,7 +4,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    """Makes matrix multiplications run in full float32 on every device, because results are compared to 1e-5."""
+    """Makes matrix multiplications run in full float32 on every device, because results are
+    compared to 1e-5.
+    """
     with jax.default_matmul_precision("highest"):
         yield
 

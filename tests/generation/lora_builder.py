@@ -1,4 +1,6 @@
-"""Random adapters for the models of `builder`, and the same models with the adapters merged into their weights."""
+"""Random adapters for the models of `builder`, and the same models with the adapters merged into
+their weights.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,9 @@ from dantinox.run.peft_folder import LoraAdapter
 
 
 def adapter(config, seed, rank=4, targets=None, gain=0.4):
-    """Returns an adapter with random matrices on the `targets` of all layers; None: on all projections."""
+    """Returns an adapter with random matrices on the `targets` of all layers; None: on all
+    projections.
+    """
     random, deltas = np.random.default_rng(seed), {}
     for layer in range(config.num_blocks):
         for name, projection in layer_projections(config, layer).items():
@@ -29,5 +33,7 @@ def merged(model, adapter):
     for path, changes in adapter.deltas.items():
         _, layer, owner, name, _ = path.split("/")
         linear = getattr(getattr(model.blocks[int(layer)], owner), name)
-        linear.kernel = nnx.Param(jnp.asarray(merge_adapters(np.asarray(linear.kernel[...]), changes)))
+        linear.kernel = nnx.Param(
+            jnp.asarray(merge_adapters(np.asarray(linear.kernel[...]), changes))
+        )
     return model

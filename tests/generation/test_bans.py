@@ -1,4 +1,6 @@
-"""Tests bans with backtracking: what is discarded, held back and excluded, and that no chunk length can be seen in the text."""
+"""Tests bans with backtracking: what is discarded, held back and excluded, and that no chunk length
+can be seen in the text.
+"""
 
 import random
 import re
@@ -9,7 +11,14 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.generation.engine import Engine
-from dantinox.generation.guides.bans import MAX_HELD_TOKENS, RESTARTS_PER_TOKEN, BannedStrings, TextBan, compile_regexes, lower
+from dantinox.generation.guides.bans import (
+    MAX_HELD_TOKENS,
+    RESTARTS_PER_TOKEN,
+    BannedStrings,
+    TextBan,
+    compile_regexes,
+    lower,
+)
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import GenerationRequest
 
@@ -25,11 +34,17 @@ def ban(strings=(), regexes=(), limit=1000):
 
 def excluded(guide):
     mask = guide.mask()
-    return set() if mask is None else {token for token in range(V) if not mask[token // 32] >> np.uint32(token % 32) & 1}
+    return (
+        set()
+        if mask is None
+        else {token for token in range(V) if not mask[token // 32] >> np.uint32(token % 32) & 1}
+    )
 
 
 def push(guide, pieces):
-    """Pushes tokens with these texts; returns the results and how many tokens were held after each."""
+    """Pushes tokens with these texts; returns the results and how many tokens were held after
+    each.
+    """
     return [(guide.push(number, piece), guide.held) for number, piece in enumerate(pieces)]
 
 
@@ -43,7 +58,8 @@ def test_a_banned_string_is_discarded_from_its_first_token():
 
 def test_overlapping_beginnings():
     guide = ban(["aab", "abcd"])
-    # After the last two are discarded, the first "a" may be the beginning of a banned string again, so it stays held.
+    # After the last two are discarded, the first "a" may be the beginning of a banned string again,
+    # so it stays held.
     assert push(guide, ["a", "a", "a"]) == [(None, 1), (None, 2), (None, 3)]
     assert guide.push(3, "b") == 3 and excluded(guide) == {1} and guide.held == 1
     assert guide.push(4, "a") is None and guide.push(5, "b") == 3
@@ -66,7 +82,13 @@ def test_part_of_a_character_stays_with_the_character():
 
 def test_a_regular_expression_is_discarded_and_held_while_it_may_match():
     guide = ban(regexes=[r"\bcat\d+x"])
-    assert push(guide, ["a", " ", "ca", "t12", "3"]) == [(None, 0), (None, 0), (None, 1), (None, 2), (None, 3)]
+    assert push(guide, ["a", " ", "ca", "t12", "3"]) == [
+        (None, 0),
+        (None, 0),
+        (None, 1),
+        (None, 2),
+        (None, 3),
+    ]
     assert guide.push(5, "x") == 4 and excluded(guide) == {2}
     inside = ban(regexes=[r"\bcat"])
     assert push(inside, ["con", "cat"]) == [(None, 0), (None, 0)]
@@ -117,8 +139,12 @@ def test_random_texts_never_contain_a_banned_string():
             assert not any(string in held for string in strings)
             released = "".join(tokens[: len(tokens) - guide.held]).lower()
             rest = held[len(released) :]
-            for string in strings:  # no string begins before the held tokens and may still become complete
-                assert not any(string.startswith(held[at:]) and at < len(released) for at in range(len(held))), (rest, string)
+            for (
+                string
+            ) in strings:  # no string begins before the held tokens and may still become complete
+                assert not any(
+                    string.startswith(held[at:]) and at < len(released) for at in range(len(held))
+                ), (rest, string)
 
 
 def test_a_thousand_strings_equal_a_search_over_all_of_them():
@@ -132,7 +158,9 @@ def test_a_thousand_strings_equal_a_search_over_all_of_them():
         partial, matched = automaton.advance(partial, character)
         ends = [text[end - size : end] for size in range(min(9, end), 0, -1)]
         assert matched == next((len(part) for part in ends if part in lowered), 0)
-        assert partial == next((p for p in ends if any(s.startswith(p) and s != p for s in lowered)), "")
+        assert partial == next(
+            (p for p in ends if any(s.startswith(p) and s != p for s in lowered)), ""
+        )
 
 
 def test_a_thousand_strings_that_begin_everywhere_never_occur():
@@ -183,44 +211,75 @@ def test_bans_in_the_engine(served):
     prompts = ("once upon", "x", "there was a fox")
     common = {"max_new_tokens": 60, "temperature": 1.0, "mirostat": 2, "ignore_eos": True}
     plain = [
-        GenerationRequest(tuple(prompts[seed % 3].encode()), run.settings({**common, "seed": seed}), 0) for seed in range(6)
+        GenerationRequest(
+            tuple(prompts[seed % 3].encode()), run.settings({**common, "seed": seed}), 0
+        )
+        for seed in range(6)
     ]
     free = texts_of(run, slots, plain, max_steps=32)
     requests = []
     for request, (_, text, _) in zip(plain, free, strict=True):
-        pairs = [text[at : at + 2] for at in range(4, 40, 9) if text[at : at + 2].isascii()] + ["zq"]
-        settings = {"banned_strings": pairs, "banned_regexes": ["[#-+]."], "seed": request.config.generation.seed}
-        constraint = Constraint("regex", "[a-z]{4}", after=("!", ":"), repeats=True) if len(requests) % 2 else None
-        requests.append(GenerationRequest(request.ids, run.settings({**common, **settings}), 0, False, constraint))
-    alone = [texts_of(run, slots, [request], max_steps=1, dispatch_ahead=False)[0] for request in requests]
+        pairs = [text[at : at + 2] for at in range(4, 40, 9) if text[at : at + 2].isascii()] + [
+            "zq"
+        ]
+        settings = {
+            "banned_strings": pairs,
+            "banned_regexes": ["[#-+]."],
+            "seed": request.config.generation.seed,
+        }
+        constraint = (
+            Constraint("regex", "[a-z]{4}", after=("!", ":"), repeats=True)
+            if len(requests) % 2
+            else None
+        )
+        requests.append(
+            GenerationRequest(
+                request.ids, run.settings({**common, **settings}), 0, False, constraint
+            )
+        )
+    alone = [
+        texts_of(run, slots, [request], max_steps=1, dispatch_ahead=False)[0]
+        for request in requests
+    ]
     for options in ({"max_steps": 32}, {"max_steps": 5}):
         assert texts_of(run, slots, requests, **options) == alone
     changed = 0
     for request, (ids, text, steps), (before, _, _) in zip(requests, alone, free, strict=True):
-        assert not any(string.lower() in text.lower() for string in request.config.generation.banned_strings)
+        assert not any(
+            string.lower() in text.lower() for string in request.config.generation.banned_strings
+        )
         assert not re.search("[#-+].", text.rstrip("\ufffd")) and len(ids) == len(steps) == 60
         changed += ids != before
     assert changed >= 5
     unmatched = [
-        GenerationRequest(request.ids, run.settings({**common, "seed": seed, "banned_strings": ["qzqzqzqz"]}), 0)
+        GenerationRequest(
+            request.ids, run.settings({**common, "seed": seed, "banned_strings": ["qzqzqzqz"]}), 0
+        )
         for seed, request in enumerate(plain)
     ]
     assert texts_of(run, slots, unmatched, max_steps=32) == free
 
 
 def test_bans_offline(served):
-    """One of two rows has bans. Both rows have the tokens of the engine, and a log-probability of each."""
+    """One of two rows has bans. Both rows have the tokens of the engine, and a log-probability of
+    each.
+    """
     run, slots = served
     settings = {"max_new_tokens": 60, "seed": 1, "ignore_eos": True}
     plain = GenerationRequest(tuple(b"once upon"), run.settings(settings), 0)
     ((_, text, _),) = texts_of(run, slots, [plain])
     pair = next(text[at : at + 2] for at in range(60) if text[at : at + 2].isascii())
     unmatched, banned = (
-        replace(plain, config=run.settings({**settings, "banned_strings": strings})) for strings in (["qzqzqzqz"], [pair])
+        replace(plain, config=run.settings({**settings, "banned_strings": strings}))
+        for strings in (["qzqzqzqz"], [pair])
     )
     results = run.complete([unmatched, banned])
     assert results[0].text == text
     assert pair.lower() not in results[1].text.lower()
-    for result, (ids, found, logprobs) in zip(results, texts_of(run, slots, [plain, banned]), strict=True):
+    for result, (ids, found, logprobs) in zip(
+        results, texts_of(run, slots, [plain, banned]), strict=True
+    ):
         assert (result.tokens, result.text) == (ids, found) and len(ids) == 60
-        np.testing.assert_allclose(result.info["logprobs"], logprobs, rtol=0, atol=builder.LOGPROB_TOLERANCE)
+        np.testing.assert_allclose(
+            result.info["logprobs"], logprobs, rtol=0, atol=builder.LOGPROB_TOLERANCE
+        )

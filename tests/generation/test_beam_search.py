@@ -1,4 +1,6 @@
-"""Compares beam search with a search in NumPy over the logits of whole sequences, and with all sequences."""
+"""Compares beam search with a search in NumPy over the logits of whole sequences, and with all
+sequences.
+"""
 
 import itertools
 from functools import cache
@@ -23,9 +25,23 @@ PROMPTS = builder.prompts(5, 9, 2, 7, 4, 6, 3, 8)
 ENDS = [2, 22, 31, 43, 54, 58, 63]
 # One row per combination, so that a single program serves all of them.
 ROWS = [
-    {"length_penalty": penalty, "early_stopping": early, "stop_token_ids": ends, "max_new_tokens": steps}
+    {
+        "length_penalty": penalty,
+        "early_stopping": early,
+        "stop_token_ids": ends,
+        "max_new_tokens": steps,
+    }
     for (penalty, early), ends, steps in zip(
-        [(1.0, False), (1.0, True), (1.0, "never"), (0.0, False), (2.5, "never"), (-1.5, True), (-1.0, "never"), (0.6, True)],
+        [
+            (1.0, False),
+            (1.0, True),
+            (1.0, "never"),
+            (0.0, False),
+            (2.5, "never"),
+            (-1.5, True),
+            (-1.0, "never"),
+            (0.6, True),
+        ],
         [ENDS, ENDS, ENDS, ENDS[:3], ENDS, ENDS[2:], ENDS, []],
         [STEPS, STEPS, STEPS, STEPS, STEPS, 5, STEPS, 1],
         strict=True,
@@ -40,7 +56,11 @@ def reference(logprobs, beams, ends, limit, penalty=1.0, early=False):
     """
     open_beams, complete = [(0.0, ())], []
     for length in range(1, limit + 1):
-        extended = [(total + step, (*tokens, v)) for total, tokens in open_beams for v, step in enumerate(logprobs(tokens))]
+        extended = [
+            (total + step, (*tokens, v))
+            for total, tokens in open_beams
+            for v, step in enumerate(logprobs(tokens))
+        ]
         extended.sort(key=lambda pair: -pair[0])
         is_end = [tokens[-1] in ends or length == limit for _, tokens in extended]
         complete += [
@@ -63,7 +83,9 @@ def row_logprobs(model, prompt, **settings):
     @cache
     def logprobs(tokens):
         logits_1V = builder.all_logits(model, [*prompt, *tokens])[-1:]
-        return builder.log_softmax(process_logits(logits_1V, steps, [prompt], [list(tokens)])[0] if steps else logits_1V[0])
+        return builder.log_softmax(
+            process_logits(logits_1V, steps, [prompt], [list(tokens)])[0] if steps else logits_1V[0]
+        )
 
     return logprobs
 
@@ -72,15 +94,23 @@ def searched(model, prompts, rows, kind=BeamRun, **shared):
     """Returns the results per prompt as lists of (score, tokens)."""
     run = _IdsModel(Config(), model, [], None, False)
     base = {"num_beams": K, "n": N} | shared
-    requests = [run.request(prompt, overlay(Config(), base | row)) for prompt, row in zip(prompts, rows, strict=True)]
+    requests = [
+        run.request(prompt, overlay(Config(), base | row))
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
     results = run.complete(requests)
     n = base["n"]
-    return [[(result.score, tuple(result.tokens)) for result in results[i : i + n]] for i in range(0, len(results), n)]
+    return [
+        [(result.score, tuple(result.tokens)) for result in results[i : i + n]]
+        for i in range(0, len(results), n)
+    ]
 
 
 def assert_equal(found, expected):
     assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
-    np.testing.assert_allclose([score for score, _ in found], [score for score, _ in expected], rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(
+        [score for score, _ in found], [score for score, _ in expected], rtol=1e-6, atol=1e-5
+    )
 
 
 def test_rows_equal_a_search_in_numpy():
@@ -88,7 +118,8 @@ def test_rows_equal_a_search_in_numpy():
     lengths = set()
     for prompt, row, found in zip(PROMPTS, ROWS, searched(model, PROMPTS, ROWS), strict=True):
         expected = reference(
-            row_logprobs(model, prompt), K, row["stop_token_ids"], row["max_new_tokens"], row["length_penalty"],
+            row_logprobs(model, prompt), K, row["stop_token_ids"], row["max_new_tokens"],
+            row["length_penalty"],
             row["early_stopping"],
         )  # fmt: skip
         assert_equal(found, expected[:N])
@@ -100,13 +131,18 @@ TINY, END = builder.config(vocab_size=5, windows=(None,)), 2
 
 
 def test_all_beams_are_an_exhaustive_search():
-    """With as many beams as there are sequences, the result is all complete sequences in the order of their scores."""
+    """With as many beams as there are sequences, the result is all complete sequences in the order
+    of their scores.
+    """
     V, depth, presence = TINY.vocab_size, 3, 0.7
     model, prompt = builder.model(TINY), [1, 4, 0]
 
     @cache
     def logprobs(tokens):
-        return builder.log_softmax(builder.all_logits(model, [*prompt, *tokens])[-1] - presence * np.isin(np.arange(V), tokens))
+        return builder.log_softmax(
+            builder.all_logits(model, [*prompt, *tokens])[-1]
+            - presence * np.isin(np.arange(V), tokens)
+        )
 
     every = [
         tokens
@@ -115,9 +151,18 @@ def test_all_beams_are_an_exhaustive_search():
         if END not in tokens[:-1] and (tokens[-1] == END or length == depth)
     ]
     scored = [
-        (sum(logprobs(tokens[:i])[token] for i, token in enumerate(tokens)) / len(tokens) ** 0.8, tokens) for tokens in every
+        (
+            sum(logprobs(tokens[:i])[token] for i, token in enumerate(tokens)) / len(tokens) ** 0.8,
+            tokens,
+        )
+        for tokens in every
     ]
-    row = {"length_penalty": 0.8, "early_stopping": "never", "stop_token_ids": [END], "max_new_tokens": depth}
+    row = {
+        "length_penalty": 0.8,
+        "early_stopping": "never",
+        "stop_token_ids": [END],
+        "max_new_tokens": depth,
+    }
     row |= {"presence_penalty": presence}
     (found,) = searched(model, [prompt], [row], num_beams=V**depth, n=len(every))
     assert_equal(found, sorted(scored, key=lambda pair: -pair[0]))
@@ -128,7 +173,9 @@ def test_all_beams_are_an_exhaustive_search():
 def test_one_beam_is_greedy_decoding():
     model, prompts, steps = builder.model(TINY), [[1, 4, 0], [3], [0, 0, 1, 3]], 6
     run = _IdsModel(Config(), model, [END], None, False)
-    search = BeamRun(run, [run.request(prompt, {"max_new_tokens": steps}) for prompt in prompts], range(3))
+    search = BeamRun(
+        run, [run.request(prompt, {"max_new_tokens": steps}) for prompt in prompts], range(3)
+    )
     assert len([*search.parts()]) == 3
     for prompt, result in zip(prompts, search.results, strict=True):
         assert result.tokens == builder.slowly(model, prompt, steps, greedy=True, eos_ids=[END])
@@ -144,7 +191,10 @@ EDITS = [
 
 @pytest.mark.slow
 def test_edits_and_penalties_change_the_log_probabilities():
-    model, rows = builder.model(), [row | {"stop_token_ids": ENDS, "max_new_tokens": 6} for row in EDITS]
+    model, rows = (
+        builder.model(),
+        [row | {"stop_token_ids": ENDS, "max_new_tokens": 6} for row in EDITS],
+    )
     for prompt, row, found in zip(PROMPTS, rows, searched(model, PROMPTS[:3], rows), strict=False):
         logprobs = row_logprobs(model, prompt, **row)
         assert_equal(found, reference(logprobs, K, ENDS, 6)[:N])
@@ -178,14 +228,18 @@ LOSSY = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_lossy_cache_follows_its_beam(name):
-    """The score of a sequence is the sum of the log-probabilities that decoding this sequence alone gives with the cache."""
+    """The score of a sequence is the sum of the log-probabilities that decoding this sequence alone
+    gives with the cache.
+    """
     model, prompt, steps = builder.model(builder.config(max_context=96)), builder.prompts(40)[0], 24
     (found,) = searched(model, [prompt], [{"max_new_tokens": steps}], **LOSSY[name])
     run = _IdsModel(Config(), model, [], None, False)
     settings = {"num_beams": K, "n": N, "max_new_tokens": steps, **LOSSY[name]}
     plan = BeamRun(run, [run.request(prompt, settings)], [0])._plan
     for score, tokens in found:
-        np.testing.assert_allclose(score, decoded_logprob(model, prompt, tokens, plan) / steps, rtol=1e-5)
+        np.testing.assert_allclose(
+            score, decoded_logprob(model, prompt, tokens, plan) / steps, rtol=1e-5
+        )
 
 
 def decoded_logprob(model, prompt, tokens, plan):
@@ -212,22 +266,48 @@ def test_the_extensions_are_selected_without_a_sort(optimized):
     rules = BeamRules.build([Config()] * P, [9] * P, [[1]] * P)
     logits_RV = jax.ShapeDtypeStruct((P * K, V), jnp.float32)
     compiled = optimized(jax.jit(extend).lower(Beams.empty(P, K, 16), logits_RV, rules)).as_text()
-    assert "TopK" in compiled and f"{K * V}]{{" not in "".join(line for line in compiled.splitlines() if " sort(" in line)
+    assert "TopK" in compiled and f"{K * V}]{{" not in "".join(
+        line for line in compiled.splitlines() if " sort(" in line
+    )
 
 
 REFUSED = {
-    "a temperature": ({"temperature": 0.5}, "generation.temperature cannot be used with generation.num_beams"),
+    "a temperature": (
+        {"temperature": 0.5},
+        "generation.temperature cannot be used with generation.num_beams",
+    ),
     "a filter": ({"top_k": 3}, "generation.top_k cannot be used with generation.num_beams"),
-    "a watermark": ({"watermark_keys": [3]}, "generation.watermark_keys cannot be used with generation.num_beams"),
-    "greedy": ({"greedy": True}, "generation.greedy must be false, got true, with generation.num_beams"),
-    "the router": ({"strategy": "entropy"}, "generation.strategy must be chain, got entropy, with generation.num_beams"),
+    "a watermark": (
+        {"watermark_keys": [3]},
+        "generation.watermark_keys cannot be used with generation.num_beams",
+    ),
+    "greedy": (
+        {"greedy": True},
+        "generation.greedy must be false, got true, with generation.num_beams",
+    ),
+    "the router": (
+        {"strategy": "entropy"},
+        "generation.strategy must be chain, got entropy, with generation.num_beams",
+    ),
     "stop strings": ({"stop": ["a"]}, "generation.stop must be empty with generation.num_beams"),
-    "drafts": ({"speculation": "ngram"}, "generation.speculation must be off, got ngram, with generation.num_beams"),
-    "no cache": ({"use_cache": False}, "generation.use_cache must be true, got false, with generation.num_beams"),
+    "drafts": (
+        {"speculation": "ngram"},
+        "generation.speculation must be off, got ngram, with generation.num_beams",
+    ),
+    "no cache": (
+        {"use_cache": False},
+        "generation.use_cache must be true, got false, with generation.num_beams",
+    ),
     "too many results": ({"n": 5}, "generation.n must be at most generation.num_beams, 4, got 5"),
-    "no tokens": ({"max_new_tokens": 0}, "generation.max_new_tokens must be at least 1 with generation.num_beams, got 0"),
+    "no tokens": (
+        {"max_new_tokens": 0},
+        "generation.max_new_tokens must be at least 1 with generation.num_beams, got 0",
+    ),
     "no beams": ({"num_beams": 0}, "generation.num_beams must be an integer in [1, 256], got 0"),
-    "a penalty without beams": ({"num_beams": 1, "length_penalty": 2}, "generation.length_penalty has no effect while"),
+    "a penalty without beams": (
+        {"num_beams": 1, "length_penalty": 2},
+        "generation.length_penalty has no effect while",
+    ),
     "another word": ({"early_stopping": "often"}, "generation.early_stopping must be"),
 }
 
@@ -252,8 +332,14 @@ def test_beams_replace_the_random_steps_of_a_run():
 
 def test_requests_that_beam_search_does_not_support_are_refused(run_dir):
     run = load(run_dir)
-    for given in ({"logprobs": 1}, {"constraint": Constraint("regex", "a*")}, {"score_fn": lambda *_: 0}):
-        with pytest.raises(UserError, match=rf"num_beams must be 1 with .*{next(iter(given))}.*, got 2"):
+    for given in (
+        {"logprobs": 1},
+        {"constraint": Constraint("regex", "a*")},
+        {"score_fn": lambda *_: 0},
+    ):
+        with pytest.raises(
+            UserError, match=rf"num_beams must be 1 with .*{next(iter(given))}.*, got 2"
+        ):
             run.generate("a", num_beams=2, **given)
     with pytest.raises(UserError, match="num_beams must be 1 in a stream"):
         run.stream("a", num_beams=2)
@@ -262,9 +348,13 @@ def test_requests_that_beam_search_does_not_support_are_refused(run_dir):
 
 
 def test_texts_have_scores():
-    """The stop token is not part of the text, but of the tokens; results are ordered by their scores."""
+    """The stop token is not part of the text, but of the tokens; results are ordered by their
+    scores.
+    """
     run = builder.circle(end=True)
     first, second = run.generate("a", num_beams=2, n=2, max_new_tokens=20)
-    assert (first.text, first.finish_reason) == ("è€😀b\nc", "eos") and first.tokens[-1] == run.tokenizer.eos_id
+    assert (first.text, first.finish_reason) == ("è€😀b\nc", "eos") and first.tokens[
+        -1
+    ] == run.tokenizer.eos_id
     assert 0 > first.score > second.score and first.to_dict()["score"] == first.score
     assert first.stats["new_tokens"] == len(first.tokens)

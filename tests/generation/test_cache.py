@@ -1,4 +1,6 @@
-"""Generation gives the same tokens with and without a cache, in a mixed batch and in a batch of one."""
+"""Generation gives the same tokens with and without a cache, in a mixed batch and in a batch of
+one.
+"""
 
 from functools import cache, partial
 
@@ -18,20 +20,32 @@ PROMPTS = builder.prompts(5, 9, 2)
 STEPS = 20
 WINDOWS = {"full": (None, None), "sliding": (4, 4), "mixed": (3, None)}
 POSITIONS = ("rope", "learned", "sinusoidal", "none")
-# All pairs of a position encoding and a kind of windows. Each number of key heads occurs with every encoding and every kind.
+# All pairs of a position encoding and a kind of windows. Each number of key heads occurs with every
+# encoding and every kind.
 QUICK = {("rope", "mixed")}
 KINDS = [
-    pytest.param(position, windows, (1, 2, 4)[(i + j) % 3], marks=[] if (position, windows) in QUICK else pytest.mark.slow)
+    pytest.param(
+        position,
+        windows,
+        (1, 2, 4)[(i + j) % 3],
+        marks=[] if (position, windows) in QUICK else pytest.mark.slow,
+    )
     for i, position in enumerate(POSITIONS)
     for j, windows in enumerate(WINDOWS)
 ]
-OPTIONS = {"greedy": True, "logprobs": 3, "return_info": True}  # the same in all tests, so that these share two programs
+OPTIONS = {
+    "greedy": True,
+    "logprobs": 3,
+    "return_info": True,
+}  # the same in all tests, so that these share two programs
 
 
 @cache
 def make_model(position="rope", windows="mixed", kv_heads=4):
     extra = {"qk_norm": True, "no_sink": True, "dropout_rate": 0.5} if kv_heads == 4 else {}
-    return builder.model(builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra))
+    return builder.model(
+        builder.config(position=position, windows=WINDOWS[windows], kv_heads=kv_heads, **extra)
+    )
 
 
 @cache
@@ -64,7 +78,9 @@ def test_without_a_cache():
     model = make_model()
     cached, details = ragged_batch(model)
     tokens, lengths = builder.padded(PROMPTS)
-    uncached, uncached_details = generate(model, tokens, STEPS, prompt_lengths=lengths, use_cache=False, **OPTIONS)
+    uncached, uncached_details = generate(
+        model, tokens, STEPS, prompt_lengths=lengths, use_cache=False, **OPTIONS
+    )
     assert cached.tolist() == uncached.tolist()
     found, expected = (d["info"].top_logprobs for d in (uncached_details, details))
     np.testing.assert_allclose(found, expected, rtol=0, atol=builder.LOGPROB_TOLERANCE)
@@ -87,7 +103,9 @@ def test_no_new_tokens_returns_the_input():
         assert row.tolist() == prompt + [66] * (tokens.shape[1] - len(prompt))
     assert out.shape == tokens.shape and out.dtype == np.int32
     whole = np.tile(np.arange(64), (1, 1))
-    assert generate(model, whole, 0).tolist() == whole.tolist(), "a full context is allowed without new tokens"
+    assert generate(model, whole, 0).tolist() == whole.tolist(), (
+        "a full context is allowed without new tokens"
+    )
     out, details = generate(model, tokens, 0, prompt_lengths=lengths, return_info=True, logprobs=1)
     assert details["lengths"].tolist() == lengths.tolist() and details["reasons"] == ["length"] * 3
 
@@ -100,7 +118,9 @@ def test_prompt_then_continuation_then_padding():
     text = free[1, 9 : 9 + STEPS].tolist()
     end = text[6]
     first = text.index(end)
-    out, details = generate(model, tokens, STEPS, prompt_lengths=lengths, eos_ids=[end], pad_id=65, **OPTIONS)
+    out, details = generate(
+        model, tokens, STEPS, prompt_lengths=lengths, eos_ids=[end], pad_id=65, **OPTIONS
+    )
     assert out.shape == (3, 9 + STEPS)
     assert details["reasons"][1] == "eos"
     for b, prompt in enumerate(PROMPTS):
@@ -117,18 +137,36 @@ def test_padding_of_the_input_has_no_effect():
     outs = []
     for fill in (0, 66):
         tokens, lengths = builder.padded(PROMPTS, fill)
-        outs.append(generate(make_model(), tokens, STEPS, prompt_lengths=lengths, **OPTIONS)[0].tolist())
+        outs.append(
+            generate(make_model(), tokens, STEPS, prompt_lengths=lengths, **OPTIONS)[0].tolist()
+        )
     assert outs[0] == outs[1] == ragged_batch(make_model())[0].tolist()
 
 
 def test_the_cache_has_the_length_of_the_request():
     model = builder.model(builder.config(max_context=4096, windows=(None, 8)))
     params = SamplingParams.build({"greedy": True})
-    session = StaticBatch(model, np.ones((1, 10), np.int32), np.array([10]), params, limits_B=np.array([20]), eos_ids=[[]])
-    first, _ = session.trace(partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)))
+    session = StaticBatch(
+        model,
+        np.ones((1, 10), np.int32),
+        np.array([10]),
+        params,
+        limits_B=np.array([20]),
+        eos_ids=[[]],
+    )
+    first, _ = session.trace(
+        partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+    )
     cache = first.out_info[0].caches
-    assert {leaf.shape for leaf in jax.tree.leaves(cache) if leaf.ndim == 4} == {(1, 2, 8, 32), (1, 2, 32, 8), (1, 2, 8, 8)}
-    assert tree_bytes([leaf for leaf in jax.tree.leaves(cache) if leaf.ndim == 4]) == 2 * 2 * (32 + 8) * 8 * 4
+    assert {leaf.shape for leaf in jax.tree.leaves(cache) if leaf.ndim == 4} == {
+        (1, 2, 8, 32),
+        (1, 2, 32, 8),
+        (1, 2, 8, 8),
+    }
+    assert (
+        tree_bytes([leaf for leaf in jax.tree.leaves(cache) if leaf.ndim == 4])
+        == 2 * 2 * (32 + 8) * 8 * 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,15 +177,31 @@ def test_the_cache_has_the_length_of_the_request():
         ([[1.5]], {}, "each row of input_ids must be a non-empty list of integers"),
         ([], {}, "input_ids must have at least one row"),
         ([[1]], {"stop": ["a"]}, "stop has no effect on token ids"),
-        ([[1]], {"max_generations": 2.5}, "generation.max_new_tokens must be an integer .*, got 2.5"),
+        (
+            [[1]],
+            {"max_generations": 2.5},
+            "generation.max_new_tokens must be an integer .*, got 2.5",
+        ),
         ([[1]], {"n": 0}, "generation.n must be an integer in .*, got 0"),
-        ([[1]], {"logprobs": 68, "return_info": True}, r"logprobs must be an integer in \[0, 67\], got 68"),
+        (
+            [[1]],
+            {"logprobs": 68, "return_info": True},
+            r"logprobs must be an integer in \[0, 67\], got 68",
+        ),
         ([[1]], {"eos_ids": 3}, "eos_ids must be a non-empty list of integers"),
         ([[1]], {"temperature": None}, "generation.temperature must be"),
-        ([[1, 2]], {"prompt_lengths": [1.5]}, "prompt_lengths must be a non-empty list of integers"),
+        (
+            [[1, 2]],
+            {"prompt_lengths": [1.5]},
+            "prompt_lengths must be a non-empty list of integers",
+        ),
         ([[67]], {}, r"tokens of the prompt must be in \[0, 67\), got 67"),
         ([[-1]], {}, r"tokens of the prompt must be in \[0, 67\), got -1"),
-        ([[1, 2]], {"prompt_lengths": [3]}, r"prompt_lengths must be 1 integers in \[1, 2\], got \[3\]"),
+        (
+            [[1, 2]],
+            {"prompt_lengths": [3]},
+            r"prompt_lengths must be 1 integers in \[1, 2\], got \[3\]",
+        ),
         ([[1, 2]], {"prompt_lengths": [0]}, "prompt_lengths must be"),
         ([[1, 2]], {"prompt_lengths": [1, 1]}, "prompt_lengths must be"),
         ([[1]], {"max_generations": -1}, "generation.max_new_tokens must be an integer .*, got -1"),
@@ -162,14 +216,23 @@ def test_wrong_arguments(input_ids, options, sentence):
 
 
 def test_prompts_as_lists_of_any_lengths():
-    ragged, _ = generate(make_model(), [list(prompt) for prompt in PROMPTS], max_new_tokens=STEPS, **OPTIONS)
+    ragged, _ = generate(
+        make_model(), [list(prompt) for prompt in PROMPTS], max_new_tokens=STEPS, **OPTIONS
+    )
     assert ragged.tolist() == ragged_batch(make_model())[0].tolist()
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
 def test_a_prompt_that_fills_the_context_is_returned_unchanged(options):
     model, (short,) = builder.model(), builder.prompts(4)
-    full, options = [1 + i % 7 for i in range(64)], {"max_new_tokens": 3, "greedy": not options, **options}
+    full, options = (
+        [1 + i % 7 for i in range(64)],
+        {
+            "max_new_tokens": 3,
+            "greedy": not options,
+            **options,
+        },
+    )
     with pytest.warns(UserWarning, match="every prompt fills the model's context of 64 tokens"):
         assert generate(model, [full], **options).tolist() == [full]
     with pytest.warns(UserWarning, match="1 of 2 prompts fill the model's context of 64 tokens"):

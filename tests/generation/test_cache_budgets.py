@@ -1,4 +1,6 @@
-"""Slots per head: totals and bounds hold, larger weights get more slots, and a layer has at most two different numbers."""
+"""Slots per head: totals and bounds hold, larger weights get more slots, and a layer has at most
+two different numbers.
+"""
 
 import itertools
 import time
@@ -32,10 +34,14 @@ TABLE = np.clip(np.random.default_rng(0).gamma(1, 1, 256), 0.3, 2.5)
 def requests(draw, uniform=False):
     L, K = draw(st.integers(1, 5)), draw(st.integers(1, 8))
     caps = (
-        [1 + cap for cap in draw(st.binary(min_size=L, max_size=L))] if draw(st.booleans()) else [draw(st.integers(1, 256))] * L
+        [1 + cap for cap in draw(st.binary(min_size=L, max_size=L))]
+        if draw(st.booleans())
+        else [draw(st.integers(1, 256))] * L
     )
     floor = draw(st.integers(1, 40))
-    weights = np.ones(L * K) if uniform else TABLE[list(draw(st.binary(min_size=L * K, max_size=L * K)))]
+    weights = (
+        np.ones(L * K) if uniform else TABLE[list(draw(st.binary(min_size=L * K, max_size=L * K)))]
+    )
     total = draw(st.integers(min_total(caps, K, floor), K * sum(caps) + 10))
     return weights.reshape(L, K), caps, total, floor
 
@@ -66,7 +72,9 @@ def test_the_total_is_met(request):
 @given(requests())
 def test_every_head_is_within_bounds_and_in_whole_units(request):
     weights_LK, caps, total, floor = request
-    for slots_K, cap in zip(slots_of(allocate_by_weight(weights_LK, caps, total, floor)), caps, strict=True):
+    for slots_K, cap in zip(
+        slots_of(allocate_by_weight(weights_LK, caps, total, floor)), caps, strict=True
+    ):
         assert all(min(floor, cap) <= slots <= cap for slots in slots_K)
         assert all(slots % SLOT_UNIT == 0 or slots == cap for slots in slots_K)
 
@@ -74,7 +82,9 @@ def test_every_head_is_within_bounds_and_in_whole_units(request):
 @laws
 @given(requests())
 def test_groups(request):
-    """A layer has at most two groups, first that with more slots. Numbers are plain integers, for shapes and hashing."""
+    """A layer has at most two groups, first that with more slots. Numbers are plain integers, for
+    shapes and hashing.
+    """
     weights_LK, caps, total, floor = request
     allocation = allocate_by_weight(weights_LK, caps, total, floor)
     for groups in allocation.groups:
@@ -121,43 +131,70 @@ def test_equal_weights_differ_by_at_most_a_unit(request):
 @laws
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_no_split_in_two_is_smaller(wishes):
-    """Compares with all ways to put heads into two groups, whether or not the groups are contiguous in sorted order."""
+    """Compares with all ways to put heads into two groups, whether or not the groups are contiguous
+    in sorted order.
+    """
     wishes = sorted(wishes, reverse=True)
     least = min(
         sum(len(part) * max(part) for part in (first, second) if part)
         for inside in itertools.product([False, True], repeat=len(wishes))
-        for first, second in [([w for w, i in zip(wishes, inside, strict=True) if i == side] for side in (False, True))]
+        for first, second in [
+            (
+                [w for w, i in zip(wishes, inside, strict=True) if i == side]
+                for side in (False, True)
+            )
+        ]
     )
     layer = budgets._split_heads(np.array(wishes))
-    assert sum(heads * slots for heads, slots in layer) == least == budgets._padded_totals(np.array(wishes)).min()
-    assert all(slots >= wish for slots, wish in zip(budgets._slots_per_head(layer), wishes, strict=True))
+    assert (
+        sum(heads * slots for heads, slots in layer)
+        == least
+        == budgets._padded_totals(np.array(wishes)).min()
+    )
+    assert all(
+        slots >= wish for slots, wish in zip(budgets._slots_per_head(layer), wishes, strict=True)
+    )
 
 
 def requests_at(level, weights_LK, caps, floor):
-    """Returns level · weight for each head, rounded to whole units (half a unit is rounded up) and limited to the bounds."""
+    """Returns level · weight for each head, rounded to whole units (half a unit is rounded up) and
+    limited to the bounds.
+    """
     out = []
     for weights_K, cap in zip(weights_LK, caps, strict=True):
         least = min((floor + SLOT_UNIT - 1) // SLOT_UNIT * SLOT_UNIT, cap)
         shares = [level * weight for weight in weights_K]
         units = [int(share / SLOT_UNIT + 0.5) * SLOT_UNIT for share in shares]
-        out.append([cap if share >= cap else max(least, min(unit, cap)) for share, unit in zip(shares, units, strict=True)])
+        out.append(
+            [
+                cap if share >= cap else max(least, min(unit, cap))
+                for share, unit in zip(shares, units, strict=True)
+            ]
+        )
     return out
 
 
 def padded(requests_LK):
     total = 0
     for wishes in map(sorted, requests_LK):
-        total += min(heads * wishes[heads - 1] + (len(wishes) - heads) * wishes[-1] for heads in range(1, len(wishes) + 1))
+        total += min(
+            heads * wishes[heads - 1] + (len(wishes) - heads) * wishes[-1]
+            for heads in range(1, len(wishes) + 1)
+        )
     return total
 
 
 @laws
 @given(requests())
 def test_the_level_is_the_highest_that_fits(request):
-    """Requests never shrink as the level rises. At the next larger level they exceed the total, unless all are caps."""
+    """Requests never shrink as the level rises. At the next larger level they exceed the total,
+    unless all are caps.
+    """
     weights_LK, caps, total, floor = request
     caps_L1 = np.array(caps)[:, None]
-    level = budgets._water_level(np.sort(weights_LK)[:, ::-1], budgets._floors(caps_L1, floor), caps_L1, total)
+    level = budgets._water_level(
+        np.sort(weights_LK)[:, ::-1], budgets._floors(caps_L1, floor), caps_L1, total
+    )
     assert padded(requests_at(level, weights_LK, caps, floor)) <= total
     more = requests_at(np.nextafter(level, np.inf), weights_LK, caps, floor)
     assert padded(more) > total or more == [[cap] * weights_LK.shape[1] for cap in caps]
@@ -180,7 +217,10 @@ def test_a_new_split_uses_the_remaining_slots(request, data):
         slots = budgets._slots_per_head(new)
         assert 0 <= before.sum() + left - slots.sum() < SLOT_UNIT
         assert more == pytest.approx(
-            sum(max(s - x, 0) ** 2 - max(s - y, 0) ** 2 for s, x, y in zip(shares_K, slots, before, strict=True))
+            sum(
+                max(s - x, 0) ** 2 - max(s - y, 0) ** 2
+                for s, x, y in zip(shares_K, slots, before, strict=True)
+            )
         )
 
 
@@ -200,7 +240,11 @@ def test_min_total():
     assert min_total([256, 17, 24], kv_heads=2, floor=20) == 2 * (24 + 17 + 24)
     with pytest.raises(ValueError, match=ERRORS["total_must_be_at_least"]):
         allocate_by_weight(np.ones((3, 2)), [256, 17, 24], total=129, floor=20)
-    assert slots_of(allocate_by_weight(np.ones((3, 2)), [256, 17, 24], 130, 20)).tolist() == [[24, 24], [17, 17], [24, 24]]
+    assert slots_of(allocate_by_weight(np.ones((3, 2)), [256, 17, 24], 130, 20)).tolist() == [
+        [24, 24],
+        [17, 17],
+        [24, 24],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +264,9 @@ def test_by_hand(weights, caps, total, order, groups):
 
 
 def test_a_window_is_a_cap_and_other_layers_get_the_rest():
-    slots_LK = slots_of(allocate_by_weight(np.ones((3, 2)), [1024, 128, 1024], total=6 * 512, floor=20))
+    slots_LK = slots_of(
+        allocate_by_weight(np.ones((3, 2)), [1024, 128, 1024], total=6 * 512, floor=20)
+    )
     assert slots_LK.tolist() == [[704, 704], [128, 128], [704, 704]]
 
 
@@ -252,22 +298,33 @@ def test_allocation_of_a_large_model_is_fast():
 
 
 def curves(rises, slots, floor):
-    """Returns the allowed sizes, which interpolate between the measured sizes, and the cost of each head at each size."""
+    """Returns the allowed sizes, which interpolate between the measured sizes, and the cost of each
+    head at each size.
+    """
     log = [np.log2(slots[0])]
     for a, b in itertools.pairwise(np.log2(slots)):
-        log += [a + (b - a) * part / SIZES_PER_DOUBLING for part in range(1, SIZES_PER_DOUBLING + 1)]
+        log += [
+            a + (b - a) * part / SIZES_PER_DOUBLING for part in range(1, SIZES_PER_DOUBLING + 1)
+        ]
     log = [*(x for x in log if 2**x > floor + 1e-9)] if floor > slots[0] else log
     log = [np.log2(floor), *log] if floor > slots[0] else log
-    cost = [np.interp(log, np.log2(slots), row) + HALVING_PENALTY * (log[-1] - np.array(log)) for row in rises]
+    cost = [
+        np.interp(log, np.log2(slots), row) + HALVING_PENALTY * (log[-1] - np.array(log))
+        for row in rises
+    ]
     return 2 ** np.array(log), np.minimum.accumulate(cost, axis=1)
 
 
 def min_cost(size, cost, layers, heads, total):
-    """Returns the minimum cost by integer programming. Each layer has a pair of sizes, and each of its heads one of the two."""
+    """Returns the minimum cost by integer programming. Each layer has a pair of sizes, and each of
+    its heads one of the two.
+    """
     S = len(size)
     pairs = list(itertools.combinations_with_replacement(range(S), 2))
     P = len(pairs)
-    use = layers * P  # these variables choose the pair of each layer; the others choose a size per head and pair
+    use = (
+        layers * P
+    )  # these variables choose the pair of each layer; the others choose a size per head and pair
     count = use + layers * heads * P * 2
     objective, slots = np.zeros(count), np.zeros(count)
     rows, right = [], []
@@ -284,20 +341,34 @@ def min_cost(size, cost, layers, heads, total):
             row[at : at + 2], row[layer * P + p] = 1, -1
             rows.append(row)
             right.append(0)
-    met = [optimize.LinearConstraint(np.array(rows), right, right), optimize.LinearConstraint(slots[None], -np.inf, total)]
-    found = optimize.milp(objective, constraints=met, integrality=np.ones(count), bounds=(0, 1), options={"mip_rel_gap": 0})
+    met = [
+        optimize.LinearConstraint(np.array(rows), right, right),
+        optimize.LinearConstraint(slots[None], -np.inf, total),
+    ]
+    found = optimize.milp(
+        objective,
+        constraints=met,
+        integrality=np.ones(count),
+        bounds=(0, 1),
+        options={"mip_rel_gap": 0},
+    )
     return found.fun
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
-    st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 16, 24]), st.floats(0.02, 1),
+    st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 16, 24]),
+    st.floats(0.02, 1),
     st.integers(0, 2**32 - 1),
 )  # fmt: skip
 def test_no_allocation_costs_less(layers, heads, sizes, floor, share, seed):
-    """Integer programming finds no lower cost, apart from what the slots that rounding leaves unused could save."""
+    """Integer programming finds no lower cost, apart from what the slots that rounding leaves
+    unused could save.
+    """
     slots = [16 << i for i in range(sizes)]
-    rises = np.random.default_rng(seed).normal(0, 0.01, (layers * heads, sizes)) + np.linspace(0.02, 0, sizes)
+    rises = np.random.default_rng(seed).normal(0, 0.01, (layers * heads, sizes)) + np.linspace(
+        0.02, 0, sizes
+    )
     found = allocate_by_loss(rises.reshape(layers, heads, sizes), slots, share, floor)
     x, y = curves(rises, slots, min(floor, slots[-1]))
     total = max(share * layers * heads * slots[-1], layers * heads * x[0]) * (1 + 1e-9)
@@ -306,18 +377,32 @@ def test_no_allocation_costs_less(layers, heads, sizes, floor, share, seed):
     assert x[sizes_of_heads] == pytest.approx(found.ravel())
     cost = y[np.arange(layers * heads), sizes_of_heads].sum()
     assert cost >= min_cost(x, y, layers, heads, total) - 1e-9
-    assert cost <= min_cost(x, y, layers, heads, max(total * (1 - layers / KNAPSACK_STEPS), layers * heads * x[0])) + 1e-9
+    assert (
+        cost
+        <= min_cost(
+            x, y, layers, heads, max(total * (1 - layers / KNAPSACK_STEPS), layers * heads * x[0])
+        )
+        + 1e-9
+    )
 
 
 def test_slots_go_where_they_lower_the_loss_most():
-    needs = np.array([[[0.9, 0.9, 0.0, 0.0], [0.1, 0.0, 0.0, 0.0]], [[0.0] * 4, [0.0, 0.0, 0.01, 0.0]]])
+    needs = np.array(
+        [[[0.9, 0.9, 0.0, 0.0], [0.1, 0.0, 0.0, 0.0]], [[0.0] * 4, [0.0, 0.0, 0.01, 0.0]]]
+    )
     found = allocate_by_loss(needs, [32, 64, 128, 256], 0.25, 24)
     assert found == pytest.approx(np.array([[128, 64], [32, 32]]))
     alike = allocate_by_loss(np.zeros((1, 3, 4)), [32, 64, 128, 256], 0.5, 24)
     assert np.median(alike) == pytest.approx(128) and 384 * 0.9 < alike.sum() <= 384
-    assert allocate_by_loss(needs, [32, 64, 128, 256], 0.01, 24) == pytest.approx(np.full((2, 2), 32))
-    assert allocate_by_loss(needs, [32, 64, 128, 256], 0.01, 40) == pytest.approx(np.full((2, 2), 40))
-    assert allocate_by_loss(needs, [32, 64, 128, 256], 1, 300) == pytest.approx(np.full((2, 2), 256))
+    assert allocate_by_loss(needs, [32, 64, 128, 256], 0.01, 24) == pytest.approx(
+        np.full((2, 2), 32)
+    )
+    assert allocate_by_loss(needs, [32, 64, 128, 256], 0.01, 40) == pytest.approx(
+        np.full((2, 2), 40)
+    )
+    assert allocate_by_loss(needs, [32, 64, 128, 256], 1, 300) == pytest.approx(
+        np.full((2, 2), 256)
+    )
 
 
 def test_allocation_by_loss_of_a_large_model_takes_seconds():

@@ -1,4 +1,6 @@
-"""Chat sessions without a terminal: prompts, stored messages, settings, a full context, and the file of a chat."""
+"""Chat sessions without a terminal: prompts, stored messages, settings, a full context, and the
+file of a chat.
+"""
 
 import json
 
@@ -57,7 +59,10 @@ def test_turns_are_formatted_by_the_template(run, chat):
     assert len(first.encode()) == 13
     joined(chat.answer("c"))
     assert decode_with_specials(run, chat.read[0]) == PLAIN.format("a")
-    assert decode_with_specials(run, chat.read[-1]) == f"<bos>User:\na\n\nAssistant:\n{first}<eos>\n\nUser:\nc\n\nAssistant:\n"
+    assert (
+        decode_with_specials(run, chat.read[-1])
+        == f"<bos>User:\na\n\nAssistant:\n{first}<eos>\n\nUser:\nc\n\nAssistant:\n"
+    )
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
     assert (chat.messages[1]["content"], chat.finish_reason) == (first, "length")
 
@@ -66,7 +71,9 @@ def test_without_a_template_the_text_is_continued(run):
     chat = Chat(run, None, GREEDY)
     assert chat.is_completion
     assert joined(chat.answer("a")) == AROUND[:7]
-    assert joined(chat.answer("b")) == "\nca" + AROUND[:4], "a message begins a new line, whose byte is part of the cycle"
+    assert joined(chat.answer("b")) == "\nca" + AROUND[:4], (
+        "a message begins a new line, whose byte is part of the cycle"
+    )
     assert chat.template.encode(chat.messages) == list(f"a{AROUND[:7]}\nb\nca{AROUND[:4]}".encode())
     with pytest.raises(UserError, match=ERRORS["no_chat_template_so_it"]):
         chat.set_system("be brief")
@@ -92,7 +99,10 @@ def test_an_interrupted_answer_is_kept(run):
     received = next(pieces).text + next(pieces).text
     pieces.close()
     assert received == AROUND[: len(received)] and chat.finish_reason == "interrupted"
-    assert chat.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": received}]
+    assert chat.messages == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": received},
+    ]
     assert joined(chat.answer("b")).startswith("\nca"), "the conversation continues"
 
 
@@ -100,13 +110,17 @@ def test_entropies_come_token_by_token(run):
     chat = Chat(run, None, {"greedy": True, "max_new_tokens": 15})
     chat.entropy = True
     pieces = list(chat.answer("a"))
-    assert [piece.text for piece in pieces] == list(AROUND[:8]), "a character of several bytes is one piece"
+    assert [piece.text for piece in pieces] == list(AROUND[:8]), (
+        "a character of several bytes is one piece"
+    )
     request = run.request("a", {"greedy": True, "max_new_tokens": 15}, logprobs=0)
     (batch,) = run.start([request], pad=chat._pad)
     list(batch.parts())
     bits = iter(batch.results[0].info["entropy"])
     for piece in pieces:
-        assert piece.entropy == pytest.approx(max(next(bits) for _ in piece.text.encode()), rel=1e-4)
+        assert piece.entropy == pytest.approx(
+            max(next(bits) for _ in piece.text.encode()), rel=1e-4
+        )
 
 
 def test_retry_and_undo(run):
@@ -119,7 +133,10 @@ def test_retry_and_undo(run):
     with pytest.raises(UserError, match=ERRORS["the_conversation_has_no_messages"]):
         chat.retry()
     other = Chat(run, None, {"temperature": 30.0, "seed": 5, "max_new_tokens": 12})
-    assert [joined(other.answer("a")), joined(other.retry())] == [first, again], "the whole conversation is repeatable"
+    assert [joined(other.answer("a")), joined(other.retry())] == [
+        first,
+        again,
+    ], "the whole conversation is repeatable"
 
 
 def test_a_full_context_drops_the_oldest_turns(run, chat):
@@ -156,8 +173,12 @@ def test_a_growing_conversation_needs_few_programs(run, programs):
 
 @pytest.mark.slow  # test_kv.py tests budgets of requests
 def test_a_budget_of_the_cache(run):
-    chat = Chat(run, None, {"greedy": True, "max_new_tokens": 52, "kv_budget": 0.5, "kv_signal": "uniform"})
-    assert joined(chat.answer("a")) == AROUND[:28], "the next byte depends only on the last one, whatever is evicted"
+    chat = Chat(
+        run, None, {"greedy": True, "max_new_tokens": 52, "kv_budget": 0.5, "kv_signal": "uniform"}
+    )
+    assert joined(chat.answer("a")) == AROUND[:28], (
+        "the next byte depends only on the last one, whatever is evicted"
+    )
 
 
 def test_settings(run):
@@ -165,10 +186,17 @@ def test_settings(run):
     chat.set("top_k", 40)
     assert (chat.config.generation.top_k, chat.overrides) == (40, {"temperature": 0.5, "top_k": 40})
     chat.reset("temperature")
-    assert chat.overrides == {"top_k": 40} and chat.config.generation.temperature == run.config.generation.temperature
+    assert (
+        chat.overrides == {"top_k": 40}
+        and chat.config.generation.temperature == run.config.generation.temperature
+    )
     for name, value, sentence in (
         ("top_p", 1.7, "generation.top_p must be a number in .*, got 1.7"),
-        ("temprature", 1.0, "unknown key generation.temprature, did you mean generation.temperature"),
+        (
+            "temprature",
+            1.0,
+            "unknown key generation.temprature, did you mean generation.temperature",
+        ),
         ("n", 2, "generation.n must be 1 in a conversation, got 2"),
     ):
         with pytest.raises(UserError, match=sentence):
@@ -191,7 +219,9 @@ def test_a_saved_conversation_continues(run, chat, tmp_path):
     answer = joined(chat.answer("è"))
     chat.save(file)
     messages = [("system", "S"), ("user", "è"), ("assistant", answer)]
-    assert json.loads(file.read_text()) == {"messages": [{"role": role, "content": text} for role, text in messages]}
+    assert json.loads(file.read_text()) == {
+        "messages": [{"role": role, "content": text} for role, text in messages]
+    }
     chat.save(file)  # overwriting its own file is allowed
     other = Chat(run, chat.template, GREEDY)
     with pytest.raises(UserError, match=ERRORS["exists_already_choose_another_name"]):
@@ -206,8 +236,14 @@ def test_a_saved_conversation_continues(run, chat, tmp_path):
     [
         ("[1", "is not valid JSON"),
         ("[]", "must hold a JSON object with a list under the key messages"),
-        ('{"messages": [{"role": "user"}]}', "message 0 of .* must have the strings role and content, got"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "must alternate user and assistant messages, .* got .*user"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            "message 0 of .* must have the strings role and content, got",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            "must alternate user and assistant messages, .* got .*user",
+        ),
         ("\udcff", "is not valid JSON"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Constraints are compared with independent matchers: exactly the texts of the language are allowed."""
+"""Constraints are compared with independent matchers: exactly the texts of the language are
+allowed.
+"""
 
 import itertools
 import json
@@ -28,7 +30,9 @@ counts = pytest.mark.parametrize("count", [15, pytest.param(400, marks=pytest.ma
 @counts
 def test_grammars(count):
     draw, compared = random.Random(1), 0
-    every = ["".join(letters) for size in range(6) for letters in itertools.product("ab(", repeat=size)]
+    every = [
+        "".join(letters) for size in range(6) for letters in itertools.product("ab(", repeat=size)
+    ]
     for _ in range(count):
         source, rules = random_grammar(draw)
         texts = [*every[:13], *draw.sample(every[13:], 40), "&", "a-", "é", "\n"]
@@ -36,7 +40,10 @@ def test_grammars(count):
         try:
             matcher = COMPILER.matcher("gbnf", source)
         except UserError as error:
-            assert "no text satisfies it" in str(error) or "no token" in str(error), (str(error), source)
+            assert "no text satisfies it" in str(error) or "no token" in str(error), (
+                str(error),
+                source,
+            )
             assert not expected, source
             continue
         assert [text for text in texts if allows(matcher, text)] == expected, source
@@ -51,10 +58,15 @@ def test_patterns(count):
     draw, inside = random.Random(2), 0
     for _ in range(count):
         ecma, python = random_pattern(draw)
-        texts = ["", *("".join(draw.choices(PATTERN_LETTERS, k=draw.randint(1, 5))) for _ in range(40))]
+        texts = [
+            "",
+            *("".join(draw.choices(PATTERN_LETTERS, k=draw.randint(1, 5))) for _ in range(40)),
+        ]
         expected = [text for text in texts if re.search(python, text)]
         try:
-            matcher = COMPILER.matcher("json_schema", json.dumps({"type": "string", "pattern": ecma}))
+            matcher = COMPILER.matcher(
+                "json_schema", json.dumps({"type": "string", "pattern": ecma})
+            )
         except UserError as error:
             raise AssertionError(ecma) from error
         found = [text for text in texts if allows(matcher, json.dumps(text, ensure_ascii=False))]
@@ -82,5 +94,8 @@ def test_schemas(count):
             outside += not valid
         for _ in range(5):
             generated = random_text(matcher, draw)
-            assert generated is None or is_valid(json.loads(generated), schema, schema), (schema, generated)
+            assert generated is None or is_valid(json.loads(generated), schema, schema), (
+                schema,
+                generated,
+            )
     assert inside > count and outside > count

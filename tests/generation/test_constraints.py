@@ -1,4 +1,6 @@
-"""Constraints: masks are compared with every text of small languages, and random models obey the constraints."""
+"""Constraints: masks are compared with every text of small languages, and random models obey the
+constraints.
+"""
 
 import itertools
 import json
@@ -27,7 +29,10 @@ from . import builder
 
 pytest.importorskip("llguidance")
 
-TEXT = 'The quick brown fox {"name": [1, 22, true, false, null], "é€😀": -0.5e+9} jumps\\over/a lazy dog, 34678 "\n\t\r+E:' * 3
+TEXT = (
+    'The quick brown fox {"name": [1, 22, true, false, null], "é€😀": -0.5e+9} jumps\\over/a lazy'
+    ' dog, 34678 "\n\t\r+E:' * 3
+)
 VOCABULARIES = {
     "byte": {"tokenizer_type": "byte"},
     "char": {"tokenizer_type": "char"},
@@ -35,7 +40,8 @@ VOCABULARIES = {
     "bpe": {"tokenizer_type": "bpe", "vocab_size": 330},
 }
 TOKENIZERS = {
-    name: train_tokenizer(TokenizerSection(**settings), lambda: iter([TEXT])) for name, settings in VOCABULARIES.items()
+    name: train_tokenizer(TokenizerSection(**settings), lambda: iter([TEXT]))
+    for name, settings in VOCABULARIES.items()
 }
 every_vocabulary = pytest.mark.parametrize("vocabulary", TOKENIZERS)
 
@@ -66,20 +72,31 @@ def matches_schema(text):
 
 
 DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])( é|€?😀){1,3}"
-LIST = 'root ::= "[" (item ("," item){0,4})? "]"\nitem ::= [a-c\\u00e9]+ | "\\"" [^"a-z]{0,3} "\\"" # either\n'
+LIST = (
+    'root ::= "[" (item ("," item){0,4})? "]"\nitem ::= [a-c\\u00e9]+ | "\\"" [^"a-z]{0,3} "\\"" #'
+    " either\n"
+)
 CALC = 'start: sum\nsum: term ("+" term)~0..3\nterm: /[0-9]/ | "(" /[1-3]/ "*" /[0-9]{1,2}/ ")"'
 MEETS = {
     ("json_schema", json.dumps(SCHEMA)): matches_schema,
     ("regex", DATE): lambda text: re.fullmatch(DATE, text),
-    ("gbnf", LIST): lambda text: re.fullmatch(r'\[((,|^|(?<=\[))([a-cé]+|"[^"a-z]{0,3}"))*\]', text, re.DOTALL),
-    ("lark", CALC): lambda text: re.fullmatch(r"(\+?([0-9]|\([1-3]\*[0-9]{1,2}\))){1,4}", text) and text[0] != "+",
+    ("gbnf", LIST): lambda text: re.fullmatch(
+        r'\[((,|^|(?<=\[))([a-cé]+|"[^"a-z]{0,3}"))*\]', text, re.DOTALL
+    ),
+    ("lark", CALC): (
+        lambda text: (
+            re.fullmatch(r"(\+?([0-9]|\([1-3]\*[0-9]{1,2}\))){1,4}", text) and text[0] != "+"
+        )
+    ),
 }
 SOURCES = {kind: source for kind, source in MEETS}
 
 
 def allowed(matcher, size):
     """Returns the tokens of a mask, read by NumPy."""
-    return np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[:size]).tolist()
+    return np.flatnonzero(
+        np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[:size]
+    ).tolist()
 
 
 def random_text(tokenizer, matcher, seed, most=400):
@@ -100,7 +117,11 @@ def random_text(tokenizer, matcher, seed, most=400):
 @cache
 def language(pattern, alphabet, longest):
     """Returns the UTF-8 of all texts over an alphabet that match a regex of Python."""
-    texts = ("".join(letters) for size in range(longest + 1) for letters in itertools.product(alphabet, repeat=size))
+    texts = (
+        "".join(letters)
+        for size in range(longest + 1)
+        for letters in itertools.product(alphabet, repeat=size)
+    )
     return {text.encode() for text in texts if re.fullmatch(pattern, text)}
 
 
@@ -124,8 +145,14 @@ def test_masks_equal_those_of_a_small_language(vocabulary, pattern, alphabet, lo
     for seed in range(12):
         matcher, said, chance = grammars.matcher("regex", pattern), b"", random.Random(seed)
         while True:
-            expected = {i for i, piece in enumerate(spelling) if piece and said + piece in beginnings}
-            ways = {text[len(said)] for text in beginnings if len(text) > len(said) and text.startswith(said)}
+            expected = {
+                i for i, piece in enumerate(spelling) if piece and said + piece in beginnings
+            }
+            ways = {
+                text[len(said)]
+                for text in beginnings
+                if len(text) > len(said) and text.startswith(said)
+            }
             ends = {tokenizer.eos_id} if said in texts else set()
             found = set(allowed(matcher, tokenizer.vocab_size))
             if ways and len(ways) == 1 and not ends:  # the encoding of forced text by the tokenizer
@@ -181,7 +208,13 @@ def test_any_json_object(vocabulary):
 @pytest.mark.parametrize("kind", ["json_schema", "json_object"])
 def test_whitespace_of_json(kind, text, whitespace):
     assert json.loads(text)["c"] == {}
-    grammars, schema = ConstraintCompiler(TOKENIZERS["byte"]), {"type": "object", "required": ["a", "b", "c"]}
+    grammars, schema = (
+        ConstraintCompiler(TOKENIZERS["byte"]),
+        {
+            "type": "object",
+            "required": ["a", "b", "c"],
+        },
+    )
     source = json.dumps(schema) if kind == "json_schema" else ""
     for allowed_in in ("compact", "flexible"):
         matcher = grammars.matcher(kind, source, json_whitespace=allowed_in)
@@ -202,7 +235,10 @@ def test_special_tokens_and_extra_logits_are_never_allowed():
     assert found & {*tokenizer.special_ids} == {tokenizer.eos_id}
     assert max(found) < tokenizer.vocab_size
     first_bytes = {piece[0] for piece in (tokenizer.token_pieces.inner[i] for i in found) if piece}
-    assert not first_bytes & {*range(0x80, 0xC2), *range(0xF5, 0x100)}, "no UTF-8 character starts with these bytes"
+    assert not first_bytes & {
+        *range(0x80, 0xC2),
+        *range(0xF5, 0x100),
+    }, "no UTF-8 character starts with these bytes"
 
 
 def test_a_lark_grammar_may_name_special_tokens_except_the_end_token():
@@ -216,7 +252,9 @@ def test_a_lark_grammar_may_name_special_tokens_except_the_end_token():
 
 
 def test_context_dependent_tokens_are_rejected():
-    tree = json.loads(TOKENIZERS["bpe"].to_json()) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
+    tree = json.loads(TOKENIZERS["bpe"].to_json()) | {
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    }
     with pytest.raises(UserError, match=ERRORS["constraints_need_a_tokenizer_whose"]):
         ConstraintCompiler(Tokenizer(json.dumps(tree)))
 
@@ -248,7 +286,14 @@ def test_a_disallowed_token_raises_and_changes_nothing():
 @pytest.mark.parametrize(
     ("kind", "source", "says"),
     [
-        ("xml", "a", "a constraint must be one of json_schema, json_object, regex, lark, gbnf, tools, got 'xml'"),
+        (
+            "xml",
+            "a",
+            (
+                "a constraint must be one of json_schema, json_object, regex, lark, gbnf, tools,"
+                " got 'xml'"
+            ),
+        ),
         ("regex", "ab(c", "the regex cannot be used at character 3: unclosed group"),
         ("regex", "a(?=b)", "the regex cannot be used at character 2: look-around"),
         ("regex", "a" * MAX_SOURCE_BYTES + "b", "the regex must have at most 256 KB, got 257"),
@@ -260,7 +305,11 @@ def test_a_disallowed_token_raises_and_changes_nothing():
         ("lark", 'start: /a/\nfoo: "c', "the Lark grammar cannot be used in line 2: lexer error"),
         ("lark", 'start: "a"\n  | b', 'in line 1: unknown name: "b"'),
         ("lark", "start: " + "(" * 20_000, "nested"),
-        ("gbnf", 'root ::= "a" | b', "the GBNF grammar is invalid in line 1: rule 'b' is not defined"),
+        (
+            "gbnf",
+            'root ::= "a" | b',
+            "the GBNF grammar is invalid in line 1: rule 'b' is not defined",
+        ),
         ("gbnf", 'root ::= "a"\nx ::= "b" [', "the GBNF grammar is invalid in line 2"),
         ("gbnf", 'x ::= "a"', "the GBNF grammar is invalid: there is no rule root"),
         ("gbnf", "root ::= " + "(" * 20_000, "nested too deeply"),
@@ -280,7 +329,10 @@ def test_a_disallowed_token_raises_and_changes_nothing():
 )
 def test_invalid_sources(kind, source, says):
     grammars = ConstraintCompiler(TOKENIZERS["byte"])
-    for tried in (lambda: check_constraint(Constraint(kind, source)), lambda: grammars.matcher(kind, source)):
+    for tried in (
+        lambda: check_constraint(Constraint(kind, source)),
+        lambda: grammars.matcher(kind, source),
+    ):
         with pytest.raises(UserError) as caught:
             tried()
         sentence = str(caught.value)
@@ -324,7 +376,10 @@ def test_valid_sources_pass_the_check():
 
 def test_a_missing_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    for tried in (lambda: ConstraintCompiler(TOKENIZERS["byte"]), lambda: check_constraint(Constraint("regex", "a"))):
+    for tried in (
+        lambda: ConstraintCompiler(TOKENIZERS["byte"]),
+        lambda: check_constraint(Constraint("regex", "a")),
+    ):
         with pytest.raises(UserError, match=ERRORS["pip_install_dantinox_serve"]):
             tried()
 
@@ -333,13 +388,23 @@ def test_a_missing_library(monkeypatch):
 
 
 def make_run(vocabulary):
-    """Returns a run whose model has random weights, and logits for tokens outside the vocabulary."""
+    """Returns a run whose model has random weights, and logits for tokens outside the
+    vocabulary.
+    """
     tokenizer = TOKENIZERS[vocabulary]
     size = -(-tokenizer.vocab_size // 64) * 64
     architecture = builder.config(
-        vocab_size=size, dim=16, n_heads=2, kv_heads=1, windows=(None,), hidden_dim=16, max_context=256
+        vocab_size=size,
+        dim=16,
+        n_heads=2,
+        kv_heads=1,
+        windows=(None,),
+        hidden_dim=16,
+        max_context=256,
     )
-    return LoadedModel(build_config({"model": {"max_context": 256}}), flat(builder.model(architecture)), tokenizer)
+    return LoadedModel(
+        build_config({"model": {"max_context": 256}}), flat(builder.model(architecture)), tokenizer
+    )
 
 
 def flat(model):
@@ -362,7 +427,8 @@ PROMPTS = ["a", "bbb", "The fox"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "vocabulary", [pytest.param(name, marks=[] if name == "byte" else pytest.mark.slow) for name in TOKENIZERS]
+    "vocabulary",
+    [pytest.param(name, marks=[] if name == "byte" else pytest.mark.slow) for name in TOKENIZERS],
 )
 def test_a_random_model_satisfies_the_constraint(runs, vocabulary):
     run = runs(vocabulary)
@@ -377,23 +443,35 @@ def test_a_random_model_satisfies_the_constraint(runs, vocabulary):
 def test_every_row_and_stream_has_its_own_matcher(runs):
     run, constraint = runs("byte"), Constraint("regex", "[ab]{3}|c{9}")
     results = run.generate(PROMPTS, constraint=constraint, n=4, seed=3, **HOT)
-    assert len(results) == 12 and all(re.fullmatch("[ab]{3}|c{9}", result.text) for result in results)
+    assert len(results) == 12 and all(
+        re.fullmatch("[ab]{3}|c{9}", result.text) for result in results
+    )
     assert {len(result.text) for result in results} == {3, 9}, "rows end independently"
     assert "".join(run.stream("bbb", constraint=constraint, seed=3, **HOT)) == results[4].text
 
 
 def test_finish_reasons(runs):
     run = runs("byte")
-    of = lambda source, **more: run.generate("a", constraint=Constraint("regex", source), **{"seed": 1} | HOT | more)  # noqa: E731
+
+    def of(source, **more):
+        settings = {"seed": 1} | HOT | more
+        return run.generate("a", constraint=Constraint("regex", source), **settings)
+
     complete = of("a{5}")
-    assert (complete.text, complete.finish_reason, len(complete.tokens)) == ("aaaaa", "eos", 5), "no EOS token is needed"
+    assert (complete.text, complete.finish_reason, len(complete.tokens)) == (
+        "aaaaa",
+        "eos",
+        5,
+    ), "no EOS token is needed"
     assert of("a{5}", max_new_tokens=5).finish_reason == "eos"
     cut = of("a{5}", max_new_tokens=4)
     assert (cut.text, cut.finish_reason) == ("aaaa", "length")
     assert (of("a{5}b", stop=["aaa"]).text, of("a{5}b", stop=["aaa"]).finish_reason) == ("", "stop")
     assert (of("").text, of("").finish_reason, of("").tokens) == ("", "eos", [])
     assert of("a{3}", ignore_eos=True).text == "aaa"
-    assert of("a{3}", min_tokens=50, banned_tokens=["a"], greedy=True).text == "aaa", "the constraint has precedence"
+    assert of("a{3}", min_tokens=50, banned_tokens=["a"], greedy=True).text == "aaa", (
+        "the constraint has precedence"
+    )
     either = {of("ab?", seed=seed).text for seed in range(10)}
     assert either == {"a", "ab"}
 
@@ -403,16 +481,27 @@ SAMPLERS = [
     {"strategy": "entropy"},
     {"use_cache": False, "temperature": 2.0},
     {"mirostat": 2, "temperature": 2.0},
-    {"xtc_probability": 1.0, "dry_multiplier": 2.0, "dry_breakers": ["z"], "top_n_sigma": 1.0, "min_p": 0.2, "top_k": 3},
+    {
+        "xtc_probability": 1.0,
+        "dry_multiplier": 2.0,
+        "dry_breakers": ["z"],
+        "top_n_sigma": 1.0,
+        "min_p": 0.2,
+        "top_k": 3,
+    },
 ]
 
 
 # tests/sampling/test_allowed.py tests masks with all steps.
-@pytest.mark.parametrize("settings", [SAMPLERS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SAMPLERS[1:])])
+@pytest.mark.parametrize(
+    "settings", [SAMPLERS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SAMPLERS[1:])]
+)
 def test_constraints_with_every_sampler(runs, settings):
     run = runs("byte" if settings is SAMPLERS[0] else "bpe")
     for seed in range(3):
-        result = run.generate("fox", constraint=Constraint("regex", DATE), **HOT | {"seed": seed} | settings)
+        result = run.generate(
+            "fox", constraint=Constraint("regex", DATE), **HOT | {"seed": seed} | settings
+        )
         assert MEETS["regex", DATE](result.text), result.text
 
 
@@ -422,7 +511,9 @@ def test_reports_use_the_unmasked_distribution(runs):
     (batch,) = run.start([request])
     assert [part.text for _, part in batch.parts()] == ["z", "x"]
     (result,) = batch.results
-    assert (result.steps.logprob < -1).all() and (result.steps.entropy > 4).all(), "the report has the probability of the model"
+    assert (result.steps.logprob < -1).all() and (result.steps.entropy > 4).all(), (
+        "the report has the probability of the model"
+    )
     np.testing.assert_allclose(result.steps.logprob_sampled, 0, atol=1e-6)
     np.testing.assert_array_equal(result.steps.survivors, 1)
 
@@ -441,5 +532,7 @@ def test_a_constraint_includes_the_beginning_of_the_output(runs):
 
     assert [allowed_after(text) for text in ("", "a", "ab", "abb")] == ["a", "b", "b", "xy"]
     for text in ("b", "aby", "abbxy"):
-        with pytest.raises(UserError, match="the beginning of the answer does not satisfy its constraint"):
+        with pytest.raises(
+            UserError, match="the beginning of the answer does not satisfy its constraint"
+        ):
             allowed_after(text)

@@ -16,9 +16,21 @@ from . import builder
 from .builder import BYTES
 
 MODELS = {
-    "experts": {"windows": (None, 4), "experts": ExpertsConfig(4, 2, shared_dim=16), "sink_logits": True},
-    "shared keys and per-layer inputs": {"windows": (4, None, 4, None), "kv_shared_layers": 2, "per_layer_dim": 6},
-    "latents": {"windows": (None, 4), "kv_heads": 4, "latent": LatentConfig(12, 4, 6, query_rank=10)},
+    "experts": {
+        "windows": (None, 4),
+        "experts": ExpertsConfig(4, 2, shared_dim=16),
+        "sink_logits": True,
+    },
+    "shared keys and per-layer inputs": {
+        "windows": (4, None, 4, None),
+        "kv_shared_layers": 2,
+        "per_layer_dim": 6,
+    },
+    "latents": {
+        "windows": (None, 4),
+        "kv_heads": 4,
+        "latent": LatentConfig(12, 4, 6, query_rank=10),
+    },
 }
 # Vectors of length 1, after two layers of sums of 48 products and a mean over up to 192 tokens.
 TOLERANCE = 4 * (2 * 3 * 48 + 192) ** 0.5 * 2**-24
@@ -36,7 +48,9 @@ def _hidden(model, tokens_BT, positions_BT):
 
 
 def reference(model, ids, pooling):
-    """Pools the hidden states of one call over the whole text, in float64. All texts are padded to one length."""
+    """Pools the hidden states of one call over the whole text, in float64. All texts are padded to
+    one length.
+    """
     T = model.config.max_context
     tokens_BT, positions_T = np.zeros((1, T), np.int32), np.arange(T)
     tokens_BT[0, : len(ids)] = ids
@@ -56,19 +70,28 @@ def test_embeddings_equal_pooled_hidden_states(model, pooling):
     found = model.embed(TEXTS, pooling=pooling)
     assert found.dtype == np.float32 and found.shape == (len(TEXTS), 32)
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
-    np.testing.assert_allclose(np.linalg.norm(found.astype(np.float64), axis=1), 1, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        np.linalg.norm(found.astype(np.float64), axis=1), 1, rtol=0, atol=TOLERANCE
+    )
     assert np.abs(found[0] - found[1]).max() > 0.05  # the texts differ
 
 
 def test_a_sliding_window_uses_a_ring_buffer():
     model = builder.byte_model(64, windows=(24,))
     for pooling in ("mean", "last"):
-        np.testing.assert_allclose(model.embed(TEXTS, pooling=pooling), references(model, pooling), rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(
+            model.embed(TEXTS, pooling=pooling), references(model, pooling), rtol=0, atol=TOLERANCE
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param("experts", marks=pytest.mark.slow), "shared keys and per-layer inputs", "latents"]
+    "name",
+    [
+        pytest.param("experts", marks=pytest.mark.slow),
+        "shared keys and per-layer inputs",
+        "latents",
+    ],
 )
 def test_other_architectures(name):
     config = builder.config(**MODELS[name])
@@ -85,7 +108,9 @@ def test_other_architectures(name):
 
 @pytest.mark.filterwarnings("ignore:all heads get the same share")
 def test_settings_of_the_cache_and_the_weights(model):
-    """A compressed cache changes nothing, although it reorders the heads. Quantized weights change the vectors slightly."""
+    """A compressed cache changes nothing, although it reorders the heads. Quantized weights change
+    the vectors slightly.
+    """
     plain = model.embed(TEXTS)
     compressed = model.settings({"kv_budget": 0.5})
     np.testing.assert_allclose(model.embed(TEXTS, kv_budget=0.5), plain, rtol=0, atol=TOLERANCE)
@@ -99,10 +124,16 @@ def test_settings_of_the_cache_and_the_weights(model):
 
 
 @pytest.mark.parametrize(
-    ("rows", "chunk"), [(3, 16), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 16), (1, 64), (3, 64)))]
+    ("rows", "chunk"),
+    [
+        (3, 16),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 16), (1, 64), (3, 64))),
+    ],
 )
 def test_chunks_neighbors_and_earlier_texts_do_not_change_an_embedding(model, rows, chunk):
-    """The cache still has the keys of the texts before, and rows of different lengths are padded."""
+    """The cache still has the keys of the texts before, and rows of different lengths are
+    padded.
+    """
     ids = [model.prompt_ids(text) for text in TEXTS]
     alone = model.embed(TEXTS)
     embedder = Embedder(model, model.config, 64, rows=rows, chunk=chunk)
@@ -133,13 +164,25 @@ def test_invalid_arguments(texts, options, key):
 
 def test_the_post_processor_appends_tokens():
     """As Qwen3-Embedding: the EOS token follows the text, as transformers add it."""
-    core = Core(models.WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3, "<unk>": 4}, unk_token="<unk>"))
+    core = Core(
+        models.WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3, "<unk>": 4}, unk_token="<unk>")
+    )
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.add_special_tokens(["<s>", "</s>"])
     model = builder.byte_model(64, windows=(None,))
-    for template, expected in (("$A </s>", [0, 1, 3]), ("<s> $A </s> </s>", [2, 0, 1, 3, 3]), ("<s> $A", [2, 0, 1])):
-        core.post_processor = processors.TemplateProcessing(template, special_tokens=[("<s>", 2), ("</s>", 3)])
-        roles = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": template.startswith("<s>")}
+    for template, expected in (
+        ("$A </s>", [0, 1, 3]),
+        ("<s> $A </s> </s>", [2, 0, 1, 3, 3]),
+        ("<s> $A", [2, 0, 1]),
+    ):
+        core.post_processor = processors.TemplateProcessing(
+            template, special_tokens=[("<s>", 2), ("</s>", 3)]
+        )
+        roles = {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "add_bos_token": template.startswith("<s>"),
+        }
         tokenizer = Tokenizer(core.to_str(), roles=roles)
         assert embedding_ids(LoadedModel(model.config, model.model, tokenizer), "a b") == expected
         assert core.encode("a b").ids == expected

@@ -1,4 +1,6 @@
-"""GBNF: the meaning of llama.cpp's grammar language, greedy terminals, and messages that name the line of the user."""
+"""GBNF: the meaning of llama.cpp's grammar language, greedy terminals, and messages that name the
+line of the user.
+"""
 
 import pytest
 
@@ -49,10 +51,22 @@ ws ::= | " " | "\n" [ \t]{0,20}
         # greedy terminals
         ('root ::= "a" "bc" | "ab" "d"', ["abc", "abd"], ["ab"]),
         ('root ::= [a-z]* "a"', ["a", "aaa", "ba"], ["bb"]),
-        ('root ::= item root | item\nitem ::= "if" | [a-z] "x"? ";"?', ["i", "iff", "ix;if"], ["I"]),
-        ('root ::= "(" root ")" | [a-z]* "a" | "ab" root "c"', ["(aaa)", "abac", "ab(a)c"], ["b", "("]),
+        (
+            'root ::= item root | item\nitem ::= "if" | [a-z] "x"? ";"?',
+            ["i", "iff", "ix;if"],
+            ["I"],
+        ),
+        (
+            'root ::= "(" root ")" | [a-z]* "a" | "ab" root "c"',
+            ["(aaa)", "abac", "ab(a)c"],
+            ["b", "("],
+        ),
         ('root ::= a b\na ::= "x" a | ""\nb ::= "x" b "y" | ""', ["xx", "xxxy"], ["y", "xyy"]),
-        (JSON, ['{"a": [1, 2.5e3, {"b": null}], "c": "x\\n\\u00e9"}', '{ "a":"" }', "{}\n "], ['{"a": [1,]}', "[]", '{"a" 1}']),
+        (
+            JSON,
+            ['{"a": [1, 2.5e3, {"b": null}], "c": "x\\n\\u00e9"}', '{ "a":"" }', "{}\n "],
+            ['{"a": [1,]}', "[]", '{"a" 1}'],
+        ),
     ],
 )
 def test_languages(source, inside, outside):
@@ -83,7 +97,13 @@ def test_terminals_of_an_unambiguous_grammar_are_not_split():
         ("", "there is no rule root"),
         ('root ::= "a" root', "no text satisfies it"),
         (
-            "\n".join(['root ::= "(" root ")" | x30', *(f"x{n} ::= x{n - 1} x{n - 1}" for n in range(1, 31)), "x0 ::= [a-z]?"]),
+            "\n".join(
+                [
+                    'root ::= "(" root ")" | x30',
+                    *(f"x{n} ::= x{n - 1} x{n - 1}" for n in range(1, 31)),
+                    "x0 ::= [a-z]?",
+                ]
+            ),
             "too long",
         ),
     ],
@@ -91,15 +111,23 @@ def test_terminals_of_an_unambiguous_grammar_are_not_split():
 def test_messages(source, says):
     with pytest.raises(UserError) as caught:
         check_constraint(Constraint("gbnf", source))
-    assert says in str(caught.value) and "\n" not in str(caught.value) and "ark" not in str(caught.value)
+    assert (
+        says in str(caught.value)
+        and "\n" not in str(caught.value)
+        and "ark" not in str(caught.value)
+    )
 
 
 def test_a_special_token():
-    assert "<[5]>" in gbnf_to_lark('root ::= <[5]> "a" | <think>') and "<think>" in gbnf_to_lark("root ::= <think>")
+    assert "<[5]>" in gbnf_to_lark('root ::= <[5]> "a" | <think>') and "<think>" in gbnf_to_lark(
+        "root ::= <think>"
+    )
 
 
 def doubling(first, rest):
-    """Returns a grammar whose rules refer to the next one twice: with a copy per reference, it has 64 times its size."""
+    """Returns a grammar whose rules refer to the next one twice: with a copy per reference, it has
+    64 times its size.
+    """
     middle = "".join(f"a{number} ::= {rest.format(number + 1)}\n" for number in range(6))
     return f'root ::= {first}\n{middle}a6 ::= "x"?\n'
 

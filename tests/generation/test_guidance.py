@@ -1,4 +1,6 @@
-"""Classifier-free guidance equals its formula in float64 on the logits of two prompts, offline and in the engine."""
+"""Classifier-free guidance equals its formula in float64 on the logits of two prompts, offline and
+in the engine.
+"""
 
 from dataclasses import replace
 
@@ -25,11 +27,17 @@ TOLERANCE = 5 * builder.LOGPROB_TOLERANCE  # guide + scale · (main − guide), 
 def test_rows_without_a_guide_keep_their_bits():
     random = np.random.default_rng(0)
     logits_BV = random.standard_normal((5, 90)).astype(np.float32) * 8
-    pairs = RowPairs(np.array([0, 3, 2, 3, 4]), np.array([0, 1, 2, 1, 4]), np.array([7, 1.7, 1, 1, 1], np.float32))
+    pairs = RowPairs(
+        np.array([0, 3, 2, 3, 4]),
+        np.array([0, 1, 2, 1, 4]),
+        np.array([7, 1.7, 1, 1, 1], np.float32),
+    )
     out_BV = np.asarray(jax.jit(pairs.logits)(logits_BV))
     assert (np.delete(out_BV, 1, 0) == np.delete(logits_BV, 1, 0)).all()
     main_V, guide_V = builder.log_softmax(logits_BV[1]), builder.log_softmax(logits_BV[3])
-    np.testing.assert_allclose(out_BV[1], guide_V + 1.7 * (main_V - guide_V), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        out_BV[1], guide_V + 1.7 * (main_V - guide_V), rtol=0, atol=TOLERANCE
+    )
 
 
 def test_an_offline_batch():
@@ -45,15 +53,22 @@ def test_an_offline_batch():
     results = run.complete(requests)
     for number, result in enumerate(results):
         prompt, (scale, negative) = PROMPTS[number // 2], rows[number // 2]
-        tokens, logprobs = builder.guided_text(model, prompt, negative or prompt[-1:], scale, STEPS, 5, number % 2)
+        tokens, logprobs = builder.guided_text(
+            model, prompt, negative or prompt[-1:], scale, STEPS, 5, number % 2
+        )
         assert result.tokens == tokens
         np.testing.assert_allclose(result.info["logprobs"], logprobs, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"use_cache": False}, {"kv_budget_tokens": 16, "kv_recent": 8}, {"strategy": "entropy"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_cache": False}, {"kv_budget_tokens": 16, "kv_recent": 8}, {"strategy": "entropy"}],
+)
 def test_an_offline_batch_with_other_settings(settings):
-    """Without a cache, tokens are those of the formula; with the router and other caches, rows do not depend on each other."""
+    """Without a cache, tokens are those of the formula; with the router and other caches, rows do
+    not depend on each other.
+    """
     model = builder.model(builder.config(windows=(24, None)))
     options = {"guidance_scale": 2.0, "seed": 3, "negative_ids": NEGATIVE, **settings}
     prompts = builder.prompts(5, 40, 33)
@@ -68,14 +83,22 @@ def test_an_offline_batch_with_other_settings(settings):
 
 def check_logprobs(run, result, prompt, negative, scale):
     for i, logprob in enumerate(result.info["logprobs"]):
-        expected = builder.guided_logprobs(run.model, prompt, negative, scale, result.tokens[:i])[result.tokens[i]]
+        expected = builder.guided_logprobs(run.model, prompt, negative, scale, result.tokens[:i])[
+            result.tokens[i]
+        ]
         np.testing.assert_allclose(logprob, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_a_restarted_row_keeps_its_guide():
     """Generation goes back to the first byte of a banned text. The guide row goes back too."""
     run = builder.circle()
-    options = {"guidance_scale": 1.6, "negative_prompt": "c\nbb", "max_new_tokens": 14, "greedy": True, "logprobs": 0}
+    options = {
+        "guidance_scale": 1.6,
+        "negative_prompt": "c\nbb",
+        "max_new_tokens": 14,
+        "greedy": True,
+        "logprobs": 0,
+    }
     result = run.generate("😀", banned_strings=["aè"], **options)
     assert "aè" not in result.text and len(result.tokens) == 14
     check_logprobs(run, result, run.prompt_ids("😀"), run.prompt_ids("c\nbb"), 1.6)
@@ -86,7 +109,12 @@ def test_a_constraint_masks_the_guided_logits(run_dir):
     pytest.importorskip("llguidance")
     run = load(run_dir)
     result = run.generate(
-        "a", guidance_scale=2.5, constraint=Constraint("regex", "[x-z]{4}"), greedy=True, logprobs=0, max_new_tokens=9
+        "a",
+        guidance_scale=2.5,
+        constraint=Constraint("regex", "[x-z]{4}"),
+        greedy=True,
+        logprobs=0,
+        max_new_tokens=9,
     )
     check_logprobs(run, result, run.prompt_ids("a"), run.prompt_ids("a")[-1:], 2.5)
     assert len(result.text) == 4 and set(result.text) <= set("xyz")
@@ -126,14 +154,22 @@ def answers(engine, requests, cancelled=()):
 
 @pytest.mark.slow
 def test_requests_of_an_engine(engine):
-    """A request has bitwise the same answers alone, from the prefix cache, and in a mixed batch; these follow the formula."""
+    """A request has bitwise the same answers alone, from the prefix cache, and in a mixed batch;
+    these follow the formula.
+    """
     model = engine.model.model
     plain = request(engine, PROMPTS[1])
     one = request(engine, PROMPTS[0], guidance_scale=1.7)
     two = request(engine, PROMPTS[3], tuple(PROMPTS[1]), guidance_scale=3.0, n=2)
     alone = [answers(engine, [job])[0] for job in (plain, one, two)]
     assert [answers(engine, [job])[0] for job in (plain, one, two)] == alone
-    assert answers(engine, [plain, one, plain, two, one]) == [alone[0], alone[1], alone[0], alone[2], alone[1]]
+    assert answers(engine, [plain, one, plain, two, one]) == [
+        alone[0],
+        alone[1],
+        alone[0],
+        alone[2],
+        alone[1],
+    ]
     assert answers(engine, [two, plain, one, one], cancelled=[0, 2])[1::2] == [alone[0], alone[1]]
     assert answers(engine, [one, plain]) == [alone[1], alone[0]]
     off = request(engine, PROMPTS[1], guidance_scale=1.0)
@@ -149,7 +185,10 @@ def test_requests_of_an_engine(engine):
 
 
 def test_requests_that_do_not_fit_an_engine(engine):
-    with pytest.raises(UserError, match=r"generation\.n is 3, which needs 6 slots with these settings, but this server has 5"):
+    with pytest.raises(
+        UserError,
+        match=r"generation\.n is 3, which needs 6 slots with these settings, but this server has 5",
+    ):
         engine.add(request(engine, [1], guidance_scale=2, n=3))
     with pytest.raises(UserError, match="negative_prompt has 64 tokens and must have from 1 to 63"):
         engine.add(request(engine, [1], (1,) * 64, guidance_scale=2))
@@ -160,16 +199,28 @@ def test_requests_that_do_not_fit_an_engine(engine):
 
 @pytest.mark.slow
 def test_random_requests_of_an_engine(engine):
-    """Guided and other requests with random limits, cancelled at random, never change each other's answers."""
+    """Guided and other requests with random limits, cancelled at random, never change each other's
+    answers.
+    """
     random = np.random.default_rng(0)
     alone: dict = {}
 
     def draw():
         number, scale = int(random.integers(4)), float(random.choice([1.0, 1.5, 4.0]))
-        steps, n, end = int(random.integers(1, 20)), int(random.integers(1, 3)), int(random.integers(67))
+        steps, n, end = (
+            int(random.integers(1, 20)),
+            int(random.integers(1, 3)),
+            int(random.integers(67)),
+        )
         key = number, scale, steps, n, end
         one = request(
-            engine, PROMPTS[number], guidance_scale=scale, max_new_tokens=steps, n=n, stop_token_ids=[end, 22], ignore_eos=False
+            engine,
+            PROMPTS[number],
+            guidance_scale=scale,
+            max_new_tokens=steps,
+            n=n,
+            stop_token_ids=[end, 22],
+            ignore_eos=False,
         )
         if key not in alone:
             alone[key] = answers(engine, [one])[0]
@@ -183,13 +234,22 @@ def test_random_requests_of_an_engine(engine):
 
 
 REFUSED = {
-    "a negative prompt alone": ({"negative_prompt": "a"}, "generation.negative_prompt has no effect while"),
-    "beams": ({"guidance_scale": 2, "num_beams": 2}, "generation.guidance_scale must be 1 with generation.num_beams, got 2"),
+    "a negative prompt alone": (
+        {"negative_prompt": "a"},
+        "generation.negative_prompt has no effect while",
+    ),
+    "beams": (
+        {"guidance_scale": 2, "num_beams": 2},
+        "generation.guidance_scale must be 1 with generation.num_beams, got 2",
+    ),
     "drafts": (
         {"guidance_scale": 2, "speculation": "ngram"},
         "generation.speculation must be off with generation.guidance_scale, got ngram",
     ),
-    "a negative scale": ({"guidance_scale": -1}, "generation.guidance_scale must be a number in [0, 100], got -1"),
+    "a negative scale": (
+        {"guidance_scale": -1},
+        "generation.guidance_scale must be a number in [0, 100], got -1",
+    ),
 }
 
 
@@ -209,7 +269,9 @@ def test_guidance_replaces_the_drafts_of_a_run():
 def test_negative_ids_need_guidance():
     run = _IdsModel(Config(), builder.model(), [], None, False)
     for settings in ({}, {"guidance_scale": 2, "negative_prompt": "a"}):
-        with pytest.raises(UserError, match=r"negative_ids need a generation\.guidance_scale other than 1"):
+        with pytest.raises(
+            UserError, match=r"negative_ids need a generation\.guidance_scale other than 1"
+        ):
             run.request([1], settings, negative_ids=[2])
     one = replace(run.request([1, 5], {"guidance_scale": 2}), negative_ids=None)
     assert run.prompts(one, 64) == [(1, 5), (5,)]

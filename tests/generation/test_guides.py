@@ -1,4 +1,6 @@
-"""Tests guides: constraints after a trigger and budgets of reasoning, with restarts that no chunk length can be seen in."""
+"""Tests guides: constraints after a trigger and budgets of reasoning, with restarts that no chunk
+length can be seen in.
+"""
 
 import re
 import string
@@ -36,7 +38,9 @@ def compiler():
 
 
 def push_text(guide, text):
-    """Pushes a text byte by byte; returns the verdicts that are not KEEP, with the number of bytes before them."""
+    """Pushes a text byte by byte; returns the verdicts that are not KEEP, with the number of bytes
+    before them.
+    """
     found = []
     for number, token in enumerate(text.encode()):
         mask = guide.mask()
@@ -48,16 +52,26 @@ def push_text(guide, text):
 
 def allowed(guide):
     mask = guide.mask()
-    return None if mask is None else {token for token in range(V) if mask[token // 32] >> np.uint32(token % 32) & 1}
+    return (
+        None
+        if mask is None
+        else {token for token in range(V) if mask[token // 32] >> np.uint32(token % 32) & 1}
+    )
 
 
 def test_a_constraint_begins_after_its_trigger_and_ends(compiler):
     guide = AfterTrigger(compiler.matcher("regex", "[0-9]{3}"), DIGITS, V)
     assert push_text(guide, "xaab") == [(3, RESTART_AFTER)]
     assert allowed(guide) == set(b"0123456789")
-    assert push_text(guide, "123") == [(2, RESTART_AFTER)] and allowed(guide) is None and not guide.done
+    assert (
+        push_text(guide, "123") == [(2, RESTART_AFTER)]
+        and allowed(guide) is None
+        and not guide.done
+    )
     assert push_text(guide, "b c") == [(2, RESTART_AFTER)] and allowed(guide) == set(b"0123456789")
-    once = AfterTrigger(compiler.matcher("regex", "[0-9]{3}"), Constraint("regex", "[0-9]{3}", after=("c",)), V)
+    once = AfterTrigger(
+        compiler.matcher("regex", "[0-9]{3}"), Constraint("regex", "[0-9]{3}", after=("c",)), V
+    )
     push_text(once, "c123")
     assert once.done
 
@@ -74,7 +88,9 @@ def test_a_trigger_inside_of_a_token(compiler):
 def test_a_trigger_inside_of_the_reasoning_does_not_count(compiler):
     def guide(after, is_open=False):
         constraint = Constraint("regex", "[0-9]", after=after, opening="[", repeats=True)
-        return AfterTrigger(compiler.matcher("regex", r"\[?[0-9]"), constraint, V, THINK._replace(is_open=is_open))
+        return AfterTrigger(
+            compiler.matcher("regex", r"\[?[0-9]"), constraint, V, THINK._replace(is_open=is_open)
+        )
 
     assert push_text(guide(("c",)), "<t>ccc</t> x c")[-1] == (13, RESTART_AFTER)
     assert push_text(guide(("c",), True), "[c</t>\n[")[-1] == (7, RESTART_AFTER)
@@ -90,7 +106,11 @@ def test_the_reasoning_budget_forces_the_end():
         for token in closing:
             assert allowed(guide) == {token}
             verdict = guide.push(token, chr(token))
-        assert verdict is RESTART_AFTER and allowed(guide) is None and push_text(guide, "1234567890") == []
+        assert (
+            verdict is RESTART_AFTER
+            and allowed(guide) is None
+            and push_text(guide, "1234567890") == []
+        )
     short = ReasoningBudget(THINK._replace(is_open=True, closing=closing), 5, V)
     assert push_text(short, "12</t>1234567890") == []
     immediate = ReasoningBudget(THINK._replace(is_open=True, closing=closing), 0, V)
@@ -98,8 +118,13 @@ def test_the_reasoning_budget_forces_the_end():
 
 
 def test_a_constraint_allows_the_text_that_the_budget_forces_before_it(compiler):
-    """Without the gap, the end of the closing text and the constraint together would allow no token."""
-    reasoning, constraint = THINK._replace(is_open=True), Constraint("regex", "[0-9]{3}", after=("</t>",))
+    """Without the gap, the end of the closing text and the constraint together would allow no
+    token.
+    """
+    reasoning, constraint = (
+        THINK._replace(is_open=True),
+        Constraint("regex", "[0-9]{3}", after=("</t>",)),
+    )
     gap = Gap("\n\n", ((ord("\n"), "\n"),))
 
     def guide():
@@ -113,7 +138,9 @@ def test_a_constraint_allows_the_text_that_the_budget_forces_before_it(compiler)
     for text, left in ((">\n\n", ""), (">\n", "\n"), (">\n\n1", "")):
         one = guide()
         push_text(one, "</t")
-        assert one.push(300, text) is RESTART_AFTER and allowed(one) == set(b"0123456789") | set(left.encode())
+        assert one.push(300, text) is RESTART_AFTER and allowed(one) == set(b"0123456789") | set(
+            left.encode()
+        )
 
 
 def test_masks_of_tokens():
@@ -139,8 +166,18 @@ SETTINGS = (
 )
 MORE_SETTINGS = (
     {"adaptive_target": 0.4, "min_p": 0.02, "encoder_repetition_penalty": 1.2},
-    {"dry_multiplier": 0.8, "repetition_penalty": 1.2, "repetition_scope": "output", "presence_penalty": 0.4},
-    {"no_repeat_ngram": 3, "frequency_penalty": 0.2, "presence_scope": "output", "xtc_probability": 0.5},
+    {
+        "dry_multiplier": 0.8,
+        "repetition_penalty": 1.2,
+        "repetition_scope": "output",
+        "presence_penalty": 0.4,
+    },
+    {
+        "no_repeat_ngram": 3,
+        "frequency_penalty": 0.2,
+        "presence_scope": "output",
+        "xtc_probability": 0.5,
+    },
 )
 TRIGGERS = string.ascii_letters + "!#$%&()*+,-./"
 TRIGGERED = Constraint("regex", "<[0-9]{5}>", after=tuple(TRIGGERS), repeats=True)
@@ -151,7 +188,11 @@ BUDGET = Reasoning("(", "=", True, 21, tuple(b"=end"))
     scope="module",
     params=[
         pytest.param(((16, None), "few", SETTINGS), id="ring and full"),
-        pytest.param(((None, None), "all", SETTINGS[:2] + MORE_SETTINGS), id="full, all steps", marks=pytest.mark.slow),
+        pytest.param(
+            ((None, None), "all", SETTINGS[:2] + MORE_SETTINGS),
+            id="full, all steps",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def served(request):
@@ -161,10 +202,17 @@ def served(request):
 
 def requests_of(run, settings):
     prompts = ("once upon", "x", "there was a fox")
-    configs = [run.settings({"seed": seed, "max_new_tokens": 60, **own}) for seed, own in enumerate(settings * 2)]
+    configs = [
+        run.settings({"seed": seed, "max_new_tokens": 60, **own})
+        for seed, own in enumerate(settings * 2)
+    ]
     return [
         GenerationRequest(
-            tuple(prompts[i % 3].encode()), config, None, False, *((TRIGGERED, None) if i % 2 else (None, BUDGET))
+            tuple(prompts[i % 3].encode()),
+            config,
+            None,
+            False,
+            *((TRIGGERED, None) if i % 2 else (None, BUDGET)),
         )
         for i, config in enumerate(configs)
     ] + [GenerationRequest(tuple(b"free"), configs[0])]
@@ -188,7 +236,8 @@ def test_results_do_not_depend_on_chunks_or_neighbours(served):
     run, slots, settings = served
     requests = requests_of(run, settings)
     one_by_one = [
-        run_engine(run, slots, [request], chunk_seconds=None, max_steps=1, dispatch_ahead=False)[0] for request in requests
+        run_engine(run, slots, [request], chunk_seconds=None, max_steps=1, dispatch_ahead=False)[0]
+        for request in requests
     ]
     for options in ({"max_steps": 32}, {"max_steps": 5, "dispatch_ahead": False}):
         assert run_engine(run, slots, requests, chunk_seconds=None, **options) == one_by_one
@@ -209,10 +258,14 @@ def test_a_constrained_answer_after_a_used_up_budget(served):
     run, slots, _ = served
     constraint = Constraint("regex", "[0-9]{5}", after=("</t>",))
     reasoning = Reasoning("<t>", "</t>", True, 4, tuple(b"\n</t>\n\n"))
-    request = GenerationRequest(tuple(b"x"), run.settings({"seed": 1}), None, False, constraint, reasoning)
+    request = GenerationRequest(
+        tuple(b"x"), run.settings({"seed": 1}), None, False, constraint, reasoning
+    )
     ((_, text),) = run_engine(run, slots, [request])
     assert re.fullmatch(r"(?s).{,4}\n</t>\n\n\d{5}", text)
-    banned = GenerationRequest(request.ids, run.settings({"banned_strings": ["\n"]}), None, False, constraint, reasoning)
+    banned = GenerationRequest(
+        request.ids, run.settings({"banned_strings": ["\n"]}), None, False, constraint, reasoning
+    )
     engine = Engine(run, slots)
     engine.add(banned)
     errors = []
@@ -229,6 +282,8 @@ def test_offline_generation_has_the_same_guides(served):
         for request in requests_of(run, settings)[:2]
     ]
     results = run.complete(requests)
-    assert [result.tokens for result in results] == [tokens for tokens, _ in run_engine(run, slots, requests)]
+    assert [result.tokens for result in results] == [
+        tokens for tokens, _ in run_engine(run, slots, requests)
+    ]
     assert ord("=") in results[0].tokens[:22]
     assert re.search(rf"[{re.escape(TRIGGERS)}]<\d{{5}}>", results[1].text)

@@ -1,4 +1,6 @@
-"""Heads get shares of the cache according to a measured signal; without a measurement there is a warning."""
+"""Heads get shares of the cache according to a measured signal; without a measurement there is a
+warning.
+"""
 
 import warnings
 from types import SimpleNamespace
@@ -21,8 +23,12 @@ LOSS = {"loss_LKC": RISES, "loss_slots": (16, 256)}
 
 
 def groups(calibration, **kv):
-    """Returns the groups of slots that a run with this calibration gets for 256 tokens, and the warnings."""
-    run = LoadedModel(Config(), SimpleNamespace(config=CONFIG), None, kv_calibration=lambda path: calibration)
+    """Returns the groups of slots that a run with this calibration gets for 256 tokens, and the
+    warnings.
+    """
+    run = LoadedModel(
+        Config(), SimpleNamespace(config=CONFIG), None, kv_calibration=lambda path: calibration
+    )
     with warnings.catch_warnings(record=True) as warning:
         warnings.simplefilter("always")
         settings, found = run.kv(Config(kv={"budget": 0.5, **kv}))
@@ -32,7 +38,11 @@ def groups(calibration, **kv):
 
 def test_slots_follow_the_loss_by_default():
     (first, second), warning = groups(KVCalibration(ENTROPY, **LOSS))
-    assert first[0] == (1, 248) and max(slots for _, slots in (*first[1:], *second)) < 160 and not warning
+    assert (
+        first[0] == (1, 248)
+        and max(slots for _, slots in (*first[1:], *second)) < 160
+        and not warning
+    )
     (first, second), warning = groups(KVCalibration(ENTROPY, **LOSS), signal="entropy")
     assert first[1][1] < second[0][1] <= first[0][1] and not warning
 
@@ -46,7 +56,9 @@ def test_slots_follow_the_loss_by_default():
 )
 def test_without_a_measurement_heads_are_equal_with_a_warning(calibration, why):
     found, (warning,) = groups(calibration)
-    assert found == (((2, 128),), ((2, 128),)) and warning.startswith(f"all heads get the same share of the cache: {why}")
+    assert found == (((2, 128),), ((2, 128),)) and warning.startswith(
+        f"all heads get the same share of the cache: {why}"
+    )
     assert groups(calibration, signal="uniform") == (found, [])
 
 
@@ -69,7 +81,9 @@ def test_token_ids_without_a_run_need_a_calibration_file():
 def test_prepared_models_are_cached_by_head_order(monkeypatch):
     made = []
     monkeypatch.setattr(model_bundle, "permute_heads", lambda model, order: order)
-    monkeypatch.setattr(model_bundle, "prepare", lambda model, *precision: made.append(model) or model)
+    monkeypatch.setattr(
+        model_bundle, "prepare", lambda model, *precision: made.append(model) or model
+    )
     run = LoadedModel(Config(), SimpleNamespace(config=CONFIG), None)
     for order in (1, 2, 1, 3, 4, 5, 1, 2):
         assert run.prepared(GenerationSection(), order) == order

@@ -61,7 +61,9 @@ def test_min_tokens_delays_the_end(ending):
     for least in (0, 12, 13, 30):
         result = greedy(ending, min_tokens=least)
         assert ending.tokenizer.eos_id not in result.tokens[:least]
-        assert (result.tokens == greedy(ending).tokens) == (least <= 12), "twelve tokens of text, then the end"
+        assert (result.tokens == greedy(ending).tokens) == (least <= 12), (
+            "twelve tokens of text, then the end"
+        )
 
 
 @pytest.mark.parametrize(
@@ -84,12 +86,16 @@ def test_stop_strings(run, stop, text):
     kept = greedy(run, stop=stop, keep_stop=True)
     found = next((s for s in stop if kept.text.endswith(s)), "")
     assert kept.text == text + found and bool(found) == (reason == "stop")
-    assert len(result.tokens) == len((text + found).encode()) or reason == "length", "no token after the stop"
+    assert len(result.tokens) == len((text + found).encode()) or reason == "length", (
+        "no token after the stop"
+    )
 
 
 @pytest.mark.parametrize("tokens", [["c"], [ord("c")], [str(ord("c"))]], ids=str)
 def test_stop_token_ids(run, tokens):
-    """With `ignore_eos`, the batch has as many end tokens as without stop tokens, and so the same programs."""
+    """With `ignore_eos`, the batch has as many end tokens as without stop tokens, and so the same
+    programs.
+    """
     settings = {"stop_token_ids": tokens, "ignore_eos": True}
     result = greedy(run, **settings)
     assert (result.text, result.finish_reason, result.tokens[-1]) == ("è€😀b\n", "stop", ord("c"))
@@ -114,7 +120,9 @@ def test_a_stop_string_does_not_match_the_prompt(run):
 
 
 def test_held_back_text_comes_at_the_end(run):
-    """Generation ends while the last characters could still become a stop string; they belong to the text."""
+    """Generation ends while the last characters could still become a stop string; they belong to
+    the text.
+    """
     assert greedy(run, max_new_tokens=12, stop=["\ncX"]).text == "è€😀b\nc"
     assert "".join(run.stream("a", greedy=True, max_new_tokens=12, stop=["\ncX"])) == "è€😀b\nc"
 
@@ -126,7 +134,9 @@ def test_the_end_token_inside_a_possible_stop_string(ending):
 
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
 def test_streamed_text_equals_the_text(run, temperature):
-    """At a high temperature, text is rarely valid UTF-8. Streaming replaces incomplete characters at the same positions."""
+    """At a high temperature, text is rarely valid UTF-8. Streaming replaces incomplete characters
+    at the same positions.
+    """
     settings = {"temperature": temperature, "seed": 5, "max_new_tokens": 40}
     pieces = list(run.stream("a", **settings))
     assert "".join(pieces) == run.generate("a", **settings).text
@@ -149,7 +159,9 @@ def test_a_stream_closed_early_has_no_effect(run):
 
 
 def test_finished_rows_do_not_affect_others(ending):
-    """Rows end with the EOS token, a stop string, or at their limit. Each row has the same text as alone."""
+    """Rows end with the EOS token, a stop string, or at their limit. Each row has the same text as
+    alone.
+    """
     count = len("è€😀b\nc".encode()) + 1
     requests = [
         ("a", {"greedy": True, "max_new_tokens": 40}),
@@ -180,9 +192,13 @@ def test_samples_are_distinct_and_repeatable(run):
     assert len({sample.text for sample in samples}) == 4
     assert [sample.seed for sample in samples] == [4] * 4
     for number, prompt in enumerate(("a", "€")):
-        assert samples[2 * number].tokens == run.generate(prompt, **settings).tokens, "alone, it is the first sample"
+        assert samples[2 * number].tokens == run.generate(prompt, **settings).tokens, (
+            "alone, it is the first sample"
+        )
     again = run.generate(["€", "a"], n=2, **settings)
-    assert [sample.tokens for sample in again] == [sample.tokens for sample in samples[2:] + samples[:2]]
+    assert [sample.tokens for sample in again] == [
+        sample.tokens for sample in samples[2:] + samples[:2]
+    ]
 
 
 def test_a_seed_is_drawn_reported_and_repeatable(run):
@@ -191,14 +207,27 @@ def test_a_seed_is_drawn_reported_and_repeatable(run):
     assert run.generate("a", temperature=3.0, max_new_tokens=40, seed=first.seed).text == first.text
 
 
-REPORTED = {"logprobs": 3, "echo": True, "greedy": True, "max_new_tokens": 12}  # the same in all tests, as are the lengths
+REPORTED = {
+    "logprobs": 3,
+    "echo": True,
+    "greedy": True,
+    "max_new_tokens": 12,
+}  # the same in all tests, as are the lengths
 
 
 def check_report(info, model, prompt, tokens):
-    """Compares log-probabilities with a float64 softmax over the logits of one pass without a cache."""
+    """Compares log-probabilities with a float64 softmax over the logits of one pass without a
+    cache.
+    """
     ids, start = [*prompt.encode(), *tokens], len(prompt.encode())
     plain = np.stack([*map(builder.log_softmax, builder.all_logits(model, ids)[:-1])])
-    said, tolerance = plain[np.arange(len(ids) - 1), ids[1:]], {"rtol": 0, "atol": builder.LOGPROB_TOLERANCE}
+    said, tolerance = (
+        plain[np.arange(len(ids) - 1), ids[1:]],
+        {
+            "rtol": 0,
+            "atol": builder.LOGPROB_TOLERANCE,
+        },
+    )
     assert info["prompt_logprobs"][0] is None
     np.testing.assert_allclose(info["prompt_logprobs"][1:], said[: start - 1], **tolerance)
     np.testing.assert_allclose(info["logprobs"], said[start - 1 :], **tolerance)
@@ -228,28 +257,37 @@ def test_a_prompt_alone_can_be_scored(run):
 @pytest.mark.slow
 def test_a_prompt_that_fills_the_context_can_be_scored(run):
     prompt = "x" * 128
-    check_report(run.generate(prompt, **REPORTED | {"max_new_tokens": 0}).info, run.model, prompt, [])
+    check_report(
+        run.generate(prompt, **REPORTED | {"max_new_tokens": 0}).info, run.model, prompt, []
+    )
 
 
 def test_log_probabilities_end_where_the_text_ends(ending):
     prompt = "x" * 39 + "a"
     for settings, count in (({}, 12), ({"stop": ["b"]}, 10)):
         result = ending.generate(prompt, **REPORTED | settings)
-        assert len(result.info["logprobs"]) == len(result.info["top"]) == len(result.tokens) == count
+        assert (
+            len(result.info["logprobs"]) == len(result.info["top"]) == len(result.tokens) == count
+        )
 
 
 def test_a_full_context_limits_the_text_with_a_warning(run):
     with pytest.warns(UserWarning) as caught:
         result = greedy(run, "a" * 100, max_new_tokens=40)
     assert [str(w.message) for w in caught] == [
-        "the context of 128 tokens leaves room for 28 new tokens after a prompt of 100: 12 fewer than requested"
+        "the context of 128 tokens leaves room for 28 new tokens after a prompt of 100: 12 fewer"
+        " than requested"
     ]
     assert len(result.tokens) == 28 and result.finish_reason == "length"
-    assert result.text == greedy(run, "a" * 99, max_new_tokens=28).text, "the last position of the context is used"
+    assert result.text == greedy(run, "a" * 99, max_new_tokens=28).text, (
+        "the last position of the context is used"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(greedy(run, "a" * 100, max_new_tokens=28).tokens) == 28
-        assert greedy(run, "a" * 200, max_new_tokens=0).tokens == [], "zero new tokens give no warning"
+        assert greedy(run, "a" * 200, max_new_tokens=0).tokens == [], (
+            "zero new tokens give no warning"
+        )
     with pytest.raises(UserError, match=ERRORS["the_prompt_has_128_tokens"]):
         greedy(run, "a" * 128)
 
@@ -266,7 +304,11 @@ def test_an_empty_prompt_begins_with_the_begin_token(run):
 
 def test_arguments_override_the_settings_of_the_run(run):
     config = run.config.model_copy(
-        update={"generation": run.config.generation.model_copy(update={"greedy": True, "max_new_tokens": 3, "stop": ("€",)})}
+        update={
+            "generation": run.config.generation.model_copy(
+                update={"greedy": True, "max_new_tokens": 3, "stop": ("€",)}
+            )
+        }
     )
     own = LoadedModel(config, run.model, run.tokenizer)
     assert len(own.generate("a").tokens) == 3
@@ -304,7 +346,8 @@ def test_wrong_settings(run, settings, sentence):
 @pytest.mark.slow
 def test_requests_with_another_program_form_another_batch(run):
     requests = [
-        ("a", {"n": 1}), ("b", {"n": 2}), ("c", {"preset": "kobold", "top_a": 0.1}), ("d", {"seed": 4, "top_k": 3}),
+        ("a", {"n": 1}), ("b", {"n": 2}), ("c", {"preset": "kobold", "top_a": 0.1}),
+        ("d", {"seed": 4, "top_k": 3}),
         ("e", {"sampler_order": ["top_p", "top_k"], "top_k": 4}),
     ]  # fmt: skip
     settings = {"max_new_tokens": 3, "temperature": 1.0, "seed": 1}
@@ -315,7 +358,10 @@ def test_requests_with_another_program_form_another_batch(run):
     results = results_in_order(batches)
     assert [result.prompt for result in results] == ["a", "b", "b", "c", "d", "e"]
     for number, given in ((0, requests[0][1]), (4, requests[3][1])):
-        assert results[number].tokens == run.generate(results[number].prompt, **settings | given).tokens
+        assert (
+            results[number].tokens
+            == run.generate(results[number].prompt, **settings | given).tokens
+        )
 
 
 def test_an_empty_list_of_prompts_is_an_error(run):
@@ -329,25 +375,33 @@ def test_a_prompt_that_is_too_long_is_rejected_first(run):
 
 
 def test_a_space_before_the_first_new_word_stays(run):
-    """If words include their leading space, decoding drops the space at the start of a text, but not of a continuation."""
+    """If words include their leading space, decoding drops the space at the start of a text, but
+    not of a continuation.
+    """
     words = {f"▁w{n}": n for n in range(256)}
     tree = {
         "version": "1.0",
         "added_tokens": [
-            {"id": 256 + n, "content": name, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+            {"id": 256 + n, "content": name, "special": True, "single_word": False, "lstrip": False,
+             "rstrip": False,
              "normalized": False} for n, name in enumerate(["<pad>", "<s>", "</s>"])
         ],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always",
+                          "split": True},
         "post_processor": None,
-        "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
-        "model": {"type": "WordLevel", "vocab": words | {"<pad>": 256, "<s>": 257, "</s>": 258}, "unk_token": "w0"},
+        "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always",
+                    "split": True},
+        "model": {"type": "WordLevel", "vocab": words | {"<pad>": 256, "<s>": 257, "</s>": 258},
+                  "unk_token": "w0"},
     }  # fmt: skip
     own = LoadedModel(run.config, run.model, Tokenizer(json.dumps(tree)))
     result = own.generate("w97", greedy=True, max_new_tokens=3)
     assert result.text == " w195 w168 w226"
     assert "".join(own.stream("w97", greedy=True, max_new_tokens=3)) == result.text
-    assert own.generate("", greedy=True, max_new_tokens=1).text.startswith("w"), "this is the start of the text"
+    assert own.generate("", greedy=True, max_new_tokens=1).text.startswith("w"), (
+        "this is the start of the text"
+    )
 
 
 def test_chat_formats_messages_and_stops_where_the_template_says(run_dir, tmp_path):
@@ -355,14 +409,22 @@ def test_chat_formats_messages_and_stops_where_the_template_says(run_dir, tmp_pa
     shutil.copytree(run_dir, copied)
     with pytest.raises(UserError, match=ERRORS["this_model_has_no_chat"]):
         dantinox.load(copied).chat("a")
-    (copied / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}", "utf-8")
+    (copied / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}", "utf-8"
+    )
     model = dantinox.load(copied)
     model.model = builder.circle().model
     settings = {"greedy": True, "max_new_tokens": 40}
     assert model.chat("a", **settings).text == model.generate("ua", **settings).text
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     assert model.chat(messages, **settings).text == model.generate("uaabuc", **settings).text
-    assert model.chat(messages[:2], **settings).text == model.generate("uaab", **settings).text  # continues the last message
+    assert (
+        model.chat(messages[:2], **settings).text == model.generate("uaab", **settings).text
+    )  # continues the last message
     (logprob,) = model.chat(messages, greedy=True, max_new_tokens=1, logprobs=0).info["logprobs"]
     assert -1 < logprob < 0
     with pytest.raises(UserError, match=ERRORS["n_must_be_1_in"]):
@@ -370,6 +432,9 @@ def test_chat_formats_messages_and_stops_where_the_template_says(run_dir, tmp_pa
 
 
 def test_the_warning_about_the_context_names_the_row_that_loses_most():
-    with pytest.warns(UserWarning, match="leaves room for 3 new tokens after a prompt of 7: 5 fewer than requested"):
+    with pytest.warns(
+        UserWarning,
+        match="leaves room for 3 new tokens after a prompt of 7: 5 fewer than requested",
+    ):
         limits = clamp_to_context(np.array([2, 7, 9]), np.array([9, 8, 2]), 10)
     assert limits.tolist() == [8, 3, 1]

@@ -1,4 +1,6 @@
-"""Tests logit processors: against logit biases and NumPy, by history, in batches, in a slot batch, and their errors."""
+"""Tests logit processors: against logit biases and NumPy, by history, in batches, in a slot batch,
+and their errors.
+"""
 
 from functools import partial
 
@@ -40,7 +42,9 @@ def continuation(prompt, steps, **settings):
 
 
 def test_a_processor_that_adds_a_bias_equals_logit_bias():
-    expected = builder.slowly(MODEL, PROMPT, 12, logit_bias={str(token): bias for token, bias in BIAS.items()}, **SAMPLED)
+    expected = builder.slowly(
+        MODEL, PROMPT, 12, logit_bias={str(token): bias for token, bias in BIAS.items()}, **SAMPLED
+    )
     assert continuation(PROMPT, 12, logit_processor=biased, **SAMPLED) == expected
 
 
@@ -60,13 +64,17 @@ def test_a_processor_in_a_batch():
     ids, lengths = builder.padded(prompts)
     got = generate(MODEL, ids, 8, prompt_lengths=lengths, n=2, logit_processor=no_repeat, **SAMPLED)
     for row, prompt in enumerate(prompts):
-        rows = generate(MODEL, [prompt], 8, n=2, logit_processor=no_repeat, **SAMPLED)[:, len(prompt) :]
+        rows = generate(MODEL, [prompt], 8, n=2, logit_processor=no_repeat, **SAMPLED)[
+            :, len(prompt) :
+        ]
         assert got[2 * row : 2 * row + 2, len(prompt) : len(prompt) + 8].tolist() == rows.tolist()
 
 
 @pytest.mark.slow
 def test_a_processor_with_drafts():
-    drafted = continuation([7, 8, 9] * 4, 12, logit_processor=no_repeat, speculation="ngram", greedy=True)
+    drafted = continuation(
+        [7, 8, 9] * 4, 12, logit_processor=no_repeat, speculation="ngram", greedy=True
+    )
     assert drafted == continuation([7, 8, 9] * 4, 12, logit_processor=no_repeat, greedy=True)
 
 
@@ -95,11 +103,23 @@ def test_each_function_compiles_once(programs):
     [
         (3, "logit_processor must be a function"),
         (partial(lambda table, x_V, history: x_V, []), None),
-        (type("Rule", (), {"__call__": lambda *_: 0, "__eq__": lambda *_: True})(), "logit_processor must be hashable"),
-        (lambda x_V, history: x_V[:3], r"must return floating-point logits \[67\], got float32 \[3\]"),
-        (lambda x_V, history: x_V > 0, r"must return floating-point logits \[67\], got bool \[67\]"),
+        (
+            type("Rule", (), {"__call__": lambda *_: 0, "__eq__": lambda *_: True})(),
+            "logit_processor must be hashable",
+        ),
+        (
+            lambda x_V, history: x_V[:3],
+            r"must return floating-point logits \[67\], got float32 \[3\]",
+        ),
+        (
+            lambda x_V, history: x_V > 0,
+            r"must return floating-point logits \[67\], got bool \[67\]",
+        ),
         (lambda x_V, history: None, "got NoneType"),
-        (lambda x_V, history: x_V if x_V[0] > 0 else -x_V, "JAX cannot trace logit_processor .*TracerBoolConversionError"),
+        (
+            lambda x_V, history: x_V if x_V[0] > 0 else -x_V,
+            "JAX cannot trace logit_processor .*TracerBoolConversionError",
+        ),
         (lambda x_V: x_V, "JAX cannot trace logit_processor .*TypeError"),
     ],
 )
@@ -136,4 +156,7 @@ def test_a_slot_batch_applies_its_processor_to_all_requests():
         engine.step()
     (result,) = run.complete([GenerationRequest(ids, config, logit_processor=no_repeat)])
     assert job.texts[0].tokens == result.tokens
-    assert all(first != second for first, second in zip((*ids, *result.tokens), result.tokens, strict=False))
+    assert all(
+        first != second
+        for first, second in zip((*ids, *result.tokens), result.tokens, strict=False)
+    )

@@ -1,4 +1,6 @@
-"""Tests that loop detection ends samples at the same token in every batch, chunk length and after restarts."""
+"""Tests that loop detection ends samples at the same token in every batch, chunk length and after
+restarts.
+"""
 
 import numpy as np
 import pytest
@@ -25,7 +27,14 @@ def test_loop_stop_ends_rows_where_the_text_begins_to_repeat():
     ids, lengths = builder.padded(PROMPTS)
     options = {"greedy": True, "allowed_tokens": [*range(4)]}
     looped, info = generate(
-        builder.model(), ids, 40, prompt_lengths=lengths, loop_stop=True, **RULE, **options, return_info=True
+        builder.model(),
+        ids,
+        40,
+        prompt_lengths=lengths,
+        loop_stop=True,
+        **RULE,
+        **options,
+        return_info=True,
     )
     section = GenerationSection(loop_stop=True, **RULE)
     ended = 0
@@ -56,7 +65,12 @@ def test_loops_are_the_same_alone_in_a_mixed_batch_and_in_any_chunks():
     chosen = [
         {"loop_stop": True, **RULE, "temperature": 0.6},
         {"loop_temperature_factor": 5.0, **RULE, "temperature": 0.3},
-        {"loop_temperature_factor": 5.0, **RULE, "temperature": 0.3, "banned_strings": ["ab", "cc"]},
+        {
+            "loop_temperature_factor": 5.0,
+            **RULE,
+            "temperature": 0.3,
+            "banned_strings": ["ab", "cc"],
+        },
         {"loop_stop": True, **RULE, "temperature": 0.6, "banned_strings": ["ba"]},
         {"temperature": 0.3},
     ]
@@ -72,7 +86,15 @@ def test_loops_are_the_same_alone_in_a_mixed_batch_and_in_any_chunks():
     for (tokens, reason, _), request in zip(mixed, requests, strict=True):
         section = request.config.generation
         if section.loop_stop:
-            assert truncated(tokens, section) == tokens and (reason == "loop") == ends_in_loop(tokens, section)
-    plain = [request for request in requests if request.config.generation.loop_temperature_factor == 1]
-    heated = [tokens for (tokens, _, _), request in zip(mixed, requests, strict=True) if request not in plain]
+            assert truncated(tokens, section) == tokens and (reason == "loop") == ends_in_loop(
+                tokens, section
+            )
+    plain = [
+        request for request in requests if request.config.generation.loop_temperature_factor == 1
+    ]
+    heated = [
+        tokens
+        for (tokens, _, _), request in zip(mixed, requests, strict=True)
+        if request not in plain
+    ]
     assert any(not np.array_equal(tokens, mixed[4][0]) for tokens in heated)

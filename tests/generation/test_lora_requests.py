@@ -1,4 +1,6 @@
-"""Adapters per request: each row computes what its merged model computes, and rows without an adapter stay as they are."""
+"""Adapters per request: each row computes what its merged model computes, and rows without an
+adapter stay as they are.
+"""
 
 from dataclasses import replace
 
@@ -19,7 +21,13 @@ from dantinox.interop.gguf.ggml_quantize import quantize
 from dantinox.kernels import load_kernels
 from dantinox.model.layers import Linear
 from dantinox.model.lora import Projection
-from dantinox.model.packed import pack_modules, packable_layouts, packed_name, unpack_modules, use_native_kernels
+from dantinox.model.packed import (
+    pack_modules,
+    packable_layouts,
+    packed_name,
+    unpack_modules,
+    use_native_kernels,
+)
 from dantinox.model.row_adapters import AdapterStack, RowAdaptedLinear, RowAdapters, attach_adapters
 
 from . import builder
@@ -33,7 +41,9 @@ NAMES = [f"a{i}" for i in range(8)]
 def eight_adapters(config):
     """Returns adapters of the ranks 1 to 8; the second one has only some targets."""
     some = {1: ("v_proj", "down_proj", "up_proj")}
-    return {name: adapter(config, seed, seed + 1, some.get(seed)) for seed, name in enumerate(NAMES)}
+    return {
+        name: adapter(config, seed, seed + 1, some.get(seed)) for seed, name in enumerate(NAMES)
+    }
 
 
 @jax.jit
@@ -62,17 +72,27 @@ def assert_close(found, expected):
 
 def test_a_projection_adds_the_matrices_of_each_row():
     random, numbers = np.random.default_rng(0), [2, 0, 1, 2]
-    parts = {"v_proj": Projection("attention/qkv", (-1, None)), "k_proj": Projection("attention/qkv", (-2, -1))}
+    parts = {
+        "v_proj": Projection("attention/qkv", (-1, None)),
+        "k_proj": Projection("attention/qkv", (-2, -1)),
+    }
     linear = Linear((6,), (2, 5, 3), dtype=jnp.float32, rngs=nnx.Rngs(0), bias=True)
-    a_NIR, b_NRO = random.standard_normal((3, 6, 4)), {name: random.standard_normal((3, 2, 6)) for name in parts}
+    a_NIR, b_NRO = (
+        random.standard_normal((3, 6, 4)),
+        {name: random.standard_normal((3, 2, 6)) for name in parts},
+    )
     a_NIR[0], x_BTI = 0, random.standard_normal((4, 3, 6))
     stack = jax.tree.map(np.float32, AdapterStack(a_NIR, b_NRO))
-    adapted = RowAdaptedLinear(linear, jax.tree.map(jnp.asarray, stack), parts, jnp.asarray(numbers))
+    adapted = RowAdaptedLinear(
+        linear, jax.tree.map(jnp.asarray, stack), parts, jnp.asarray(numbers)
+    )
     found, base = map(np.asarray, jax.jit(lambda x: (adapted(x), linear(x)))(np.float32(x_BTI)))
     expected = base.astype(np.float64)
     for row, n in enumerate(numbers):  # A holds the columns of k_proj, then those of v_proj
         for columns, name, index in ((slice(0, 2), "k_proj", 3), (slice(2, 4), "v_proj", 4)):
-            expected[row, :, :, index] += (x_BTI[row] @ a_NIR[n][:, columns] @ b_NRO[name][n]).reshape(3, 2, 3)
+            expected[row, :, :, index] += (
+                x_BTI[row] @ a_NIR[n][:, columns] @ b_NRO[name][n]
+            ).reshape(3, 2, 3)
     np.testing.assert_allclose(found, expected, rtol=0, atol=builder.LOGPROB_TOLERANCE)
     np.testing.assert_array_equal(found[:, :, :, :3], base[:, :, :, :3])
     np.testing.assert_array_equal(found[1], base[1])
@@ -82,7 +102,11 @@ CONFIGS = {
     "gated": builder.BASE,
     "plain": builder.config(activation="gelu", qkv_bias=True, out_bias=True, mlp_bias=True),
     "shared keys": builder.config(
-        windows=(4, None, 4, None, None), kv_shared_layers=2, global_head_size=12, global_kv_heads=1, k_eq_v=True
+        windows=(4, None, 4, None, None),
+        kv_shared_layers=2,
+        global_head_size=12,
+        global_kv_heads=1,
+        k_eq_v=True,
     ),
     "experts": builder.config(experts=ExpertsConfig(4, 2, shared_dim=16)),
 }
@@ -101,7 +125,10 @@ def test_every_row_equals_its_merged_model(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4", "bfloat16"))])
+@pytest.mark.parametrize(
+    "weights",
+    ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4", "bfloat16"))],
+)
 def test_low_precision_weights(weights):
     model = builder.model(replace(builder.ONE_LAYER, hidden_dim=64))
     low = builder.changed(lambda model: prepare(model, weights, "float32", "xla"), model)
@@ -123,8 +150,14 @@ def test_packed_weights(native):
         node = model
         for key in name.split("/"):
             node = node[int(key)] if key.isdigit() else getattr(node, key)
-        rows = np.moveaxis(np.asarray(node[...]).reshape(*layout.lead, layout.row, *layout.shape_out), len(layout.lead), -1)
-        parts[packed_name(name, 0, "Q8_0")] = jnp.asarray(quantize("Q8_0", rows).view(np.uint8).reshape(*rows.shape[:-1], -1))
+        rows = np.moveaxis(
+            np.asarray(node[...]).reshape(*layout.lead, layout.row, *layout.shape_out),
+            len(layout.lead),
+            -1,
+        )
+        parts[packed_name(name, 0, "Q8_0")] = jnp.asarray(
+            quantize("Q8_0", rows).view(np.uint8).reshape(*rows.shape[:-1], -1)
+        )
     pack_modules(model, parts)
     use_native_kernels(model, native, False)
     one = {"a": adapter(model.config, 1)}
@@ -147,7 +180,11 @@ def test_reordered_key_heads():
 def test_errors_of_the_stacks():
     one = adapter(builder.BASE, 1, rank=4)
     slots = AdapterSlots(builder.BASE, {"a": one}, capacity=2, rank=4)
-    for name, message in (("a", "the adapter a is already loaded"), ("x:y", "the name of an adapter must be"), ("", "1 to 64")):
+    for name, message in (
+        ("a", "the adapter a is already loaded"),
+        ("x:y", "the name of an adapter must be"),
+        ("", "1 to 64"),
+    ):
         with pytest.raises(UserError, match=message):
             slots.free_number(name)
     with pytest.raises(UserError, match="no adapter has the name 'b': loaded are a"):
@@ -190,14 +227,22 @@ GREEDY = {"greedy": True, "max_new_tokens": 10}
 
 
 def merged_results(run, names, texts):
-    """Returns the result of each text with its merged model. One pair of programs serves all short texts."""
-    return [merged_run(run, name).generate(text, logprobs=1, **GREEDY) for name, text in zip(names, texts, strict=False)]
+    """Returns the result of each text with its merged model. One pair of programs serves all short
+    texts.
+    """
+    return [
+        merged_run(run, name).generate(text, logprobs=1, **GREEDY)
+        for name, text in zip(names, texts, strict=False)
+    ]
 
 
 @pytest.mark.slow
 def test_offline_requests_with_different_adapters_share_a_batch(run):
     prompts = ["once upon", "a time there", "was"]
-    requests = [run.request(prompts[i % 3], GREEDY, logprobs=1, lora=name) for i, name in enumerate([None, *NAMES[:3]])]
+    requests = [
+        run.request(prompts[i % 3], GREEDY, logprobs=1, lora=name)
+        for i, name in enumerate([None, *NAMES[:3]])
+    ]
     (started,) = run.start(requests)
     for _ in started.parts():
         pass
@@ -205,11 +250,16 @@ def test_offline_requests_with_different_adapters_share_a_batch(run):
         alone = run if i == 0 else merged_run(run, NAMES[i - 1])
         expected = alone.generate(prompts[i % 3], logprobs=1, **GREEDY)
         assert result.tokens == expected.tokens
-        np.testing.assert_allclose(result.steps.logprob, expected.steps.logprob, rtol=0, atol=builder.LOGPROB_TOLERANCE)
+        np.testing.assert_allclose(
+            result.steps.logprob, expected.steps.logprob, rtol=0, atol=builder.LOGPROB_TOLERANCE
+        )
     sampled = {"n": 2, "seed": 5, "temperature": 0.9, "max_new_tokens": 6}
     texts = [one.tokens for one in run.generate("was", lora=NAMES[0], **sampled)]
     assert texts == [one.tokens for one in merged_run(run, NAMES[0]).generate("was", **sampled)]
-    assert "".join(run.stream("was", lora=NAMES[0], seed=5)) == run.generate("was", lora=NAMES[0], seed=5).text
+    assert (
+        "".join(run.stream("was", lora=NAMES[0], seed=5))
+        == run.generate("was", lora=NAMES[0], seed=5).text
+    )
     uncached = run.generate("was", lora=NAMES[0], use_cache=False, **GREEDY)
     assert uncached.tokens == run.generate("was", lora=NAMES[0], **GREEDY).tokens
 
@@ -223,22 +273,29 @@ def test_drafts_with_an_adapter(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [{"guidance_scale": 2.0, "negative_prompt": "xyz", "greedy": True}, {"num_beams": 3, "n": 2}]
+    "settings",
+    [{"guidance_scale": 2.0, "negative_prompt": "xyz", "greedy": True}, {"num_beams": 3, "n": 2}],
 )
 def test_guidance_and_beams_with_an_adapter(run, settings):
-    requests = [run.request("once upon", {"max_new_tokens": 8} | settings, lora=name) for name in NAMES[:2]]
+    requests = [
+        run.request("once upon", {"max_new_tokens": 8} | settings, lora=name) for name in NAMES[:2]
+    ]
     found = run.complete(requests)
     n = settings.get("n", 1)
     for i, name in enumerate(NAMES[:2]):
         alone = merged_run(run, name)
         expected = alone.complete([alone.request("once upon", {"max_new_tokens": 8} | settings)])
-        assert [one.tokens for one in found[i * n : (i + 1) * n]] == [one.tokens for one in expected]
+        assert [one.tokens for one in found[i * n : (i + 1) * n]] == [
+            one.tokens for one in expected
+        ]
 
 
 def test_long_prompts_are_prefilled_in_groups(run, monkeypatch):
     monkeypatch.setattr("dantinox.generation.decode.generate_toks.PREFILL_BATCH_TOKENS", 32)
     texts = ["once", "upon a", "time"]
-    requests = [run.request(text, GREEDY, lora=name) for text, name in zip(texts, NAMES, strict=False)]
+    requests = [
+        run.request(text, GREEDY, lora=name) for text, name in zip(texts, NAMES, strict=False)
+    ]
     found = [result.tokens for result in run.complete(requests)]
     assert found == [result.tokens for result in merged_results(run, NAMES, texts)]
 
@@ -271,7 +328,9 @@ def request(engine, prompt, lora=None, logprobs=1, **settings):
 
 
 def finish(engine, jobs, outputs=()):
-    """Runs the engine until all requests have ended; returns their tokens and the log-probabilities of the tokens."""
+    """Runs the engine until all requests have ended; returns their tokens and the log-probabilities
+    of the tokens.
+    """
     tokens, logprobs, outputs = {job: [] for job in jobs}, {job: [] for job in jobs}, [*outputs]
     while engine.busy:
         outputs += engine.step()
@@ -291,30 +350,48 @@ def test_eight_adapters_and_the_base_in_one_running_batch(engine, run, programs)
     alone = generate(engine, request(engine, LONG))[0]
     programs()
     names = [None, *NAMES]
-    found = generate(engine, *(request(engine, text, name) for text, name in zip(prompts, names, strict=True)))
+    found = generate(
+        engine, *(request(engine, text, name) for text, name in zip(prompts, names, strict=True))
+    )
     assert programs() == 0
     assert found[0] == alone, "a request without an adapter changes with its neighbours"
-    for (tokens, logprobs), expected in zip(found[1:], merged_results(run, NAMES, prompts[1:]), strict=True):
+    for (tokens, logprobs), expected in zip(
+        found[1:], merged_results(run, NAMES, prompts[1:]), strict=True
+    ):
         assert tokens == expected.tokens
-        np.testing.assert_allclose(logprobs, expected.steps.logprob, rtol=0, atol=builder.LOGPROB_TOLERANCE)
+        np.testing.assert_allclose(
+            logprobs, expected.steps.logprob, rtol=0, atol=builder.LOGPROB_TOLERANCE
+        )
 
 
 def test_the_prefix_cache_separates_adapters(engine):
     slots, ids = engine.batch, tuple(engine.model.prompt_ids(LONG))
-    expected = [generate(engine, request(engine, LONG, name))[0] for name in (None, NAMES[0], NAMES[1])]
+    expected = [
+        generate(engine, request(engine, LONG, name))[0] for name in (None, NAMES[0], NAMES[1])
+    ]
     for _ in range(2):
         jobs = [engine.add(request(engine, LONG, name)) for name in (None, NAMES[0], NAMES[1])]
         assert finish(engine, jobs) == expected
-    assert [job.stats.reused_tokens for job in jobs] == [slots.prefill_chunk * ((len(ids) - 1) // slots.prefill_chunk)] * 3
-    assert slots.assign_sequence(0, ids, find_scope(slots.adapters, "", NAMES[7]))  # the keys of other adapters do not count
-    assert not slots.assign_sequence(0, ids, find_scope(slots.adapters, "", NAMES[0])) and not slots.assign_sequence(0, ids)
+    assert [job.stats.reused_tokens for job in jobs] == [
+        slots.prefill_chunk * ((len(ids) - 1) // slots.prefill_chunk)
+    ] * 3
+    assert slots.assign_sequence(
+        0, ids, find_scope(slots.adapters, "", NAMES[7])
+    )  # the keys of other adapters do not count
+    assert not slots.assign_sequence(
+        0, ids, find_scope(slots.adapters, "", NAMES[0])
+    ) and not slots.assign_sequence(0, ids)
 
 
 def test_adapters_are_loaded_and_unloaded_while_requests_run(engine, run, programs):
     config = run.model.config
     new, other = adapter(config, 41), adapter(config, 42, rank=2)
     expected = {
-        name: LoadedModel(run.config, merged(run.model, one), BYTES).generate("text", logprobs=1, **GREEDY).tokens
+        name: (
+            LoadedModel(run.config, merged(run.model, one), BYTES)
+            .generate("text", logprobs=1, **GREEDY)
+            .tokens
+        )
         for name, one in (("new", new), ("other", other))
     }
     base = generate(engine, request(engine, "text"))[0]

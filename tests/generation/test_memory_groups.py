@@ -19,7 +19,9 @@ PROMPTS = ["abc", "ab", "abcd"]
 
 
 def row_bytes(model, request):
-    """Returns the bytes of one row by hand: keys and values of every layer in float32, and eight arrays over the vocabulary."""
+    """Returns the bytes of one row by hand: keys and values of every layer in float32, and eight
+    arrays over the vocabulary.
+    """
     c = model.model.config
     slots = padded_length(len(request.ids) + request.config.generation.max_new_tokens)
     return 4 * (c.num_blocks * 2 * c.kv_heads * c.head_size * slots + 8 * c.vocab_size)
@@ -27,10 +29,11 @@ def row_bytes(model, request):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Returns a function that limits the free memory to that of `rows` rows of a request, and half a row; prompts need none.
+    """Returns a function that limits the free memory to that of `rows` rows of a request, and half
+    a row; prompts need none.
 
-    A quarter of the free memory is left to the compiler, and a tenth of the rest is not used. While the prompts are computed,
-    each of them has a second cache.
+    A quarter of the free memory is left to the compiler, and a tenth of the rest is not used. While
+    the prompts are computed, each of them has a second cache.
     """
     monkeypatch.setattr(memory_groups, "_activation_bytes", lambda _: 0)
 
@@ -68,7 +71,9 @@ def test_parts_and_times_of_a_divided_run(memory):
     for row, part in run.parts():
         texts[row] += part.text
     assert texts == [result.text for result in run.results]
-    assert run.times.total == pytest.approx(sum({result.stats["seconds"] for result in run.results}))
+    assert run.times.total == pytest.approx(
+        sum({result.stats["seconds"] for result in run.results})
+    )
     assert run.summary().startswith("decoded in 3 batches, because")
     assert run.summary().count("\n") == 3
 
@@ -89,7 +94,9 @@ def test_a_finished_batch_frees_its_cache(memory):
 
 
 def test_a_finished_batch_is_released_before_the_next_one_is_created():
-    """Its arrays would otherwise stay until a garbage collection, because an engine and its functions refer to each other."""
+    """Its arrays would otherwise stay until a garbage collection, because an engine and its
+    functions refer to each other.
+    """
     created = []
 
     class Batch:
@@ -122,7 +129,10 @@ def test_a_row_that_does_not_fit_is_one_sentence(memory):
     model = builder.circle()
     request = model.request("abc", {"max_new_tokens": 100})
     memory(model, request, 0)
-    with pytest.raises(UserError, match=r"^one text of 128 tokens needs 0\.00 GB for its cache and its prompt, and 0\.00 of"):
+    with pytest.raises(
+        UserError,
+        match=r"^one text of 128 tokens needs 0\.00 GB for its cache and its prompt, and 0\.00 of",
+    ):
         model.generate("abc", max_new_tokens=100)
 
 
@@ -134,13 +144,22 @@ def test_guide_rows_and_quantized_and_compressed_caches_count(memory):
     assert rows == 8
     guided = model.request("abc", {"max_new_tokens": 100, "guidance_scale": 2.0})
     assert fitting_rows(model, [guided], padded_length) == rows // 2
-    drafted = model.request("abc", {"max_new_tokens": 100, "speculation": "ngram", "draft_tokens": 15})
+    drafted = model.request(
+        "abc", {"max_new_tokens": 100, "speculation": "ngram", "draft_tokens": 15}
+    )
     assert fitting_rows(model, [drafted], padded_length) < rows, "logits of 16 tokens"
     beams = model.request("abc", {"max_new_tokens": 100, "num_beams": 2})
     one, vocabulary = row_bytes(model, plain), 4 * 8 * model.model.config.vocab_size
-    assert fitting_rows(model, [beams], padded_length) == int(8.25 * one) // (2 * one - vocabulary), "a copy of the cache"
+    assert fitting_rows(model, [beams], padded_length) == int(8.25 * one) // (
+        2 * one - vocabulary
+    ), "a copy of the cache"
     for settings in ({"kv_dtype": "int8"}, {"kv_budget": 0.5}):
-        assert fitting_rows(model, [model.request("abc", {"max_new_tokens": 100} | settings)], padded_length) > rows
+        assert (
+            fitting_rows(
+                model, [model.request("abc", {"max_new_tokens": 100} | settings)], padded_length
+            )
+            > rows
+        )
 
 
 def test_prompts_and_decoding_without_a_cache_need_activations(monkeypatch):
@@ -160,18 +179,30 @@ def test_prompts_and_decoding_without_a_cache_need_activations(monkeypatch):
     # 1,024 prompts of 16 tokens are computed together, each with a cache of its own.
     assert [fitting(request, 5 * (2 * row + 16 * token) + extra) for extra in (0, -100)] == [5, 4]
     assert [fitting(samples, 5 * row + row + 16 * token + extra) for extra in (0, -100)] == [5, 4]
-    assert [fitting(recomputed, 3 * (decoded + 16 * token) + extra) for extra in (0, -100)] == [3, 2]
+    assert [fitting(recomputed, 3 * (decoded + 16 * token) + extra) for extra in (0, -100)] == [
+        3,
+        2,
+    ]
     # Two prompts are computed together: two caches each besides those of all rows.
     monkeypatch.setattr(memory_groups, "PREFILL_BATCH_TOKENS", 32)
-    assert [fitting(request, 7 * row + 2 * (2 * row + 16 * token) + extra) for extra in (0, -100)] == [7, 6]
+    assert [
+        fitting(request, 7 * row + 2 * (2 * row + 16 * token) + extra) for extra in (0, -100)
+    ] == [7, 6]
 
 
 def test_reports_count(monkeypatch):
-    """100 tokens of 4 samples with 31 alternatives keep at least 12,400 log-probabilities of 8 bytes."""
+    """100 tokens of 4 samples with 31 alternatives keep at least 12,400 log-probabilities of 8
+    bytes.
+    """
     model = builder.circle()
     request = model.request("abc", {"max_new_tokens": 100, "n": 4}, logprobs=31)
     monkeypatch.setattr(memory_groups, "free_bytes", lambda: 12_400 * 8)
-    with pytest.raises(UserError, match=r"^31 log-probabilities of each of 400 tokens need 0\.0 GB, and 0\.0 GB of memory are"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^31 log-probabilities of each of 400 tokens need 0\.0 GB, and 0\.0 GB of memory are"
+        ),
+    ):
         model.start([request])
 
 
@@ -181,7 +212,12 @@ def test_every_sample_is_in_exactly_one_batch():
         count, n, rows = (int(random.integers(1, most)) for most in (9, 12, 20))
         request = model.request("abc", {"n": n})
         parts = divide([request] * count, range(count), rows)
-        found = [(number, sample) for _, numbers, samples in parts for number in numbers for sample in samples]
+        found = [
+            (number, sample)
+            for _, numbers, samples in parts
+            for number in numbers
+            for sample in samples
+        ]
         assert sorted(found) == [(number, sample) for number in range(count) for sample in range(n)]
         assert [number for number, _ in found] == sorted(number for number, _ in found)
         assert all(len(numbers) * len(samples) <= rows for _, numbers, samples in parts)

@@ -10,11 +10,17 @@ from dantinox.sampling import SamplingParams
 
 def test_unpacked_arrays_equal_the_packed_ones():
     random = np.random.default_rng(0)
-    floats_B23 = np.frombuffer(random.bytes(3 * 2 * 3 * 4), np.float32).reshape(3, 2, 3)  # any bits, with NaN and infinities
+    floats_B23 = np.frombuffer(random.bytes(3 * 2 * 3 * 4), np.float32).reshape(
+        3, 2, 3
+    )  # any bits, with NaN and infinities
     tree = {
         "floats": floats_B23,
         "flags": np.array([True, False, True]),
-        "nested": (np.array([-1, 0, 2**31 - 1], np.int32), np.array([[0], [1], [2**32 - 1]], np.uint32), None),
+        "nested": (
+            np.array([-1, 0, 2**31 - 1], np.int32),
+            np.array([[0], [1], [2**32 - 1]], np.uint32),
+            None,
+        ),
         "empty": np.zeros((3, 0), np.float32),
     }
     layout = Layout.of(tree)
@@ -28,7 +34,10 @@ def test_unpacked_arrays_equal_the_packed_ones():
 
 
 def test_rows_of_packed_parameters_are_those_of_the_parameters():
-    rows = [{"temperature": 0.5, "top_k": 3, "seed": 7}, {"greedy": True, "repetition_penalty": 1.25}]
+    rows = [
+        {"temperature": 0.5, "top_k": 3, "seed": 7},
+        {"greedy": True, "repetition_penalty": 1.25},
+    ]
     params = jax.device_get(SamplingParams.build(rows, dynamic_order=True, vocab_size=40))
     found = jax.jit(PackedParams.unpack)(PackedParams.of(params, 40))
     assert found.allowed_bits.tolist() == [[2**32 - 1] * 2] * 2

@@ -1,4 +1,6 @@
-"""Several prompts are prefilled in one pass. Their keys and log-probabilities have the same bits as those of prompts alone."""
+"""Several prompts are prefilled in one pass. Their keys and log-probabilities have the same bits as
+those of prompts alone.
+"""
 
 import random
 from dataclasses import replace
@@ -16,10 +18,17 @@ from . import builder
 from .test_slot_batch import CONTEXT, DRAWN, decode, make
 
 WINDOW = 48
-CASES = {"float32": {"windows": (None,)}, "sliding window": {"windows": (WINDOW, None)}, "bfloat16": {"dtype": "bfloat16"}}
+CASES = {
+    "float32": {"windows": (None,)},
+    "sliding window": {"windows": (WINDOW, None)},
+    "bfloat16": {"dtype": "bfloat16"},
+}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n == "float32" else pytest.mark.slow) for n in CASES])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=[] if n == "float32" else pytest.mark.slow) for n in CASES],
+)
 def served(request):
     run, _ = make(**CASES[request.param])
     return run, builder.compile_few_steps(builder.make_slots(run, 4, CONTEXT, prefill_rows=4))
@@ -27,7 +36,9 @@ def served(request):
 
 @pytest.fixture(params=["narrow", "wide", "wide, one program"])
 def mode(request, served, monkeypatch):
-    """Runs a test on a batch as on a CPU, and on one as on an accelerator, with the programs of a CPU."""
+    """Runs a test on a batch as on a CPU, and on one as on an accelerator, with the programs of a
+    CPU.
+    """
     slots = served[1]
     if slots._row_counts != (1, 4):
         assert slots._row_counts == (1,)
@@ -38,7 +49,9 @@ def mode(request, served, monkeypatch):
         plan = replace(slots.plan, prefers_passes=True, lengths=(64,))
         monkeypatch.setattr(slots._prefixes, "same_bits", ())
     monkeypatch.setattr(slots, "plan", plan)
-    monkeypatch.setattr(slots, "_row_counts", (4,) if request.param == "wide, one program" else (1, 4))
+    monkeypatch.setattr(
+        slots, "_row_counts", (4,) if request.param == "wide, one program" else (1, 4)
+    )
     slots.reset()
     return request.param
 
@@ -50,15 +63,25 @@ def keys(slots, slot):
         if isinstance(layer, FullLayer):
             store, places = layer.contents(np.zeros(slots.count, np.int32))[0], np.arange(length)
         else:
-            store, places = layer.store, np.arange(max(0, length - WINDOW), length) % layer.store.slots
+            store, places = (
+                layer.store,
+                np.arange(max(0, length - WINDOW), length) % layer.store.slots,
+            )
         k_KHS, v_KSH = (np.asarray(leaf)[slot] for leaf in (store.k_BKHS, store.v_BKSH))
         found += [k_KHS[..., places].tobytes(), v_KSH[:, places].tobytes()]
     return found
 
 
 def alone(run, slots, ids, settings):
-    """Returns the keys, tokens and log-probabilities of a prompt that is prefilled by the programs for one row."""
-    prefixes, counts, slots._prefixes, slots._row_counts = slots._prefixes, slots._row_counts, None, (1,)
+    """Returns the keys, tokens and log-probabilities of a prompt that is prefilled by the programs
+    for one row.
+    """
+    prefixes, counts, slots._prefixes, slots._row_counts = (
+        slots._prefixes,
+        slots._row_counts,
+        None,
+        (1,),
+    )
     slots.assign_prompt(1, ids)
     while slots.prefill(1):
         pass
@@ -76,7 +99,17 @@ def test_random_groups_of_prompts_have_the_bits_of_single_prompts(served, mode):
     for number in range(4):
         prompts = []
         for _ in range(4):
-            length = chance.choice([1, 2, 64, 65, 129, chance.randrange(1, CONTEXT - 3), chance.randrange(100, CONTEXT - 3)])
+            length = chance.choice(
+                [
+                    1,
+                    2,
+                    64,
+                    65,
+                    129,
+                    chance.randrange(1, CONTEXT - 3),
+                    chance.randrange(100, CONTEXT - 3),
+                ]
+            )
             prefix = shared[: chance.choice([0, 0, chance.randrange(length)])]
             prompts.append([*prefix, *(chance.randrange(256) for _ in range(length - len(prefix)))])
         if number == 0:
@@ -104,24 +137,33 @@ def test_random_groups_of_prompts_have_the_bits_of_single_prompts(served, mode):
 def requests(run, lengths, new):
     config = run.settings({**DRAWN, "seed": 1, "max_new_tokens": new, "ignore_eos": True})
     chance = random.Random(sum(lengths))
-    return [GenerationRequest(tuple(chance.randrange(256) for _ in range(length)), config) for length in lengths]
+    return [
+        GenerationRequest(tuple(chance.randrange(256) for _ in range(length)), config)
+        for length in lengths
+    ]
 
 
 def finish(engine, jobs):
     outputs = []
     while engine.busy:
         outputs += engine.step()
-    return [[token for output in outputs if output.job is job for token in output.ids] for job in jobs]
+    return [
+        [token for output in outputs if output.job is job for token in output.ids] for job in jobs
+    ]
 
 
 def test_the_engine_prefills_waiting_prompts_together(served, mode, monkeypatch):
     run, slots = served
     passes, run_chunks = [], slots._run_chunks
-    monkeypatch.setattr(slots, "_run_chunks", lambda chunks: passes.append(len(chunks)) or run_chunks(chunks))
+    monkeypatch.setattr(
+        slots, "_run_chunks", lambda chunks: passes.append(len(chunks)) or run_chunks(chunks)
+    )
     together = requests(run, (200, 201, 202, 203), 4)
     engine = Engine(run, slots)
     found = finish(engine, [engine.add(request) for request in together])
-    assert passes == ([4] * 3 + [1] * 4 if mode == "narrow" else [4] * 4), "three whole chunks of each prompt and a short one"
+    assert passes == ([4] * 3 + [1] * 4 if mode == "narrow" else [4] * 4), (
+        "three whole chunks of each prompt and a short one"
+    )
     slots.reset()
     for request, tokens in zip(together, found, strict=True):
         engine = Engine(run, slots)
@@ -144,7 +186,9 @@ def test_identical_prompts_are_computed_once(served, mode, monkeypatch):
 def test_a_long_prompt_stalls_streams_for_one_pass_at_most(served, mode, monkeypatch):
     run, slots = served
     passes, run_chunks = [], slots._run_chunks
-    monkeypatch.setattr(slots, "_run_chunks", lambda chunks: passes.append(len(chunks)) or run_chunks(chunks))
+    monkeypatch.setattr(
+        slots, "_run_chunks", lambda chunks: passes.append(len(chunks)) or run_chunks(chunks)
+    )
     engine = Engine(run, slots)
     streams = [engine.add(request) for request in requests(run, (5, 6), 200)]
     while any(stream.stats.new_tokens < 2 for stream in streams):
@@ -163,10 +207,14 @@ def test_a_long_prompt_stalls_streams_for_one_pass_at_most(served, mode, monkeyp
 def test_unequal_bits_limit_the_rows(served, mode, monkeypatch):
     run, slots = served
     numbers = iter(range(100))
-    monkeypatch.setattr("dantinox.generation.slot_prefill.slot_checksums", lambda cache: np.array([next(numbers)]))
+    monkeypatch.setattr(
+        "dantinox.generation.slot_prefill.slot_checksums", lambda cache: np.array([next(numbers)])
+    )
     assert slots.measure_rows() == (1,)
     results = iter([1, 2, 1, 1])  # together; one row; the same places alone and in another order
-    monkeypatch.setattr("dantinox.generation.slot_prefill.slot_checksums", lambda cache: np.array([next(results)]))
+    monkeypatch.setattr(
+        "dantinox.generation.slot_prefill.slot_checksums", lambda cache: np.array([next(results)])
+    )
     assert slots.measure_rows() == ((1,) if mode == "narrow" else (4,))
 
 

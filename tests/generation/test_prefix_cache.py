@@ -1,4 +1,6 @@
-"""The prefix cache: seeded requests are bitwise equal with and without it, for prompts that share prefixes in any way."""
+"""The prefix cache: seeded requests are bitwise equal with and without it, for prompts that share
+prefixes in any way.
+"""
 
 import copy
 import itertools
@@ -25,13 +27,17 @@ from .test_slot_batch import CONTEXT, DRAWN, decode, make, put
 
 # --- the tree
 
-SEQUENCES = st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=9), st.sampled_from(["", "a"])), max_size=40)
+SEQUENCES = st.lists(
+    st.tuples(st.lists(st.integers(0, 1), max_size=9), st.sampled_from(["", "a"])), max_size=40
+)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(SEQUENCES, st.integers(1, 6))
 def test_the_tree_equals_a_table_of_prefixes(sequences, capacity):
-    """The tree is compared with a table from prefix to pool index, from which the least recently used leaf is removed."""
+    """The tree is compared with a table from prefix to pool index, from which the least recently
+    used leaf is removed.
+    """
     tree, table, last_use = PrefixTree(capacity, 2), {}, {}
 
     def is_before(key, other):
@@ -59,7 +65,9 @@ def test_the_tree_equals_a_table_of_prefixes(sequences, capacity):
             last_use |= dict.fromkeys(keys[: keys.index(key) + 1], now)
         assert len(new) == len(keys) - known or len(table) == capacity
         assert tree.used == len(table) <= capacity
-        assert {(block.salt, block.tokens) for block in tree.blocks()} == {(s, p[-2:]) for s, p in table}
+        assert {(block.salt, block.tokens) for block in tree.blocks()} == {
+            (s, p[-2:]) for s, p in table
+        }
 
 
 # --- the same bits
@@ -75,12 +83,18 @@ CASES = {
     "experts": ({"experts": ExpertsConfig(4, 2, shared_dim=16), "softcap": 3.0}, {}),
     "bfloat16": ({"dtype": "bfloat16"}, {}),
     "int8 weights": ({}, {"generation": {"weights": "int8"}}),
-    "drafts": ({"windows": (100, None)}, {"generation": {"speculation": "ngram", "draft_tokens": 3}}),
+    "drafts": (
+        {"windows": (100, None)},
+        {"generation": {"speculation": "ngram", "draft_tokens": 3}},
+    ),
 }
 QUICK = ("sliding window",)  # full layers and ring buffers
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CASES])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CASES],
+)
 def served(request):
     changes, given = CASES[request.param]
     run, slots = make(settings=given, **changes)
@@ -99,24 +113,33 @@ def conversations(seed, count=14, longest=CONTEXT - 40):
 
 
 def outcome(run, slots, slot, prompt, **options):
-    """Returns the tokens and log-probabilities of a request, and how many prompt tokens were in the prefix cache."""
+    """Returns the tokens and log-probabilities of a request, and how many prompt tokens were in the
+    prefix cache.
+    """
     reused = put(run, slots, slot, prompt, limit=10, report=True, **options)
     tokens, infos = decode(slots)
     return tokens[slot], np.concatenate([info.logprob for info in infos[slot]]).tobytes(), reused
 
 
 def cacheable(slots, ids):
-    """Returns how many tokens of a prompt are computed by the program for whole chunks or by one with the same bits."""
+    """Returns how many tokens of a prompt are computed by the program for whole chunks or by one
+    with the same bits.
+    """
     length = len(ids) - 1
     program = next(program for program in (16, 32, 64) if program >= length % 64)
     return length if length % 64 == 0 or program in slots._same_bits else length - length % 64
 
 
 def expected_reuse(slots, ids, earlier):
-    """Returns how many tokens are reused: whole blocks of a prefix that programs with the same bits compute in both prompts."""
+    """Returns how many tokens are reused: whole blocks of a prefix that programs with the same bits
+    compute in both prompts.
+    """
     limit, size, best = cacheable(slots, ids), slots.prefix_status.size, 0
     for other in earlier:
-        shared = next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
+        shared = next(
+            (n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b),
+            min(len(ids), len(other)),
+        )
         best = max(best, min(limit, cacheable(slots, other), shared) // size * size)
     return best
 
@@ -143,7 +166,9 @@ def test_a_small_pool_replaces_blocks_and_salts_are_separate(served):
     run, slots = served
     size = slots.prefix_status.size
     capacity = 6 if size == 16 else 2
-    small = builder.make_slots(run, 4, CONTEXT, prefix_cache=capacity * block_bytes(slots.plan.cache_shapes, size))
+    small = builder.make_slots(
+        run, 4, CONTEXT, prefix_cache=capacity * block_bytes(slots.plan.cache_shapes, size)
+    )
     small._programs |= slots._programs
     small.compile(run.config)
     prompts, reused = conversations(2, count=18), 0
@@ -154,17 +179,26 @@ def test_a_small_pool_replaces_blocks_and_salts_are_separate(served):
     status = small.prefix_status
     assert status.used == status.capacity == capacity and status.evictions > 4 and reused > 0
     slots.reset()
-    salts = [outcome(run, slots, 0, prompts[-1] + "x" * 64, salt=salt, **DRAWN)[2] for salt in ("", "a", "b", "a", "")]
+    salts = [
+        outcome(run, slots, 0, prompts[-1] + "x" * 64, salt=salt, **DRAWN)[2]
+        for salt in ("", "a", "b", "a", "")
+    ]
     assert salts[:3] == [0, 0, 0] and salts[3] == salts[4] > 0
 
 
 def test_sizes_that_are_refused(served):
     run, _ = served
-    with pytest.raises(UserError, match=r"the prefix cache must be 0 or at least .* MB with this model, got 0.001"):
+    with pytest.raises(
+        UserError, match=r"the prefix cache must be 0 or at least .* MB with this model, got 0.001"
+    ):
         builder.make_slots(run, 4, CONTEXT, prefix_cache=1000)
     with pytest.raises(UserError, match=r"does not fit into the .* MB of free memory"):
         builder.make_slots(run, 4, CONTEXT, prefix_cache=1 << 50)
-    assert builder.make_slots(run, 4, CONTEXT, prefix_cache=0)._prefix_bytes == builder.make_slots(run, 4, 8)._prefix_bytes == 0
+    assert (
+        builder.make_slots(run, 4, CONTEXT, prefix_cache=0)._prefix_bytes
+        == builder.make_slots(run, 4, 8)._prefix_bytes
+        == 0
+    )
 
 
 def test_blocks_are_whole_chunks_if_the_place_of_a_token_changes_its_bits(served, monkeypatch):
@@ -225,7 +259,11 @@ def test_a_request_interrupts_the_prefill_of_a_response(served):
         outputs += engine.step()
     engine.step()  # the second chunk of the response; others remain
     assert not engine.idle
-    other = engine.add(GenerationRequest(tuple(run.prompt_ids("nobody asks")), run.settings({**DRAWN, "max_new_tokens": 8})))
+    other = engine.add(
+        GenerationRequest(
+            tuple(run.prompt_ids("nobody asks")), run.settings({**DRAWN, "max_new_tokens": 8})
+        )
+    )
     while engine.busy:
         outputs += engine.step()
     assert len(ids_of(outputs, other)) == 8
@@ -239,7 +277,9 @@ def test_a_request_interrupts_the_prefill_of_a_response(served):
 
 @pytest.fixture(scope="module")
 def saved(served, tmp_path_factory):
-    """Returns a folder with the blocks of three prompts, the prompts, and another batch that has restored the blocks."""
+    """Returns a folder with the blocks of three prompts, the prompts, and another batch that has
+    restored the blocks.
+    """
     run, slots = served
     folder, prompts = tmp_path_factory.mktemp("prefixes"), conversations(3, count=3)
 
@@ -273,7 +313,13 @@ def test_damaged_and_foreign_files_are_named_and_ignored(served, saved, tmp_path
     name = fingerprint(batch._prefill_programs, batch._weights(), batch._prefixes.probe)
     content = (folder / BLOCKS_FILE).read_bytes()
     chance = random.Random(0)
-    for place in [0, 9, 200, len(content) - 1, *(chance.randrange(len(content)) for _ in range(30))]:
+    for place in [
+        0,
+        9,
+        200,
+        len(content) - 1,
+        *(chance.randrange(len(content)) for _ in range(30)),
+    ]:
         shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
         changed = bytearray(content)
         changed[place] ^= 1 << chance.randrange(8)
@@ -319,11 +365,19 @@ def test_blocks_of_new_weights_are_saved_and_restored(served, tmp_path, caplog):
 
 def test_the_fingerprint_depends_on_every_weight():
     dtypes = np.float32, ml_dtypes.bfloat16, np.int8
-    weights = [np.ones(size, dtype).reshape(-1, 2) for size, dtype in zip((2, 2, 4), dtypes, strict=True)]
-    names = {fingerprint(["p"], weights, "probe"), fingerprint(["q"], weights, "probe"), fingerprint(["p"], weights, "other")}
+    weights = [
+        np.ones(size, dtype).reshape(-1, 2) for size, dtype in zip((2, 2, 4), dtypes, strict=True)
+    ]
+    names = {
+        fingerprint(["p"], weights, "probe"),
+        fingerprint(["q"], weights, "probe"),
+        fingerprint(["p"], weights, "other"),
+    }
     for number, leaf in enumerate(weights):
         for element in range(leaf.size):
             changed = leaf.copy()
             changed.reshape(-1)[element] += 1
-            names.add(fingerprint(["p"], [*weights[:number], changed, *weights[number + 1 :]], "probe"))
+            names.add(
+                fingerprint(["p"], [*weights[:number], changed, *weights[number + 1 :]], "probe")
+            )
     assert len(names) == 3 + 2 + 2 + 4

@@ -1,4 +1,6 @@
-"""Requests with different settings: how they are read from a file, and which of them share a batch."""
+"""Requests with different settings: how they are read from a file, and which of them share a
+batch.
+"""
 
 import json
 from types import SimpleNamespace
@@ -27,12 +29,21 @@ def batches(monkeypatch):
 @pytest.mark.filterwarnings("ignore:all heads get the same share of the cache")
 def test_requests_with_another_cache_form_another_batch(batches):
     small = {"kv_budget": 0.2}
-    assert batches([small, {}, {**small, "top_k": 3}, {"kv_budget": 0.5}, {"kv_dtype": "int8"}, small]) == [
+    assert batches([small, {}, {**small, "top_k": 3}, {"kv_budget": 0.5}, {"kv_dtype": "int8"},
+                    small]) == [
         [0, 2, 5], [1], [3], [4],
     ]  # fmt: skip
-    assert batches([small, {**small, "kv_policy": "tova"}, {**small, "kv_sinks": 0}]) == [[0], [1], [2]]
+    assert batches([small, {**small, "kv_policy": "tova"}, {**small, "kv_sinks": 0}]) == [
+        [0],
+        [1],
+        [2],
+    ]
     base = Config(kv={"budget": 0.2, "pool": 5})
-    assert batches([{}, {"kv_budget": None}, {"kv_budget": 0.2}, {"kv_pool": 7}], base) == [[0, 2], [1], [3]]
+    assert batches([{}, {"kv_budget": None}, {"kv_budget": 0.2}, {"kv_pool": 7}], base) == [
+        [0, 2],
+        [1],
+        [3],
+    ]
 
 
 def test_keys_of_kv_in_a_file_override_flags_and_run(tmp_path):
@@ -45,11 +56,14 @@ def test_keys_of_kv_in_a_file_override_flags_and_run(tmp_path):
         {"kv_policy": "snapkv+ema", "kv_pool": 5},
     ]
     path = tmp_path / "p.jsonl"
-    path.write_text("\n".join(x if isinstance(x, str) else json.dumps({"prompt": "b", **x}) for x in lines))
+    path.write_text(
+        "\n".join(x if isinstance(x, str) else json.dumps({"prompt": "b", **x}) for x in lines)
+    )
     requests = read_prompts(path, {"kv_budget": 0.2}, base)
     own = [config.kv.model_dump(exclude_defaults=True) for _, config in requests]
     assert own == [
-        {"budget": 0.2, "policy": "tova"}, {"budget_tokens": 64, "policy": "tova"}, {}, {}, {"budget": 0.2, "pool": 5},
+        {"budget": 0.2, "policy": "tova"}, {"budget_tokens": 64, "policy": "tova"}, {}, {},
+        {"budget": 0.2, "pool": 5},
     ]  # fmt: skip
 
 

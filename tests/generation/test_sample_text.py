@@ -15,8 +15,12 @@ def tokenizer():
 
 
 def run(tokenizer, ids, sizes, stop=(), prompt=(), **settings):
-    """Adds the ids in chunks of the given sizes; returns the tokens, the text and the finish reason."""
-    sample = SampleText(tokenizer, build_config({"generation": {"stop": stop, **settings}}).generation, prompt)
+    """Adds the ids in chunks of the given sizes; returns the tokens, the text and the finish
+    reason.
+    """
+    sample = SampleText(
+        tokenizer, build_config({"generation": {"stop": stop, **settings}}).generation, prompt
+    )
     texts = []
     for size in sizes:
         chunk, ids = ids[:size], ids[size:]

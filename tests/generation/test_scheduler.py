@@ -1,4 +1,6 @@
-"""Tests the scheduler by a simulation of arrivals, cancellations and ends, without a clock and without a model."""
+"""Tests the scheduler by a simulation of arrivals, cancellations and ends, without a clock and
+without a model.
+"""
 
 from dataclasses import dataclass
 
@@ -24,7 +26,9 @@ def always(job):
 
 
 EVENTS = st.one_of(
-    st.tuples(st.just("add"), st.integers(1, 3), st.integers(0, 4), st.integers(1, 5), st.integers(0, 1)),
+    st.tuples(
+        st.just("add"), st.integers(1, 3), st.integers(0, 4), st.integers(1, 5), st.integers(0, 1)
+    ),
     st.tuples(st.just("cancel"), st.integers(0, 30)),
     st.tuples(st.just("compiled"), st.just(1)),
     st.tuples(st.just("step")),
@@ -42,7 +46,11 @@ def test_any_course_of_events(events, slots, queue):
             held = scheduler.slots_of(job)
             assert len(held) == job.slots and not set(held) & set(left)
             # All earlier jobs hold slots, except those whose program is missing.
-            assert all(other.lane not in compiled for other in scheduler.waiting if other.number < job.number)
+            assert all(
+                other.lane not in compiled
+                for other in scheduler.waiting
+                if other.number < job.number
+            )
             started.append(job)
             unread[job] = job.parts
         if scheduler.prefilling:

@@ -1,4 +1,6 @@
-"""Requests enter and leave a running batch. In any mixed batch, each request has the same tokens as alone."""
+"""Requests enter and leave a running batch. In any mixed batch, each request has the same tokens as
+alone.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,14 +34,22 @@ NEIGHBOURS = (
         "watermark_ngram": 4,
         "encoder_repetition_penalty": 1.2,
     },
-    {"top_h": 0.7, "top_h_rule": "cumulative", "skew": 0.5, "top_p_rule": "exclusive", "top_p": 0.9},
+    {
+        "top_h": 0.7,
+        "top_h_rule": "cumulative",
+        "skew": 0.5,
+        "top_p_rule": "exclusive",
+        "top_p": 0.9,
+    },
 )
 
 
 def make(context=CONTEXT, settings=None, **changes):
     changes = {"vocab_size": BYTES.vocab_size, "max_context": context} | changes
     run = LoadedModel(
-        build_config({"model": {"max_context": context}} | (settings or {})), builder.model(builder.config(**changes)), BYTES
+        build_config({"model": {"max_context": context}} | (settings or {})),
+        builder.model(builder.config(**changes)),
+        BYTES,
     )
     return run, builder.make_slots(run, 4, context)
 
@@ -71,8 +81,13 @@ def served(request):
 
 
 def put(run, slots, slot, prompt, limit=24, report=False, echo=False, salt="", **settings):
-    """Assigns a prompt to a slot and starts to decode it; returns the number of tokens from the prefix cache."""
-    config, ids = run.settings({"seed": 3, "max_new_tokens": limit} | settings), run.prompt_ids(prompt)
+    """Assigns a prompt to a slot and starts to decode it; returns the number of tokens from the
+    prefix cache.
+    """
+    config, ids = (
+        run.settings({"seed": 3, "max_new_tokens": limit} | settings),
+        run.prompt_ids(prompt),
+    )
     slots.assign_prompt(slot, ids, echo, PromptScope(salt))
     while slots.prefill(slot):
         pass
@@ -94,7 +109,9 @@ def decode(slots, steps=8):
 
 def reference(run, prompt, limit, **settings):
     """Returns the tokens that the reference draws with the seed of `put`."""
-    return builder.slowly(run.model, run.prompt_ids(prompt), limit, seed=3, eos_ids=run.tokenizer.stop_ids, **settings)
+    return builder.slowly(
+        run.model, run.prompt_ids(prompt), limit, seed=3, eos_ids=run.tokenizer.stop_ids, **settings
+    )
 
 
 def test_a_request_equals_the_reference(served):
@@ -111,7 +128,13 @@ def test_requests_with_any_settings_share_a_program():
     layouts = set()
     for settings in ({}, *NEIGHBOURS, *FEW_NEIGHBOURS):
         row = slots.row_params(run.settings({"seed": 3, **settings}))
-        layouts.add((row.program, jax.tree.structure(row.params), *((x.shape, x.dtype) for x in jax.tree.leaves(row.params))))
+        layouts.add(
+            (
+                row.program,
+                jax.tree.structure(row.params),
+                *((x.shape, x.dtype) for x in jax.tree.leaves(row.params)),
+            )
+        )
     assert len(layouts) == 1
 
 
@@ -124,7 +147,9 @@ def test_a_request_is_equal_in_every_slot_and_batch(served, programs):
         for steps in (1, 32):
             others = [other for other in range(4) if other != slot]
             for other, settings in zip(others, neighbours[slot:] + neighbours[:slot], strict=False):
-                prompt = "something else " * (1 + 11 * (other == 3))  # reaches into the second chunk
+                prompt = "something else " * (
+                    1 + 11 * (other == 3)
+                )  # reaches into the second chunk
                 put(run, slots, other, prompt, limit=5 + 3 * other, report=other == 2, **settings)
             slots.dispatch(3)
             put(run, slots, slot, LONG, **DRAWN)
@@ -133,7 +158,9 @@ def test_a_request_is_equal_in_every_slot_and_batch(served, programs):
 
 
 def test_each_chunk_runs_the_smallest_program(served, monkeypatch):
-    """A batch changes to the program for all steps while a row needs it. The other rows keep their tokens."""
+    """A batch changes to the program for all steps while a row needs it. The other rows keep their
+    tokens.
+    """
     run, slots, neighbours, _ = served
     put(run, slots, 0, LONG, **DRAWN)
     alone, subsets, reduce_state = decode(slots)[0][0], [], slot_batch.reduce_state
@@ -173,7 +200,9 @@ def test_samples_share_one_prefill(served):
 
 @pytest.mark.slow
 def test_pairs_of_rows(served):
-    """A request with guidance has bitwise the same answer alone, from the prefix cache and in a mixed batch, by the formula."""
+    """A request with guidance has bitwise the same answer alone, from the prefix cache and in a
+    mixed batch, by the formula.
+    """
     run, slots, *_ = served
     engine, negative = Engine(run, slots), "x" * 70
     settings = {"seed": 4, "max_new_tokens": 6}
@@ -213,20 +242,35 @@ def test_reports_of_tokens_and_of_the_prompt(served):
     text, start = [*ids, *tokens[2]], len(ids) - 1
     logits_TV = builder.all_logits(run.model, text)[:-1]
     lnp_TV, places = np.stack([*map(builder.log_softmax, logits_TV)]), np.arange(len(text) - 1)
-    chosen_T, tolerance = lnp_TV[places, text[1:]], {"rtol": 1e-4, "atol": builder.LOGPROB_TOLERANCE}
+    chosen_T, tolerance = (
+        lnp_TV[places, text[1:]],
+        {
+            "rtol": 1e-4,
+            "atol": builder.LOGPROB_TOLERANCE,
+        },
+    )
     np.testing.assert_allclose(prompt_steps.logprob, chosen_T[:start], **tolerance)
     found = jax.tree.map(lambda *parts: np.concatenate(parts), *infos[2])
     np.testing.assert_allclose(found.logprob, chosen_T[start:], **tolerance)
     p_NV, bits_NV = np.exp(lnp_TV[start:]), -lnp_TV[start:] / np.log(2)
     entropy_N = (p_NV * bits_NV).sum(axis=1)
     np.testing.assert_allclose(found.entropy, entropy_N, **tolerance)
-    np.testing.assert_allclose(found.varentropy, (p_NV * (bits_NV - entropy_N[:, None]) ** 2).sum(axis=1), **tolerance)
-    cuts = [{"name": "temperature", "t": DRAWN["temperature"]}, {"name": "top_p", "p": DRAWN["top_p"]}]
+    np.testing.assert_allclose(
+        found.varentropy, (p_NV * (bits_NV - entropy_N[:, None]) ** 2).sum(axis=1), **tolerance
+    )
+    cuts = [
+        {"name": "temperature", "t": DRAWN["temperature"]},
+        {"name": "top_p", "p": DRAWN["top_p"]},
+    ]
     kept_NV = np.asarray(process_logits(logits_TV[start:], cuts))
-    sampled = [builder.log_softmax(row_V)[token] for row_V, token in zip(kept_NV, tokens[2], strict=True)]
+    sampled = [
+        builder.log_softmax(row_V)[token] for row_V, token in zip(kept_NV, tokens[2], strict=True)
+    ]
     np.testing.assert_allclose(found.logprob_sampled, sampled, **tolerance)
     np.testing.assert_array_equal(found.survivors, (kept_NV > -np.inf).sum(axis=1))
-    np.testing.assert_array_equal(found.top_ids, np.argsort(-logits_TV[start:], axis=1, kind="stable")[:, :20])
+    np.testing.assert_array_equal(
+        found.top_ids, np.argsort(-logits_TV[start:], axis=1, kind="stable")[:, :20]
+    )
 
 
 def test_a_stopped_request_has_no_output(served):
@@ -273,7 +317,9 @@ def test_settings_that_a_server_rejects(served):
 
 @pytest.mark.slow
 def test_the_router(served):
-    """A request with the router needs another program. Both programs decode their rows of the same batch."""
+    """A request with the router needs another program. Both programs decode their rows of the same
+    batch.
+    """
     run, slots, _, steps = served
     settings = {"strategy": "entropy", "use_attention": steps is nullcontext}
     config = run.settings(settings)
@@ -289,7 +335,9 @@ def test_the_router(served):
     tokens, infos = decode(slots)
     assert tokens[3] == alone and tokens[1] == reference(run, "abc", 24, **DRAWN)
     logits_TV = builder.all_logits(run.model, [*run.prompt_ids("abc"), *alone])[2:-1]
-    expected = [builder.log_softmax(row_V)[token] for row_V, token in zip(logits_TV, alone, strict=True)]
+    expected = [
+        builder.log_softmax(row_V)[token] for row_V, token in zip(logits_TV, alone, strict=True)
+    ]
     found = np.concatenate([info.logprob for info in infos[3]])
     np.testing.assert_allclose(found, expected, rtol=0, atol=builder.LOGPROB_TOLERANCE)
     if steps is nullcontext:
@@ -335,7 +383,9 @@ def test_token_mask_of_one_slot(served):
 
 
 def test_a_long_prompt_neither_stalls_streams_nor_short_prompts(served, monkeypatch):
-    """Between two chunks of decoding at most one chunk is prefilled, and a short prompt does not wait for a long one."""
+    """Between two chunks of decoding at most one chunk is prefilled, and a short prompt does not
+    wait for a long one.
+    """
     run, slots, *_ = served
     slots.reset()
     engine, prefilled, prefill = Engine(run, slots), [], slots.prefill
@@ -355,7 +405,9 @@ def test_a_long_prompt_neither_stalls_streams_nor_short_prompts(served, monkeypa
         outputs = engine.step()
         assert len(prefilled) <= 1
         assert {output.job for output in outputs} >= set(streams), "no stream pauses"
-        events.append((short.stats.new_tokens > 0, slots.prefill_left(engine._scheduler.slots_of(long)[0])))
+        events.append(
+            (short.stats.new_tokens > 0, slots.prefill_left(engine._scheduler.slots_of(long)[0]))
+        )
     left_when_short_began = next(left for began, left in events if began)
     assert left_when_short_began >= 100
     while engine.busy:
@@ -365,16 +417,22 @@ def test_a_long_prompt_neither_stalls_streams_nor_short_prompts(served, monkeypa
 
 def test_a_request_cannot_change_the_watermark_of_the_server():
     run, slots = make(context=64, settings={"generation": {"watermark_keys": [31, 41]}})
-    assert slots.program_key(run.config) == slots.program_key(run.settings({"top_k": 3, "watermark_keys": [31, 41]}))
+    assert slots.program_key(run.config) == slots.program_key(
+        run.settings({"top_k": 3, "watermark_keys": [31, 41]})
+    )
     for settings in ({"watermark_keys": []}, {"watermark_keys": [31]}, {"watermark_ngram": 4}):
         key = next(iter(settings))
-        with pytest.raises(UserError, match=f"^generation.{key} is set by this server and cannot be changed$") as error:
+        with pytest.raises(
+            UserError, match=f"^generation.{key} is set by this server and cannot be changed$"
+        ) as error:
             slots.program_key(run.settings(settings))
         assert error.value.key == f"generation.{key}"
 
 
 def test_slots_that_do_not_fit_into_memory_are_one_sentence(monkeypatch):
-    """A slot of 32 positions takes 32 · 2 · 2 · 8 numbers of 4 bytes; seven programs and the compiler take more."""
+    """A slot of 32 positions takes 32 · 2 · 2 · 8 numbers of 4 bytes; seven programs and the
+    compiler take more.
+    """
     model, slot = builder.circle(), 4 * 32 * 2 * 2 * 8
     programs = 7 * model.model.config.num_blocks + 5
     monkeypatch.setattr(slot_plan, "COMPILER_BYTES", 5 * slot)
@@ -382,15 +440,23 @@ def test_slots_that_do_not_fit_into_memory_are_one_sentence(monkeypatch):
     monkeypatch.setattr(slot_plan, "free_bytes", lambda memory: (20 + programs) * slot)
     assert builder.make_slots(model, 20, 32).count == 20
     with pytest.raises(
-        UserError, match=r"^the caches of 21 requests of 32 tokens take 0\.0 GB, but the programs leave only 0\.0 GB"
+        UserError,
+        match=(
+            r"^the caches of 21 requests of 32 tokens take 0\.0 GB, but the programs leave only"
+            r" 0\.0 GB"
+        ),
     ):
         builder.make_slots(model, 21, 32)
-    assert builder.make_slots(model, None, 32).count == 8  # half of the usable memory, and at most 8
+    assert (
+        builder.make_slots(model, None, 32).count == 8
+    )  # half of the usable memory, and at most 8
 
 
 def test_the_programs_of_an_accelerator_are_in_the_memory_of_the_host():
     architecture = builder.circle().model.config
     free = 1 << 40
-    kept = slot_plan.COMPILER_BYTES + 7 * architecture.num_blocks * slot_plan.PROGRAM_BYTES_PER_LAYER
+    kept = (
+        slot_plan.COMPILER_BYTES + 7 * architecture.num_blocks * slot_plan.PROGRAM_BYTES_PER_LAYER
+    )
     assert slot_plan._without_programs(free, architecture) == free - kept
     assert slot_plan._without_programs(free, replace(architecture, platform="gpu")) == free

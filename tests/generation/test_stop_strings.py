@@ -19,7 +19,9 @@ def parts(draw):
 
 
 def expected(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]:
-    """Returns the text up to the stop string that is complete first, and that string (the longest if several are)."""
+    """Returns the text up to the stop string that is complete first, and that string (the longest
+    if several are).
+    """
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -37,7 +39,9 @@ def test_any_split_of_a_text_gives_the_same_result(pieces, stops, keep):
         if finder.matched_stop is None:
             held = "".join(pieces[:n])[len(out) :]
             assert "".join(pieces[:n]) == out + held, "nothing is lost or changed"
-            assert not held or any(stop.startswith(held) for stop in stops), "text is held back only if necessary"
+            assert not held or any(stop.startswith(held) for stop in stops), (
+                "text is held back only if necessary"
+            )
     out += finder.flush()
     assert (out, finder.matched_stop) == expected("".join(pieces), stops, keep)
     assert finder.push("more") == "" or finder.matched_stop is None
@@ -47,7 +51,9 @@ def test_any_split_of_a_text_gives_the_same_result(pieces, stops, keep):
 @settings(max_examples=100, deadline=None)
 @given(parts(), parts(), stops)
 def test_an_inactive_finder_passes_everything(early, late, stops):
-    """A stop string that is complete before `min_tokens` is ordinary text; one that is complete later ends it."""
+    """A stop string that is complete before `min_tokens` is ordinary text; one that is complete
+    later ends it.
+    """
     finder = StopFinder(stops)
     out = "".join(finder.push(piece, active=False) for piece in early)
     assert finder.matched_stop is None
@@ -59,7 +65,9 @@ def test_an_inactive_finder_passes_everything(early, late, stops):
         assert out == whole
     else:
         assert whole[len(out) :].startswith(finder.matched_stop)
-        assert len(out) + len(finder.matched_stop) > len("".join(early)), "it was complete before the finder was active"
+        assert len(out) + len(finder.matched_stop) > len("".join(early)), (
+            "it was complete before the finder was active"
+        )
 
 
 def test_the_edges_by_hand():

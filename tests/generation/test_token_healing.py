@@ -1,4 +1,6 @@
-"""Tests token healing: what is removed, what may come next, against a reference with masks in NumPy, and in the engine."""
+"""Tests token healing: what is removed, what may come next, against a reference with masks in
+NumPy, and in the engine.
+"""
 
 import random
 from dataclasses import replace
@@ -15,8 +17,13 @@ from dantinox.text.chat_template import ChatPrompt
 
 from . import builder
 
-TEXT = "see http://www.example.org/ and https://example.com or ftp://files; the hellos helloes héllo 日本語日本 " * 30
-TOKENIZER = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=340), lambda: iter([TEXT]))
+TEXT = (
+    "see http://www.example.org/ and https://example.com or ftp://files; the hellos helloes héllo"
+    " 日本語日本 " * 30
+)
+TOKENIZER = train_tokenizer(
+    TokenizerSection(tokenizer_type="bpe", vocab_size=340), lambda: iter([TEXT])
+)
 TOKENIZER = Tokenizer(TOKENIZER.to_json(), roles={"add_bos_token": False})
 PIECES = TOKENIZER.token_pieces.inner
 INDEX = PieceIndex(TOKENIZER)
@@ -32,7 +39,11 @@ def data_of(ids):
 
 def allowed(guide):
     mask = guide.mask()
-    return None if mask is None else [token for token in range(V) if mask[token // 32] >> np.uint32(token % 32) & 1]
+    return (
+        None
+        if mask is None
+        else [token for token in range(V) if mask[token // 32] >> np.uint32(token % 32) & 1]
+    )
 
 
 def removed(ids):
@@ -40,14 +51,18 @@ def removed(ids):
     count = 0
     while count < min(MAX_HEALED_TOKENS, len(ids) - 1):
         longer = data_of(ids[len(ids) - count - 1 :])
-        if not PIECES[ids[len(ids) - count - 1]] or not any(p.startswith(longer) and p != longer for p in PIECES):
+        if not PIECES[ids[len(ids) - count - 1]] or not any(
+            p.startswith(longer) and p != longer for p in PIECES
+        ):
             break
         count += 1
     return count
 
 
 def slowly(prompt, steps, allow=lambda data: True):
-    """Greedy continuation of a healed prompt: at each step only tokens whose bytes agree with the removed ones."""
+    """Greedy continuation of a healed prompt: at each step only tokens whose bytes agree with the
+    removed ones.
+    """
     ids = TOKENIZER.encode(prompt)
     kept = len(ids) - removed(ids)
     rest, text = data_of(ids[kept:]), ids[:kept]
@@ -71,7 +86,9 @@ def test_the_removed_tokens_and_the_allowed_tokens_follow_their_definitions():
         if count:
             rest = data_of(ids[len(ids) - count :])
             guide = HealedPrefix(INDEX, ids[len(ids) - count :], V)
-            assert allowed(guide) == [i for i, p in enumerate(PIECES) if p and (p.startswith(rest) or rest.startswith(p))]
+            assert allowed(guide) == [
+                i for i, p in enumerate(PIECES) if p and (p.startswith(rest) or rest.startswith(p))
+            ]
     assert any(removed(TOKENIZER.encode(prompt)) > 1 for prompt in PROMPTS)
 
 
@@ -85,12 +102,24 @@ def test_special_tokens_are_not_removed():
 
 def test_greedy_text_equals_the_reference_and_continues_the_prompt():
     settings = {"token_healing": True, "greedy": True, "max_new_tokens": 10, "n": 2}
-    results = RUN.complete([RUN.request(prompt, settings, logprobs=0, echo=True) for prompt in PROMPTS])
-    for prompt, result in zip([prompt for prompt in PROMPTS for _ in range(2)], results, strict=True):
+    results = RUN.complete(
+        [RUN.request(prompt, settings, logprobs=0, echo=True) for prompt in PROMPTS]
+    )
+    for prompt, result in zip(
+        [prompt for prompt in PROMPTS for _ in range(2)], results, strict=True
+    ):
         kept, new = slowly(prompt, 10)
-        assert result.tokens == new and result.prompt == prompt and result.stats["prompt_tokens"] == len(kept)
-        assert (prompt + result.text).encode() == data_of([*kept, *new]) or not data_of(new).isascii()
-        assert TOKENIZER.decode([*kept, *new]).startswith(prompt) and prompt + result.text == TOKENIZER.decode([*kept, *new])
+        assert (
+            result.tokens == new
+            and result.prompt == prompt
+            and result.stats["prompt_tokens"] == len(kept)
+        )
+        assert (prompt + result.text).encode() == data_of([*kept, *new]) or not data_of(
+            new
+        ).isascii()
+        assert TOKENIZER.decode([*kept, *new]).startswith(
+            prompt
+        ) and prompt + result.text == TOKENIZER.decode([*kept, *new])
         columns = [*result.info["prompt_tokens"], *result.info["tokens"]]
         assert columns == [TOKENIZER.decode([token]) for token in (*kept, *new)]
         assert len(result.tokens) == len(result.info["logprobs"]) == 10
@@ -103,7 +132,10 @@ def test_streams_and_bans():
     plain = "".join(RUN.stream("see htt", **settings))
     result = RUN.generate("see htt", **settings)
     assert result.text == plain
-    assert TOKENIZER.decode([*RUN.heal(RUN.request("see htt", settings)).ids, *result.tokens]) == "see htt" + plain
+    assert (
+        TOKENIZER.decode([*RUN.heal(RUN.request("see htt", settings)).ids, *result.tokens])
+        == "see htt" + plain
+    )
     banned = RUN.generate("see htt", banned_strings=[plain[:2]], **settings).text
     assert plain[:2].lower() not in banned.lower() and banned != plain
 
@@ -112,7 +144,9 @@ def test_a_constraint_begins_behind_the_prompt():
     settings = {"token_healing": True, "max_new_tokens": 12, "seed": 4}
     for source in ("p://www|ps://ex", "[a-z]{4}", "p"):
         result = RUN.generate("see htt", constraint=Constraint("regex", source), **settings)
-        assert result.finish_reason == "eos" and RUN.grammars.matcher("regex", source).skip(result.text)
+        assert result.finish_reason == "eos" and RUN.grammars.matcher("regex", source).skip(
+            result.text
+        )
     after = Constraint("regex", "[0-9]{3}", after=("t",))
     assert RUN.generate("see htt", constraint=after, **settings).text
 
@@ -122,7 +156,9 @@ def test_chats_and_token_ids_refuse_it():
 
     with pytest.raises(UserError, match="token_healing has no effect on token ids"):
         generate(RUN.model, [[1, 2]], 2, token_healing=True)
-    template = type("Template", (), {"prompt": lambda *_, **__: ChatPrompt([1, 2], ""), "end_ids": ()})()
+    template = type(
+        "Template", (), {"prompt": lambda *_, **__: ChatPrompt([1, 2], ""), "end_ids": ()}
+    )()
     with pytest.raises(UserError, match="token_healing must be false in a chat"):
         RUN.chat("hello", template=template, token_healing=True)
 
@@ -132,7 +168,9 @@ def test_healed_requests_in_a_slot_batch():
     run, slots = RUN, builder.make_slots(RUN, 3, CONTEXT)
     slots.compile(run.config)
     requests = [
-        run.request(prompt, {"token_healing": heals, "max_new_tokens": 9, "seed": seed, **more}, logprobs=0)
+        run.request(
+            prompt, {"token_healing": heals, "max_new_tokens": 9, "seed": seed, **more}, logprobs=0
+        )
         for seed, more in enumerate(({}, {"greedy": True}, {"banned_strings": ["e", "p"]}))
         for heals in (True, False)
         for prompt in PROMPTS

@@ -27,7 +27,11 @@ def random_text(matcher, draw, longest=200):
         ends = any(bits[token // 32] >> (token % 32) & 1 for token in BYTES.stop_ids)
         if ends and (not tokens or draw.random() < 0.4):
             return found.decode()
-        token = draw.choice([token for token in tokens if token in b'"]}) '] or tokens if draw.random() < 0.3 else tokens)
+        token = draw.choice(
+            [token for token in tokens if token in b'"]}) '] or tokens
+            if draw.random() < 0.3
+            else tokens
+        )
         matcher.consume(token)
         found.append(token)
     return found.decode() if matcher.done else None

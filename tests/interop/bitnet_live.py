@@ -1,15 +1,18 @@
-"""Compares random ternary models with those of transformers: logits, and greedy continuations from a KV cache.
+"""Compares random ternary models with those of transformers: logits, and greedy continuations from
+a KV cache.
 
     TORCH_COMPILE_DISABLE=1 python -m tests.interop.bitnet_live [MODELS] [--any]     (needs torch, transformers and accelerate)
 
-Each row is a model, in the forms of the published checkpoints: weights in floats or packed, with transformers' two linear
-classes, and the format of 1bitLLM. Its class is not in transformers: here it is the Llama of transformers, with the BitLinear
-of the authors' FAQ and the norms in front of the output projections.
+Each row is a model, in the forms of the published checkpoints: weights in floats or packed, with
+transformers' two linear classes, and the format of 1bitLLM. Its class is not in transformers: here
+it is the Llama of transformers, with the BitLinear of the authors' FAQ and the norms in front of
+the output projections.
 
-A rounding error of a float32 sum can move an input of a projection across the middle between two 8-bit integers, and then the
-logits differ by much more than an epsilon. So the prompts are drawn until no input is nearer to such a middle than `distance`
-(in units of the integers), which is larger than these errors, and until no two logits compete for a greedy token. With `--any`
-the first prompt is taken.
+A rounding error of a float32 sum can move an input of a projection across the middle between two
+8-bit integers, and then the logits differ by much more than an epsilon. So the prompts are drawn
+until no input is nearer to such a middle than `distance` (in units of the integers), which is
+larger than these errors, and until no two logits compete for a greedy token. With `--any` the first
+prompt is taken.
 """
 
 import json
@@ -33,8 +36,17 @@ from dantinox.interop.hf.hf_quantized import dequantize_checkpoint
 from dantinox.interop.hf.hf_weights import from_hf, to_hf
 from dantinox.model.parameters import abstract_model
 
-FORMS = ("bitnet, floats", "bitnet, autobitlinear", "bitnet, bitlinear", "llama, bitlinear", "1bitLLM")
-NORMS = (("self_attn", "o_proj", "self_attn.inner_attn_ln"), ("mlp", "down_proj", "mlp.ffn_layernorm"))
+FORMS = (
+    "bitnet, floats",
+    "bitnet, autobitlinear",
+    "bitnet, bitlinear",
+    "llama, bitlinear",
+    "1bitLLM",
+)
+NORMS = (
+    ("self_attn", "o_proj", "self_attn.inner_attn_ln"),
+    ("mlp", "down_proj", "mlp.ffn_layernorm"),
+)
 PROMPT, NEW = 6, 8
 TOLERANCE = 1e-4
 LEAST_DISTANCE, LEAST_GAP = 1.5e-4, 0.01
@@ -53,10 +65,12 @@ class FaqLinear(nn.Linear):
 def random_sizes(random: np.random.Generator) -> dict[str, Any]:
     heads = int(random.choice([2, 4]))
     return {
-        "vocab_size": 67, "hidden_size": heads * int(random.choice([8, 12])), "intermediate_size": int(random.choice([40, 64])),
+        "vocab_size": 67, "hidden_size": heads * int(random.choice([8, 12])),
+        "intermediate_size": int(random.choice([40, 64])),
         "num_hidden_layers": int(random.choice([1, 2])), "num_attention_heads": heads,
-        "num_key_value_heads": int(random.choice([1, heads])), "max_position_embeddings": 64, "bos_token_id": 1,
-        "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": bool(random.integers(2)),
+        "num_key_value_heads": int(random.choice([1, heads])), "max_position_embeddings": 64,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+        "tie_word_embeddings": bool(random.integers(2)),
     }  # fmt: skip
 
 
@@ -76,7 +90,9 @@ def write_model(folder: Path, form: str, seed: int) -> nn.Module:
         if "norm" in name:
             tensors[name] = 1 + 0.2 * noise
         else:
-            tensors[name] = noise * (0.5 if "embed" in name or "lm_head" in name else 1.5 * weight.shape[-1] ** -0.5)
+            tensors[name] = noise * (
+                0.5 if "embed" in name or "lm_head" in name else 1.5 * weight.shape[-1] ** -0.5
+            )
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     written = json.loads(config.to_json_string())
@@ -85,26 +101,43 @@ def write_model(folder: Path, form: str, seed: int) -> nn.Module:
         written.pop("head_dim")
         written |= {"architectures": ["BitnetForCausalLM"], "weight_bits": 1, "input_bits": 8}
         for layer in range(config.num_hidden_layers):
-            for (_, _, name), size in zip(NORMS, (config.hidden_size, config.intermediate_size), strict=True):
+            for (_, _, name), size in zip(
+                NORMS, (config.hidden_size, config.intermediate_size), strict=True
+            ):
                 noise = torch.tensor(draw.standard_normal(size), dtype=torch.float32)
                 tensors[f"model.layers.{layer}.{name}.weight"] = 1 + 0.2 * noise
     else:
         written["quantization_config"] = {"quant_method": "bitnet"}
         if storage == "floats":
-            written["quantization_config"] |= {"linear_class": "autobitlinear", "quantization_mode": "online"}
+            written["quantization_config"] |= {
+                "linear_class": "autobitlinear",
+                "quantization_mode": "online",
+            }
         elif storage == "autobitlinear":
-            written["quantization_config"] |= {"linear_class": "autobitlinear", "quantization_mode": "offline"}
+            written["quantization_config"] |= {
+                "linear_class": "autobitlinear",
+                "quantization_mode": "offline",
+            }
         if storage != "floats":
             for name in [name for name in tensors if name.endswith("_proj.weight")]:
-                codes = torch.tensor(draw.choice([-1, 0, 1], tensors[name].shape, p=[0.3, 0.4, 0.3]), dtype=torch.float32)
+                codes = torch.tensor(
+                    draw.choice([-1, 0, 1], tensors[name].shape, p=[0.3, 0.4, 0.3]),
+                    dtype=torch.float32,
+                )
                 scale = float(tensors[name].abs().mean())
                 tensors[name] = pack_weights(codes)
-                tensors[f"{name}_scale"] = torch.tensor([scale if storage == "autobitlinear" else 1 / scale])
+                tensors[f"{name}_scale"] = torch.tensor(
+                    [scale if storage == "autobitlinear" else 1 / scale]
+                )
     (folder / "config.json").write_text(json.dumps(written))
-    transformers.modeling_utils.safe_save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    transformers.modeling_utils.safe_save_file(
+        tensors, folder / "model.safetensors", {"format": "pt"}
+    )
     if form == "1bitLLM":
         return one_bit_llm(plain, tensors)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager"
+    ).eval()
 
 
 def one_bit_llm(model: Any, tensors: dict[str, torch.Tensor]) -> nn.Module:
@@ -120,14 +153,18 @@ def one_bit_llm(model: Any, tensors: dict[str, torch.Tensor]) -> nn.Module:
         for module, last, norm in NORMS:
             owner = getattr(layer, module)
             scale = tensors[f"model.layers.{index}.{norm}.weight"]
-            normalize = transformers.models.llama.modeling_llama.LlamaRMSNorm(len(scale), model.config.rms_norm_eps)
+            normalize = transformers.models.llama.modeling_llama.LlamaRMSNorm(
+                len(scale), model.config.rms_norm_eps
+            )
             normalize.weight = nn.Parameter(scale)
             setattr(owner, last, nn.Sequential(normalize, getattr(owner, last)))
     return model.eval()
 
 
 def torch_results(model: nn.Module, prompt_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Returns greedy continuations, the logits of every position, and the least distance of an input from a middle."""
+    """Returns greedy continuations, the logits of every position, and the least distance of an
+    input from a middle.
+    """
     least = [0.5]
 
     def watch(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -151,7 +188,9 @@ def torch_results(model: nn.Module, prompt_BT: np.ndarray) -> tuple[np.ndarray, 
 
 def dantinox_results(folder: Path, tokens_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the logits of the imported model, and its greedy continuations of the prompts."""
-    config, files = dequantize_checkpoint(json.loads((folder / "config.json").read_text()), open_tensors(folder))
+    config, files = dequantize_checkpoint(
+        json.loads((folder / "config.json").read_text()), open_tensors(folder)
+    )
     settings = hf_config_to_settings(config, max_context=64)
     settings["model"]["dtype"] = "float32"
     imported = build_config(settings)
@@ -160,12 +199,18 @@ def dantinox_results(folder: Path, tokens_BT: np.ndarray) -> tuple[np.ndarray, n
     arrays = from_hf(config, model, files)
     written, back = to_hf(imported, config["vocab_size"], arrays, config)
     assert written == config
-    assert all(back[name].tobytes() == files[name].tobytes() for name in files.tensors), "the exported tensors differ"
+    assert all(back[name].tobytes() == files[name].tobytes() for name in files.tensors), (
+        "the exported tensors differ"
+    )
     built = abstract_model(model)[0]({name: jnp.asarray(arrays[name]) for name in arrays})
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
+    positions_BT = jnp.broadcast_to(
+        jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
+    )
     logits = np.asarray(built(jnp.asarray(tokens_BT), positions_BT)[0])
     prompts = [row[:PROMPT].tolist() for row in tokens_BT]
-    return logits, np.asarray(dantinox.generate(built, prompts, max_new_tokens=NEW, temperature=0.0))
+    return logits, np.asarray(
+        dantinox.generate(built, prompts, max_new_tokens=NEW, temperature=0.0)
+    )
 
 
 def main() -> int:
@@ -180,15 +225,23 @@ def main() -> int:
             for prompt in range(2000):
                 prompt_BT = np.random.default_rng((seed, prompt)).integers(3, 64, (1, PROMPT))
                 tokens_BT, expected, distance = torch_results(model, prompt_BT)
-                second, first = np.sort(expected[:, PROMPT - 1 :], axis=-1)[..., -2:].transpose(2, 0, 1)
-                if "--any" in sys.argv or (distance > LEAST_DISTANCE and np.min(first - second) > LEAST_GAP):
+                second, first = np.sort(expected[:, PROMPT - 1 :], axis=-1)[..., -2:].transpose(
+                    2, 0, 1
+                )
+                if "--any" in sys.argv or (
+                    distance > LEAST_DISTANCE and np.min(first - second) > LEAST_GAP
+                ):
                     break
             logits, generated = dantinox_results(Path(path), tokens_BT)
         difference, same = np.abs(logits - expected).max(), np.array_equal(generated, tokens_BT)
         failures += difference > TOLERANCE or not same
         tokens = "equal" if same else "different"
-        print(f"{form:24} {seed:4} {prompt:6} {difference:9.1e} {distance:9.1e}  {tokens}", flush=True)
-    print(f"{count - failures} of {count} models have equal tokens, and logits within {TOLERANCE:g}")
+        print(
+            f"{form:24} {seed:4} {prompt:6} {difference:9.1e} {distance:9.1e}  {tokens}", flush=True
+        )
+    print(
+        f"{count - failures} of {count} models have equal tokens, and logits within {TOLERANCE:g}"
+    )
     return int(failures > 0)
 
 

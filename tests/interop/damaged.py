@@ -1,6 +1,8 @@
-"""Damaged and inconsistent checkpoints: changes to a GGUF file and to a folder with safetensors that an import must reject.
+"""Damaged and inconsistent checkpoints: changes to a GGUF file and to a folder with safetensors
+that an import must reject.
 
-`test_damaged.py` applies these changes to small checkpoints, `damaged_live.py` to a published checkpoint.
+`test_damaged.py` applies these changes to small checkpoints, `damaged_live.py` to a published
+checkpoint.
 """
 
 import json
@@ -13,12 +15,26 @@ import numpy as np
 
 from dantinox.interop.gguf.ggml_types import TYPES
 
-SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value in GGUF, by type
+SIZES = {
+    0: 1,
+    1: 1,
+    2: 2,
+    3: 2,
+    4: 4,
+    5: 4,
+    6: 4,
+    7: 1,
+    10: 8,
+    11: 8,
+    12: 8,
+}  # bytes of a value in GGUF, by type
 FAR = 1 << 63
 
 
 class EditableGGUF:
-    """A GGUF file that can be edited: `values` and `tensors` are lists of (name, bytes after the name)."""
+    """A GGUF file that can be edited: `values` and `tensors` are lists of (name, bytes after the
+    name).
+    """
 
     def __init__(self, content: memoryview) -> None:
         self.content, self.at = content, 4
@@ -89,14 +105,18 @@ class EditableGGUF:
         shape = list(struct.unpack_from(f"<{axes}Q", content, 4))
         return shape, *struct.unpack_from("<IQ", content, 4 + 8 * axes)
 
-    def describe(self, name: str, shape: list[int], kind: int, offset: int, axes: int | None = None) -> None:
+    def describe(
+        self, name: str, shape: list[int], kind: int, offset: int, axes: int | None = None
+    ) -> None:
         count = len(shape) if axes is None else axes
         self.set(name, struct.pack(f"<I{len(shape)}QIQ", count, *shape, kind, offset))
 
     def patch(self, name: str, at: int, content: bytes) -> None:
         """Changes the data of a tensor."""
         offset = self.info(name)[2] + at
-        self.data = memoryview(bytes(self.data[:offset]) + content + bytes(self.data[offset + len(content) :]))
+        self.data = memoryview(
+            bytes(self.data[:offset]) + content + bytes(self.data[offset + len(content) :])
+        )
 
     def chunks(self) -> Iterator[bytes | memoryview]:
         head = self.magic + struct.pack("<IQQ", self.version, self.tensor_count, self.value_count)
@@ -149,7 +169,9 @@ def _info(name: str, **changes) -> Change:
     def change(parts: EditableGGUF) -> None:
         shape, kind, offset = parts.info(name)
         given = {"shape": shape, "kind": kind, "offset": offset}
-        changed = {key: value(given[key]) if callable(value) else value for key, value in changes.items()}
+        changed = {
+            key: value(given[key]) if callable(value) else value for key, value in changes.items()
+        }
         parts.describe(name, **(given | changed))
 
     return change
@@ -195,7 +217,8 @@ def _scale(word: int) -> Change:
     def change(parts: EditableGGUF) -> None:
         kind = next(kind for kind in TYPES.values() if kind.number == parts.info(DOWN)[1])
         size = 4 if kind.decode is None and kind.block.itemsize == 4 else 2
-        parts.patch(DOWN, 0, (np.float32(np.nan).tobytes() if word == 0x7E00 else np.float32(np.inf).tobytes()) if size == 4
+        parts.patch(DOWN, 0,
+                    (np.float32(np.nan).tobytes() if word == 0x7E00 else np.float32(np.inf).tobytes()) if size == 4
                     else struct.pack("<H", word))  # fmt: skip
 
     return change
@@ -218,7 +241,8 @@ GGUF: dict[str, Change] = {
     "no values": _attribute(value_count=0),
     "long text": _value("general.architecture", struct.pack("<IQ", 8, 1 << 40) + b"llama"),
     "text of 2^63 bytes": _value("general.architecture", struct.pack("<IQ", 8, FAR) + b"llama"),
-    "array of 2^62 texts": lambda parts: parts.set(TOKENS, struct.pack("<IIQ", 9, 8, 1 << 62) + parts.get(TOKENS)[16:]),
+    "array of 2^62 texts": lambda parts: parts.set(TOKENS, struct.pack("<IIQ", 9, 8, 1 << 62)
+                                                   + parts.get(TOKENS)[16:]),
     "array of one text more": lambda parts: parts.set(
         TOKENS, struct.pack("<IIQ", 9, 8, len(words(parts, TOKENS)) + 1) + parts.get(TOKENS)[16:]
     ),
@@ -258,7 +282,8 @@ GGUF: dict[str, Change] = {
     "a token twice": _tokens(lambda tokens: [*tokens[:-1], tokens[-2]]),
     "no tokens": _without(TOKENS),
     "tokens that are numbers": _value(TOKENS, struct.pack("<IIQ4i", 9, 5, 4, 1, 2, 3, 4)),
-    "a token type less": _value("tokenizer.ggml.token_type", struct.pack("<IIQ3i", 9, 5, 3, 1, 1, 1)),
+    "a token type less": _value("tokenizer.ggml.token_type", struct.pack("<IIQ3i", 9, 5, 3, 1, 1,
+        1)),
     "merge of an unknown token": _tokens(lambda merges: [*merges[:-1], "noSuchToken Ġthe"], MERGES),
     "merge into an unknown token": _tokens(lambda merges: [*merges[:-1], "a ~"], MERGES),
     "merge without a space": _tokens(lambda merges: [*merges[:-1], "ab"], MERGES),
@@ -276,8 +301,10 @@ GGUF: dict[str, Change] = {
     "unknown architecture": _value("general.architecture", text("none")),
     "architecture a number": _value("general.architecture", integer(3)),
     "2^31 layers": _value("llama.block_count", integer(1 << 31)),
-    "a layer more": lambda parts: parts.set("llama.block_count", integer(1 + _integer(parts, "llama.block_count"))),
-    "a layer less": lambda parts: parts.set("llama.block_count", integer(_integer(parts, "llama.block_count") - 1)),
+    "a layer more": lambda parts: parts.set("llama.block_count", integer(1 + _integer(parts,
+        "llama.block_count"))),
+    "a layer less": lambda parts: parts.set("llama.block_count", integer(_integer(parts,
+        "llama.block_count") - 1)),
     "-1 layers": _value("llama.block_count", integer(-1)),
     "no heads": _value("llama.attention.head_count", integer(0)),
     "7 heads": _value("llama.attention.head_count", integer(7)),
@@ -292,7 +319,8 @@ GGUF: dict[str, Change] = {
     "scale NaN": _scale(0x7E00),
     "scale infinite": _scale(0x7C00),
 }  # fmt: skip
-# Where a GGUF file is truncated: after a fraction of its header, after a fraction of its data, or some bytes before its end.
+# Where a GGUF file is truncated: after a fraction of its header, after a fraction of its data, or
+# some bytes before its end.
 CUTS = {"nothing": 0.0, "magic": 1e-9, "start": 0.001, "values": 0.3, "tokens": 0.6, "infos": 0.999}
 
 
@@ -318,7 +346,11 @@ def damaged_gguf(source: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
         yield name, write(change)
     header = len(content) - len(whole.data)
     ends = {f"cut in {name}": int(header * share) for name, share in CUTS.items()}
-    ends |= {"cut behind the header": header, "half of the data": (header + len(content)) // 2, "a byte less": len(content) - 1}
+    ends |= {
+        "cut behind the header": header,
+        "half of the data": (header + len(content)) // 2,
+        "a byte less": len(content) - 1,
+    }
     for name, end in ends.items():
         yield name, lambda path, end=end: path.write_bytes(content[:end])
 
@@ -329,20 +361,28 @@ Folder = Callable[[Path], object]
 def _json(name: str, **changes) -> Folder:
     def change(folder: Path) -> None:
         found = json.loads((folder / name).read_text()) | changes
-        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+        (folder / name).write_text(
+            json.dumps({key: value for key, value in found.items() if value is not None})
+        )
 
     return change
 
 
 def _content(name: str, content: str | bytes) -> Folder:
-    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return lambda folder: (folder / name).write_bytes(
+        content.encode() if isinstance(content, str) else content
+    )
 
 
 ONE = "model.safetensors"
 
 
-def _header(change: Callable[[dict], object], length: Callable[[int], int] = lambda length: length) -> Folder:
-    """Changes the header of the weights file and its stated length. If `change` returns a string, this replaces the header."""
+def _header(
+    change: Callable[[dict], object], length: Callable[[int], int] = lambda length: length
+) -> Folder:
+    """Changes the header of the weights file and its stated length. If `change` returns a string,
+    this replaces the header.
+    """
 
     def to(folder: Path) -> None:
         content = (folder / ONE).read_bytes()
@@ -351,7 +391,9 @@ def _header(change: Callable[[dict], object], length: Callable[[int], int] = lam
         returned = change(header)
         new = returned if isinstance(returned, str) else json.dumps(header)
         data = new.encode().ljust(size, b" ")
-        (folder / ONE).write_bytes(length(len(data)).to_bytes(8, "little") + data + content[8 + size :])
+        (folder / ONE).write_bytes(
+            length(len(data)).to_bytes(8, "little") + data + content[8 + size :]
+        )
 
     return to
 
@@ -363,7 +405,9 @@ OTHER = "model.layers.1.mlp.up_proj.weight"
 def _tensor(**changes) -> Folder:
     def change(header: dict) -> None:
         entry = header[ENTRY]
-        entry |= {key: value(entry[key]) if callable(value) else value for key, value in changes.items()}
+        entry |= {
+            key: value(entry[key]) if callable(value) else value for key, value in changes.items()
+        }
 
     return _header(change)
 
@@ -377,7 +421,10 @@ def _first_number(word: bytes) -> Folder:
         content = (folder / ONE).read_bytes()
         size = int.from_bytes(content[:8], "little")
         entry = json.loads(content[8 : 8 + size])[ENTRY]
-        start, width = 8 + size + entry["data_offsets"][0], {"F32": 4, "BF16": 2, "F16": 2}[entry["dtype"]]
+        start, width = (
+            8 + size + entry["data_offsets"][0],
+            {"F32": 4, "BF16": 2, "F16": 2}[entry["dtype"]],
+        )
         (folder / ONE).write_bytes(content[:start] + word[-width:] + content[start + width :])
 
     return change
@@ -396,7 +443,11 @@ def _index(places: Callable[[list[str]], object]) -> Folder:
 
     def change(folder: Path) -> None:
         content = (folder / ONE).read_bytes()
-        names = [name for name in json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]) if name != "__metadata__"]
+        names = [
+            name
+            for name in json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            if name != "__metadata__"
+        ]
         (folder / ONE).rename(folder / "a.safetensors")
         (folder / f"{ONE}.index.json").write_text(json.dumps({"weight_map": places(names)}))
 
@@ -404,7 +455,9 @@ def _index(places: Callable[[list[str]], object]) -> Folder:
 
 
 def _two_shards(folder: Path) -> None:
-    _index(lambda names: {name: "ab"[place % 2] + ".safetensors" for place, name in enumerate(names)})(folder)
+    _index(
+        lambda names: {name: "ab"[place % 2] + ".safetensors" for place, name in enumerate(names)}
+    )(folder)
     (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
 
 
@@ -425,7 +478,8 @@ FOLDERS: dict[str, Folder] = {
     "unknown dtype": _tensor(dtype="F8"),
     "wider dtype": _tensor(dtype="F64"),
     "narrower dtype": _tensor(dtype="U8"),
-    "integers": lambda folder: _tensor(dtype=lambda dtype: {"F32": "I32", "BF16": "I16", "F16": "I16"}[dtype])(folder),
+    "integers": lambda folder: _tensor(dtype=lambda dtype: {"F32": "I32", "BF16": "I16",
+                                                            "F16": "I16"}[dtype])(folder),
     "shape a number": _tensor(shape=7),
     "shape of fractions": _tensor(shape=[1.5, 2]),
     "negative shape": _tensor(shape=lambda shape: [-shape[0], -shape[1]]),
@@ -438,7 +492,8 @@ FOLDERS: dict[str, Folder] = {
     "overlap": _header(lambda header: header[ENTRY].update(data_offsets=header[OTHER]["data_offsets"])),
     "a tensor less": _header(lambda header: header.pop(ENTRY) and None),
     "a tensor under another name": _header(lambda header: header.update({"model.more": header.pop(ENTRY)})),
-    "a tensor of no layer": _header(lambda header: header.update({ENTRY.replace(".1.", ".99."): header.pop(ENTRY)})),
+    "a tensor of no layer": _header(lambda header: header.update({ENTRY.replace(".1.",
+        ".99."): header.pop(ENTRY)})),
     "a strange name": _header(lambda header: header.update({"a\n\x1b[31m" * 99: header.pop(ENTRY)})),
     "NaN": _first_number(np.float32(np.nan).tobytes()),
     "Inf": _first_number(np.float32(-np.inf).tobytes()),
@@ -447,16 +502,19 @@ FOLDERS: dict[str, Folder] = {
     "half a header": _cut(lambda size: 200),
     "half of the data": _cut(lambda size: size // 2),
     "a byte less": _cut(lambda size: size - 1),
-    "bytes behind the end": lambda folder: (folder / ONE).write_bytes((folder / ONE).read_bytes() + b"more"),
+    "bytes behind the end": lambda folder: (folder / ONE).write_bytes((folder / ONE).read_bytes()
+        + b"more"),
     "no weights": lambda folder: (folder / ONE).unlink(),
     "a pickle": lambda folder: (folder / ONE).rename(folder / "pytorch_model.bin"),
     "index of no file": _index(lambda names: dict.fromkeys(names, "b.safetensors")),
     "index of a file above": _index(lambda names: dict.fromkeys(names, "../a.safetensors")),
-    "index of an absolute path": _index(lambda names: dict.fromkeys(names, "/etc/passwd.safetensors")),
+    "index of an absolute path": _index(lambda names: dict.fromkeys(names,
+        "/etc/passwd.safetensors")),
     "index of numbers": _index(lambda names: dict.fromkeys(names, 3)),
     "index a list": _index(lambda names: names),
     "index empty": _index(lambda names: {}),
-    "index of a tensor too many": _index(lambda names: dict.fromkeys([*names, "model.more"], "a.safetensors")),
+    "index of a tensor too many": _index(lambda names: dict.fromkeys([*names, "model.more"],
+        "a.safetensors")),
     "shards that overlap": _two_shards,
     "config no JSON": _content("config.json", "{"),
     "config an array": _content("config.json", "[]"),
@@ -468,7 +526,8 @@ FOLDERS: dict[str, Folder] = {
     "10^9 layers": _json("config.json", num_hidden_layers=10**9),
     "9,000 layers": _json("config.json", num_hidden_layers=9000),
     "a layer more": lambda folder: _json(
-        "config.json", num_hidden_layers=json.loads((folder / "config.json").read_text())["num_hidden_layers"] + 1
+        "config.json",
+        num_hidden_layers=json.loads((folder / "config.json").read_text())["num_hidden_layers"] + 1
     )(folder),
     "layers a text": _json("config.json", num_hidden_layers="2"),
     "width 2^40": _json("config.json", hidden_size=1 << 40),
@@ -486,7 +545,9 @@ FOLDERS: dict[str, Folder] = {
     "rope an array": _json("config.json", rope_parameters=[1], rope_scaling=None),
     "unknown key": _json("config.json", secret_attention=True),
     "unknown quantization": _json("config.json", quantization_config={"quant_method": "none"}),
-    "quantization that is not there": _json("config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+    "quantization that is not there": _json("config.json",
+                                            quantization_config={"quant_method": "gptq",
+                                                "bits": 4}),
     "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
     "tokenizer no JSON": _content("tokenizer.json", "{"),
     "tokenizer of nothing": _content("tokenizer.json", "{}"),
@@ -504,4 +565,8 @@ FOLDERS: dict[str, Folder] = {
 
 
 def is_one_sentence(message: str) -> bool:
-    return bool(message) and not re.search(r"[\n\x00-\x1f]|Traceback|Error\(", message) and len(message) < 700
+    return (
+        bool(message)
+        and not re.search(r"[\n\x00-\x1f]|Traceback|Error\(", message)
+        and len(message) < 700
+    )

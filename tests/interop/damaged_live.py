@@ -1,8 +1,10 @@
-"""Imports every damaged variant of a published GGUF file, and of the Hugging Face folder exported from it.
+"""Imports every damaged variant of a published GGUF file, and of the Hugging Face folder exported
+from it.
 
     python -m tests.interop.damaged_live FILE.gguf [WORK_FOLDER]
 
-A command must exit with status 2 and an error in one sentence, write nothing, and use at most 5 seconds and 700 MB.
+A command must exit with status 2 and an error in one sentence, write nothing, and use at most 5
+seconds and 700 MB.
 """
 
 import multiprocessing
@@ -32,7 +34,9 @@ def folders(source: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
 
 
 def attempt(source: Path, folder: Path) -> tuple[str, float, int, list[str]]:
-    """Runs an import; returns its message, its CPU seconds, its peak memory in kB, and the list of violations."""
+    """Runs an import; returns its message, its CPU seconds, its peak memory in kB, and the list of
+    violations.
+    """
     before = sorted(folder.rglob("*"))
     command = [*DANTINOX, "import", str(source), "--run_dir", str(folder / "run")]
     start = time.perf_counter()
@@ -44,7 +48,9 @@ def attempt(source: Path, folder: Path) -> tuple[str, float, int, list[str]]:
     seconds = min(usage.ru_utime + usage.ru_stime, time.perf_counter() - start)
     wrong = [] if process.returncode == 2 else [f"status {process.returncode}"]
     message = output.removeprefix("error: ").removesuffix("\n")
-    wrong += [] if output.startswith("error: ") and is_one_sentence(message) else ["not one sentence"]
+    wrong += (
+        [] if output.startswith("error: ") and is_one_sentence(message) else ["not one sentence"]
+    )
     wrong += [] if sorted(folder.rglob("*")) == before else ["files written"]
     wrong += [f"{seconds:.1f} s"] if seconds > SECONDS else []
     wrong += [f"{usage.ru_maxrss >> 10} MB"] if usage.ru_maxrss > KILOBYTES else []
@@ -53,13 +59,16 @@ def attempt(source: Path, folder: Path) -> tuple[str, float, int, list[str]]:
 
 def main(source: Path, work: Path) -> int:
     subprocess.run([*DANTINOX, "import", str(source), "--run_dir", str(work / "whole")], check=True)
-    subprocess.run([*DANTINOX, "export", str(work / "whole"), str(work / "hf"), "--type", "bf16"], check=True)
+    subprocess.run(
+        [*DANTINOX, "export", str(work / "whole"), str(work / "hf"), "--type", "bf16"], check=True
+    )
     bad = slowest = largest = count = 0
     for suffix, variants in ((".gguf", damaged_gguf(source)), ("", folders(work / "hf"))):
         for name, write in variants:
             with tempfile.TemporaryDirectory(dir=work) as folder:
                 path = Path(folder) / f"x{suffix}"
-                # The measured peak memory of a command includes that of its parent process, so the parent must stay small.
+                # The measured peak memory of a command includes that of its parent process, so the
+                # parent must stay small.
                 writer = multiprocessing.get_context("fork").Process(target=write, args=(path,))
                 writer.start()
                 writer.join()
@@ -68,10 +77,14 @@ def main(source: Path, work: Path) -> int:
             count, bad = count + 1, bad + bool(wrong)
             slowest, largest = max(slowest, seconds), max(largest, memory)
             print(
-                f"{'BAD ' + ', '.join(wrong) if wrong else 'ok'}: {suffix or 'folder'} {name}, {seconds:.1f} s: {message}",
+                f"{'BAD ' + ', '.join(wrong) if wrong else 'ok'}: {suffix or 'folder'} {name},"
+                f" {seconds:.1f} s: {message}",
                 flush=True,
             )
-    print(f"{count - bad} of {count} rejected in one sentence; at most {slowest:.1f} s and {largest >> 10} MB")
+    print(
+        f"{count - bad} of {count} rejected in one sentence; at most {slowest:.1f} s and"
+        f" {largest >> 10} MB"
+    )
     return bool(bad)
 
 

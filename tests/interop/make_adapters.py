@@ -13,18 +13,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 FOLDER = Path(__file__).parent / "peft"
 SHAPE = {
-    "vocab_size": 17, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
-    "num_hidden_layers": 2, "intermediate_size": 24, "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "tie_word_embeddings": True, "attn_implementation": "eager",
+    "vocab_size": 17, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 4, "num_hidden_layers": 2, "intermediate_size": 24, "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "attn_implementation": "eager",
 }  # fmt: skip
 ADAPTERS = {
     "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
     "patterns": {
-        "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"], "use_rslora": True,
-        "rank_pattern": {"o_proj": 5}, "alpha_pattern": {"model.layers.1.mlp.down_proj": 9},
+        "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"],
+        "use_rslora": True, "rank_pattern": {"o_proj": 5},
+        "alpha_pattern": {"model.layers.1.mlp.down_proj": 9},
     },
     "dora": {
-        "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"], "use_dora": True,
+        "r": 2, "lora_alpha": 4,
+        "target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"],
+        "use_dora": True,
         "use_rslora": True,
     },
 }  # fmt: skip
@@ -39,12 +43,20 @@ def base() -> LlamaForCausalLM:
 
 
 def main() -> None:
-    tokens = torch.randint(0, SHAPE["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, SHAPE["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(1)
+    )
     expected = {"tokens": tokens.numpy().astype(np.int32)}
-    weights = {name: array.numpy() for name, array in base().state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: array.numpy()
+        for name, array in base().state_dict().items()
+        if name != "lm_head.weight"
+    }
     save_file(weights, FOLDER / "base.safetensors")
     for name, settings in ADAPTERS.items():
-        model = get_peft_model(base(), LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, **settings)).eval()
+        model = get_peft_model(
+            base(), LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, **settings)
+        ).eval()
         for path, parameter in model.named_parameters():
             if "lora_B" in path:
                 torch.nn.init.normal_(parameter, 0.0, 0.2)

@@ -1,6 +1,8 @@
-"""Writes tests/interop/checkpoints: a small random model of every family, with logits and tokens of transformers.
+"""Writes tests/interop/checkpoints: a small random model of every family, with logits and tokens of
+transformers.
 
-python tests/interop/make_checkpoints.py [FAMILY …]     (needs torch and transformers; the tests do not)
+python tests/interop/make_checkpoints.py [FAMILY …]     (needs torch and transformers; the tests do
+not)
 """
 
 import sys
@@ -18,11 +20,20 @@ ROWS, PROMPT, NEW = 2, 8, 32
 
 
 def random_model(family: str, seed: int, **changes):
-    """Returns a model with random weights, also in norms and biases. Its next-token distribution is not flat."""
+    """Returns a model with random weights, also in norms and biases. Its next-token distribution is
+    not flat.
+    """
     name, kwargs = keywords(family, **changes)
     config = getattr(transformers, name)(**kwargs)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    randomize(model, seed, zero_centered="gemma" in family and family != "gemma4_text", scaled_keys=family == "gemma4_text")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    randomize(
+        model,
+        seed,
+        zero_centered="gemma" in family and family != "gemma4_text",
+        scaled_keys=family == "gemma4_text",
+    )
     return model
 
 
@@ -36,12 +47,20 @@ def randomize(model, seed: int, zero_centered: bool, scaled_keys: bool = False) 
     draw = torch.Generator().manual_seed(seed)
     for path, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=draw)
-        if path.endswith(("bias", "router.scale", "per_expert_scale")) or "norm" in path or ".ln_" in path:
-            noise = 0.2 * noise + (0 if path.endswith("bias") or (zero_centered and "norm" in path) else 1)
+        if (
+            path.endswith(("bias", "router.scale", "per_expert_scale"))
+            or "norm" in path
+            or ".ln_" in path
+        ):
+            noise = 0.2 * noise + (
+                0 if path.endswith("bias") or (zero_centered and "norm" in path) else 1
+            )
             if scaled_keys and "k_norm" in path:
                 noise = noise * weight.shape[-1] ** -0.5
         elif weight.ndim == 2:
-            noise = noise * (0.35 if "embed" in path or "wte" in path else 1.3 / weight.shape[-1] ** 0.5)
+            noise = noise * (
+                0.35 if "embed" in path or "wte" in path else 1.3 / weight.shape[-1] ** 0.5
+            )
         else:
             noise = noise * 1.3 / weight.shape[-1] ** 0.5
         weight.data = noise.to(weight.dtype)
@@ -51,7 +70,9 @@ def randomize(model, seed: int, zero_centered: bool, scaled_keys: bool = False) 
 
 
 def greedy(model, prompt_BT: np.ndarray, new: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns prompts with their greedy continuations, and the logits of every position, computed without a cache."""
+    """Returns prompts with their greedy continuations, and the logits of every position, computed
+    without a cache.
+    """
     tokens_BT = torch.tensor(prompt_BT)
     with torch.no_grad():
         for _ in range(new):
@@ -64,18 +85,25 @@ def greedy(model, prompt_BT: np.ndarray, new: int) -> tuple[np.ndarray, np.ndarr
 def main() -> None:
     for family in sys.argv[1:] or FAMILIES:
         folder = HERE / family
-        for seed in range(100):  # until a seed gives prompts for which rounding cannot change a greedy token
+        for seed in range(
+            100
+        ):  # until a seed gives prompts for which rounding cannot change a greedy token
             model = random_model(family, seed)
             prompt_BT = np.random.default_rng(seed).integers(3, 64, (ROWS, PROMPT))
             tokens_BT, logits_BTV = greedy(model, prompt_BT, NEW)
-            second, first = np.sort(logits_BTV[:, PROMPT - 1 :], axis=-1)[..., -2:].transpose(2, 0, 1)
+            second, first = np.sort(logits_BTV[:, PROMPT - 1 :], axis=-1)[..., -2:].transpose(
+                2, 0, 1
+            )
             if np.min(first - second) > 0.01 and tokens_BT[:, PROMPT:].max() < 64:
                 break
         model.save_pretrained(folder)
         np.savez_compressed(folder / "expected.npz", tokens=tokens_BT, logits=logits_BTV)
         size = sum(path.stat().st_size for path in folder.iterdir())
         margin, different = np.min(first - second), len(set(tokens_BT.ravel()))
-        print(f"{family:12} {size / 1024:6.0f} KiB, least margin {margin:.4f}, seed {seed}, {different} tokens")
+        print(
+            f"{family:12} {size / 1024:6.0f} KiB, least margin {margin:.4f}, seed {seed},"
+            f" {different} tokens"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Compares dequantized random matrices with those of compressed-tensors and transformers; they must be bitwise equal.
+"""Compares dequantized random matrices with those of compressed-tensors and transformers; they must
+be bitwise equal.
 
 Run by `make parity`; needs torch, transformers and compressed-tensors.
 """
@@ -20,10 +21,26 @@ FP8, E8M0 = torch.float8_e4m3fn, torch.uint8
 SCHEMES = {
     "int8 by tensor": ("int-quantized", {"num_bits": 8, "strategy": "tensor"}, (1,)),
     "int8 by row": ("int-quantized", {"num_bits": 8, "strategy": "channel"}, (ROWS, 1)),
-    "int8 by row, asymmetric": ("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}, (ROWS, 1)),
-    "int8 by group": ("naive-quantized", {"num_bits": 8, "strategy": "group", "group_size": 128}, (ROWS, 3)),
-    "fp8 by tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, (1,)),
-    "fp8 by row": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, (ROWS, 1)),
+    "int8 by row, asymmetric": (
+        "int-quantized",
+        {"num_bits": 8, "strategy": "channel", "symmetric": False},
+        (ROWS, 1),
+    ),
+    "int8 by group": (
+        "naive-quantized",
+        {"num_bits": 8, "strategy": "group", "group_size": 128},
+        (ROWS, 3),
+    ),
+    "fp8 by tensor": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        (1,),
+    ),
+    "fp8 by row": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "channel"},
+        (ROWS, 1),
+    ),
     "fp8 by block": (
         "float-quantized",
         {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
@@ -55,14 +72,20 @@ SCHEMES = {
 def to_numpy(tensor):
     dtypes = {FP8: ml_dtypes.float8_e4m3fn, torch.bfloat16: ml_dtypes.bfloat16}
     if tensor.dtype in dtypes:
-        return tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy().view(dtypes[tensor.dtype])
+        return (
+            tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}"))
+            .numpy()
+            .view(dtypes[tensor.dtype])
+        )
     return tensor.numpy()
 
 
 def dequantized(options, tensors):
     arrays = {name: np.asarray(to_numpy(tensor)) for name, tensor in tensors.items()}
     kinds = {name: Tensor(array.shape, array.dtype.name) for name, array in arrays.items()}
-    _, found = dequantize_checkpoint({"quantization_config": options}, LazyArrays(kinds, arrays.__getitem__))
+    _, found = dequantize_checkpoint(
+        {"quantization_config": options}, LazyArrays(kinds, arrays.__getitem__)
+    )
     (name,) = found
     return found[name]
 
@@ -98,22 +121,40 @@ def main():
     equal = []
     for name, (form, weights, grid) in SCHEMES.items():
         tensors, expected = compressed(form, weights, grid)
-        options = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"weights": weights}}}
-        equal.append(report(name, dequantized(options, {f"x.{part}": tensor for part, tensor in tensors.items()}), expected))
+        options = {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "config_groups": {"group_0": {"weights": weights}},
+        }
+        equal.append(
+            report(
+                name,
+                dequantized(options, {f"x.{part}": tensor for part, tensor in tensors.items()}),
+                expected,
+            )
+        )
     for name, grid, options in (
         ("fp8, blocks of 128", (2, 3), {"weight_block_size": [128, 128]}),
         ("fp8 by tensor", (), {"weight_block_size": None}),
         ("fp8 by row", (ROWS, 1), {}),
     ):
         weight, scale = torch.randn(ROWS, COLUMNS).to(FP8), torch.rand(grid)
-        expected = Fp8Dequantize(None)._dequantize_one(weight, scale.reshape(grid or (1, 1)), torch.float32)
+        expected = Fp8Dequantize(None)._dequantize_one(
+            weight, scale.reshape(grid or (1, 1)), torch.float32
+        )
         tensors = {"x.weight": weight, "x.weight_scale_inv": scale}
-        equal.append(report(name, dequantized({"quant_method": "fp8", **options}, tensors), expected))
+        equal.append(
+            report(name, dequantized({"quant_method": "fp8", **options}, tensors), expected)
+        )
     blocks = torch.randint(0, 256, (3, 64, 5, 16), dtype=torch.uint8)
     scales = torch.randint(0, 250, (3, 64, 5), dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales)
     equal.append(
-        report("mxfp4 of gpt-oss", dequantized({"quant_method": "mxfp4"}, {"x_blocks": blocks, "x_scales": scales}), expected)
+        report(
+            "mxfp4 of gpt-oss",
+            dequantized({"quant_method": "mxfp4"}, {"x_blocks": blocks, "x_scales": scales}),
+            expected,
+        )
     )
     assert all(equal)
     print(f"{len(equal)} of {len(equal)} bitwise equal")

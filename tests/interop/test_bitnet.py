@@ -1,4 +1,6 @@
-"""Ternary checkpoints in the formats of transformers and of 1bitLLM, against a NumPy model of the tensors."""
+"""Ternary checkpoints in the formats of transformers and of 1bitLLM, against a NumPy model of the
+tensors.
+"""
 
 import json
 from pathlib import Path
@@ -25,41 +27,69 @@ from tests.model.builder import quick
 
 D, F, N, K, H, V, L = 16, 20, 4, 2, 4, 23, 2
 SIZES = {
-    "vocab_size": V, "hidden_size": D, "intermediate_size": F, "num_hidden_layers": L, "num_attention_heads": N,
-    "num_key_value_heads": K, "max_position_embeddings": 32, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    "vocab_size": V, "hidden_size": D, "intermediate_size": F, "num_hidden_layers": L,
+    "num_attention_heads": N, "num_key_value_heads": K, "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e4,
     "tie_word_embeddings": True,
 }  # fmt: skip
 PACKED = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 FORMS = {
-    "packed": SIZES
-    | {"model_type": "bitnet", "architectures": ["BitNetForCausalLM"], "hidden_act": "relu2", "quantization_config": PACKED},
+    "packed": (
+        SIZES
+        | {
+            "model_type": "bitnet",
+            "architectures": ["BitNetForCausalLM"],
+            "hidden_act": "relu2",
+            "quantization_config": PACKED,
+        }
+    ),
     # With the keys of the published files.
-    "1bitLLM": json.loads((Path(__file__).parent / "checkpoints" / "bitnet_b1_58" / "config.json").read_text()),
+    "1bitLLM": json.loads(
+        (Path(__file__).parent / "checkpoints" / "bitnet_b1_58" / "config.json").read_text()
+    ),
 }
 NORMS = {"packed": ("attn_sub_norm", "ffn_sub_norm"), "1bitLLM": ("inner_attn_ln", "ffn_layernorm")}
 MATRICES = {
     "self_attn.q_proj": (N * H, D), "self_attn.k_proj": (K * H, D), "self_attn.v_proj": (K * H, D),
-    "self_attn.o_proj": (D, N * H), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F),
+    "self_attn.o_proj": (D, N * H), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D),
+    "mlp.down_proj": (D, F),
 }  # fmt: skip
 
 
 def pack(codes):
-    """Packs −1, 0 and 1 as `pack_weights` of transformers: row i + n · rows / 4 is in bits 2n of row i."""
+    """Packs −1, 0 and 1 as `pack_weights` of transformers: row i + n · rows / 4 is in bits 2n of
+    row i.
+    """
     quarters = np.split((codes + 1).astype(np.uint8), 4)
     return quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6
 
 
 def random_tensors(form, seed=0):
-    """Returns the tensors of a checkpoint, and the float64 weights that its projections multiply by."""
+    """Returns the tensors of a checkpoint, and the float64 weights that its projections multiply
+    by.
+    """
     random = np.random.default_rng(seed)
-    tensors = {"model.embed_tokens.weight": random.standard_normal((V, D)), "model.norm.weight": 1 + random.random(D)}
+    tensors = {
+        "model.embed_tokens.weight": random.standard_normal((V, D)),
+        "model.norm.weight": 1 + random.random(D),
+    }
     matrices = {}
     for layer in range(L):
         prefix = f"model.layers.{layer}."
-        names = ("input_layernorm", "post_attention_layernorm", f"self_attn.{NORMS[form][0]}", f"mlp.{NORMS[form][1]}")
-        tensors |= {f"{prefix}{name}.weight": 1 + random.random(F if "mlp" in name else D) for name in names}
+        names = (
+            "input_layernorm",
+            "post_attention_layernorm",
+            f"self_attn.{NORMS[form][0]}",
+            f"mlp.{NORMS[form][1]}",
+        )
+        tensors |= {
+            f"{prefix}{name}.weight": 1 + random.random(F if "mlp" in name else D) for name in names
+        }
         for name, shape in MATRICES.items():
-            w, scale = np.float32(random.standard_normal(shape)), np.float32(random.uniform(0.1, 0.4))
+            w, scale = (
+                np.float32(random.standard_normal(shape)),
+                np.float32(random.uniform(0.1, 0.4)),
+            )
             key = f"{prefix}{name}.weight"
             if form == "packed":
                 codes = random.choice([-1, 0, 1], shape)
@@ -69,7 +99,9 @@ def random_tensors(form, seed=0):
                 tensors[key] = w
                 scale = np.abs(np.float64(w)).mean()
                 matrices[key] = np.clip(np.rint(w / scale), -1, 1) * scale
-    return {name: a if a.dtype == np.uint8 else np.float32(a) for name, a in tensors.items()}, matrices
+    return {
+        name: a if a.dtype == np.uint8 else np.float32(a) for name, a in tensors.items()
+    }, matrices
 
 
 def lazy(arrays):
@@ -80,8 +112,8 @@ def lazy(arrays):
 def numpy_logits(form, tensors, matrices, tokens, nearest=1e-4):
     """Computes the logits of one sequence with the formulas of the published classes, in float64.
 
-    Every input of a projection must be `nearest` or farther from the middle between two 8-bit integers, else float32 may round
-    it differently.
+    Every input of a projection must be `nearest` or farther from the middle between two 8-bit
+    integers, else float32 may round it differently.
     """
     weights = {name: np.float64(array) for name, array in tensors.items()} | matrices
 
@@ -117,7 +149,9 @@ def numpy_logits(form, tensors, matrices, tokens, nearest=1e-4):
 
 
 def imported(form, tensors):
-    """Returns the dequantized `config.json`, the settings, the dequantized tensors and the parameters of a checkpoint."""
+    """Returns the dequantized `config.json`, the settings, the dequantized tensors and the
+    parameters of a checkpoint.
+    """
     config, files = dequantize_checkpoint(FORMS[form], lazy(tensors))
     tree = hf_config_to_settings(config)
     tree["model"]["dtype"] = "float32"
@@ -133,7 +167,9 @@ def test_logits_equal_those_of_numpy(form, seed):
     model = settings.architecture(V, "cpu")
     assert (model.projections, model.sub_norms) == ("ternary", True)
     built = abstract_model(model)[0]({name: jnp.asarray(arrays[name]) for name in arrays})
-    logits = quick(lambda model, *inputs: model(*inputs)[0])(built, tokens[None], np.arange(7)[None])
+    logits = quick(lambda model, *inputs: model(*inputs)[0])(
+        built, tokens[None], np.arange(7)[None]
+    )
     expected = numpy_logits(form, tensors, matrices, tokens)
     np.testing.assert_allclose(logits[0], expected, atol=1e-5 * np.abs(expected).max())
 
@@ -145,15 +181,24 @@ def test_packed_weights_keep_their_codes_and_scales(linear_class):
     scale = np.float32(0.0371)
     stored = scale if linear_class == "autobitlinear" else 1 / scale
     for number_type in (np.float32, ml_dtypes.bfloat16):
-        tensors = {"x_proj.weight": pack(codes), "x_proj.weight_scale": np.array([stored], number_type)}
-        options = {"quant_method": "bitnet"} | ({"linear_class": linear_class} if linear_class else {})
+        tensors = {
+            "x_proj.weight": pack(codes),
+            "x_proj.weight_scale": np.array([stored], number_type),
+        }
+        options = {"quant_method": "bitnet"} | (
+            {"linear_class": linear_class} if linear_class else {}
+        )
         config, files = dequantize_checkpoint({"quantization_config": options}, lazy(tensors))
         assert config == {"quantization_config": BITNET}
         assert files.tensors == {"x_proj.weight": ((12, 50), "float32")}
         found = weight_scales(files["x_proj.weight"])
         np.testing.assert_array_equal(quantize_weights(files["x_proj.weight"], found), codes)
         expected = np.float64(np.array(stored, number_type))
-        np.testing.assert_allclose(np.float64(found), expected if linear_class == "autobitlinear" else 1 / expected, rtol=3e-7)
+        np.testing.assert_allclose(
+            np.float64(found),
+            expected if linear_class == "autobitlinear" else 1 / expected,
+            rtol=3e-7,
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -165,14 +210,20 @@ def test_every_tensor_and_every_key_roundtrips(form):
     assert all(tensors[name].tobytes() == files[name].tobytes() for name in tensors)
     fresh, _ = to_hf(settings, V, arrays)
     assert json.loads(json.dumps(fresh)) == fresh
-    assert fresh["architectures"] == ["BitNetForCausalLM"]  # both forms, because transformers has this class
+    assert fresh["architectures"] == [
+        "BitNetForCausalLM"
+    ]  # both forms, because transformers has this class
     assert fresh["quantization_config"] == BITNET
     again = build_config(hf_config_to_settings(fresh)).architecture(V)
     assert again.projections == "ternary"
     if form == "1bitLLM":
         written = settings_to_hf_config(settings, V, "bitnet_b1_58")
-        assert {key: written[key] for key in ("model_type", "architectures", "weight_bits", "input_bits")} == {
-            key: FORMS[form][key] for key in ("model_type", "architectures", "weight_bits", "input_bits")
+        assert {
+            key: written[key]
+            for key in ("model_type", "architectures", "weight_bits", "input_bits")
+        } == {
+            key: FORMS[form][key]
+            for key in ("model_type", "architectures", "weight_bits", "input_bits")
         }
 
 
@@ -182,7 +233,9 @@ def test_import_as_a_run(form, tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(FORMS[form]))
     (folder / "tokenizer.json").write_text(
-        train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter(["abcdefghijklmnop"])).to_json()
+        train_tokenizer(
+            TokenizerSection(tokenizer_type="char"), lambda: iter(["abcdefghijklmnop"])
+        ).to_json()
     )
     tensors, matrices = random_tensors(form, 1)
     save_file(tensors, folder / "model.safetensors")
@@ -196,8 +249,13 @@ def test_import_as_a_run(form, tmp_path):
 
 
 def test_ternary_llama_has_no_sub_norms():
-    config = FORMS["1bitLLM"] | {"architectures": ["LlamaForCausalLM"], "quantization_config": BITNET}
-    settings = build_config(hf_config_to_settings({key: config[key] for key in config if not key.endswith("_bits")}))
+    config = FORMS["1bitLLM"] | {
+        "architectures": ["LlamaForCausalLM"],
+        "quantization_config": BITNET,
+    }
+    settings = build_config(
+        hf_config_to_settings({key: config[key] for key in config if not key.endswith("_bits")})
+    )
     assert (settings.model.projections, settings.model.sub_norms) == ("ternary", False)
     written = settings_to_hf_config(settings, V)
     assert (written["model_type"], written["quantization_config"]) == ("llama", BITNET)
@@ -211,11 +269,20 @@ def test_ternary_llama_has_no_sub_norms():
         ({"x_proj.weight_scale": np.array([np.nan], np.float32)}, "ternary_scale"),
         ({"x_proj.weight_scale": np.ones(2, np.float32)}, "ternary_scale_shape"),
         ({"x_proj.weight": np.ones((3, 50), np.float32)}, "ternary_dtype"),
-        ({"head.weight": np.full((3, 50), 0x55, np.uint8), "head.weight_scale": np.ones(1, np.float32)}, "ternary_head"),
+        (
+            {
+                "head.weight": np.full((3, 50), 0x55, np.uint8),
+                "head.weight_scale": np.ones(1, np.float32),
+            },
+            "ternary_head",
+        ),
     ],
 )
 def test_damaged_matrices_are_errors(changes, says):
-    tensors = {"x_proj.weight": np.full((3, 50), 0x55, np.uint8), "x_proj.weight_scale": np.ones(1, np.float32)} | changes
+    tensors = {
+        "x_proj.weight": np.full((3, 50), 0x55, np.uint8),
+        "x_proj.weight_scale": np.ones(1, np.float32),
+    } | changes
     with pytest.raises(UserError, match=ERRORS[says]):
         dequantize_checkpoint({"quantization_config": PACKED}, lazy(tensors))[1]["x_proj.weight"]
 
@@ -224,7 +291,10 @@ def test_damaged_matrices_are_errors(changes, says):
     ("changes", "says"),
     [
         ({"quantization_config": PACKED | {"use_rms_norm": True}}, "ternary_rms_norm"),
-        ({"quantization_config": PACKED | {"modules_to_not_convert": ["model.layers.0"]}}, "ternary_modules"),
+        (
+            {"quantization_config": PACKED | {"modules_to_not_convert": ["model.layers.0"]}},
+            "ternary_modules",
+        ),
         ({"quantization_config": PACKED}, "ternary_no_tensor"),
         ({"weight_bits": 2}, "ternary_weight_bits"),
     ],

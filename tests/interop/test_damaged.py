@@ -1,4 +1,6 @@
-"""Every damaged or inconsistent checkpoint of `damaged.py` gives an error in one sentence, and nothing is written."""
+"""Every damaged or inconsistent checkpoint of `damaged.py` gives an error in one sentence, and
+nothing is written.
+"""
 
 import shutil
 
@@ -18,9 +20,10 @@ from dantinox.text import train_tokenizer
 from .damaged import CUTS, FOLDERS, GGUF, EditableGGUF, damaged_gguf, is_one_sentence, text
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-    "hidden_act": "silu", "tie_word_embeddings": True,
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -29,13 +32,21 @@ def whole(tmp_path_factory):
     """A GGUF file with Q8_0 tensors, and the Hugging Face folder exported from it."""
     place = tmp_path_factory.mktemp("whole")
     sample = "the cat and the dog and the hat of the man " * 9
-    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter([sample]))
+    tokenizer = train_tokenizer(
+        TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter([sample])
+    )
     config = CONFIG | {"vocab_size": tokenizer.vocab_size}
     settings = build_config(hf_config_to_settings(config, 64))
     rng = np.random.default_rng(0)
     shapes = parameter_shapes(settings.architecture(tokenizer.vocab_size))
     weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    export_gguf(place / "x.gguf", settings, *to_hf(settings, tokenizer.vocab_size, weights, config), tokenizer, kind="q8_0")
+    export_gguf(
+        place / "x.gguf",
+        settings,
+        *to_hf(settings, tokenizer.vocab_size, weights, config),
+        tokenizer,
+        kind="q8_0",
+    )
     import_checkpoint(place / "x.gguf", place / "run", "float32")
     export_checkpoint(place / "run", place / "hf", "hf")
     return place
@@ -66,8 +77,13 @@ def test_damaged_gguf_is_an_error_in_one_sentence(name, whole, tmp_path):
 
 
 def test_texts_have_a_largest_size(whole, tmp_path, monkeypatch):
-    """A file with a text of this size is read, one with a byte more is not; so it is with the chat template of a checkpoint."""
-    longest = max(len(token.encode()) for token in open_gguf(whole / "x.gguf").metadata["tokenizer.ggml.tokens"])
+    """A file with a text of this size is read, one with a byte more is not; so it is with the chat
+    template of a checkpoint.
+    """
+    longest = max(
+        len(token.encode())
+        for token in open_gguf(whole / "x.gguf").metadata["tokenizer.ggml.tokens"]
+    )
     monkeypatch.setattr(gguf_file, "MAX_STRING_BYTES", size := 64 + longest)
     monkeypatch.setattr(checkpoints, "MAX_TEMPLATE_BYTES", 32)
     for key, most in (("general.description", size), ("tokenizer.chat_template", 32)):
@@ -82,7 +98,9 @@ def test_texts_have_a_largest_size(whole, tmp_path, monkeypatch):
                 refused(path, tmp_path)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in FOLDERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in FOLDERS]
+)
 def test_damaged_folder_is_an_error_in_one_sentence(name, whole, tmp_path):
     shutil.copytree(whole / "hf", tmp_path / "hf")
     FOLDERS[name](tmp_path / "hf")

@@ -1,4 +1,6 @@
-"""Quantizers: blocks equal those of llama.cpp's reference functions bit for bit; types of tensors equal `llama-quantize`'s."""
+"""Quantizers: blocks equal those of llama.cpp's reference functions bit for bit; types of tensors
+equal `llama-quantize`'s.
+"""
 
 import json
 import random
@@ -12,7 +14,8 @@ from dantinox.interop.gguf.ggml_quantize import CHUNK, ENCODERS, has_finite_scal
 from dantinox.interop.gguf.ggml_types import TYPES, dequantize
 from dantinox.interop.gguf.quantization_recipes import FILE_TYPES, tensor_types
 
-# The blocks of `samples()`, in hexadecimal digits, as `quantize_row_*_ref` of ggml 0.25 computes them.
+# The blocks of `samples()`, in hexadecimal digits, as `quantize_row_*_ref` of ggml 0.25 computes
+# them.
 RECORDED = json.loads((Path(__file__).parent / "ggml_blocks.json").read_text())
 quantizers = pytest.mark.parametrize("name", ENCODERS)
 
@@ -24,7 +27,11 @@ def samples():
     def row(value):
         return [value(source) for _ in range(256)]
 
-    rows = [row(lambda r: r.gauss(0, 0.02)), row(lambda r: r.random() + 1), row(lambda r: -r.random())]
+    rows = [
+        row(lambda r: r.gauss(0, 0.02)),
+        row(lambda r: r.random() + 1),
+        row(lambda r: -r.random()),
+    ]
     rows += [row(lambda r: r.randint(-8, 8)), row(lambda r: r.gauss(0, 1) * (r.random() < 0.1))]
     rows += [row(lambda r: r.gauss(0, 1) ** 5), [0.0] * 128 + [1e-20] * 64 + [-0.0] * 64]
     rows += [[10.0**r for r in range(-8, 0) for _ in range(32)], [3e4] * 32 + [1e-6] * 224]
@@ -42,7 +49,10 @@ def test_values_are_quantized_equally_across_chunks(name):
     parts = [quantize(name, part) for part in np.split(values, [256, CHUNK, 2 * CHUNK + 512])]
     np.testing.assert_array_equal(quantize(name, values), np.concatenate(parts))
     size = {"Q4": 0.15, "Q5": 0.08, "Q6": 0.05, "Q8": 0.01, "TQ": 0.501}[name[:2]]
-    assert np.abs(dequantize(name, quantize(name, values)) - values).max() < size * np.abs(values).max()
+    assert (
+        np.abs(dequantize(name, quantize(name, values)) - values).max()
+        < size * np.abs(values).max()
+    )
 
 
 @quantizers
@@ -60,7 +70,11 @@ def test_the_command_line_offers_all_file_types():
 
 def names(layers, width=512, **others):
     parts = "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"
-    return {f"blk.{i}.{part}.weight": width for i in range(layers) for part in parts} | {"token_embd.weight": width} | others
+    return (
+        {f"blk.{i}.{part}.weight": width for i in range(layers) for part in parts}
+        | {"token_embd.weight": width}
+        | others
+    )
 
 
 def layers_with(types, part, kind):
@@ -73,10 +87,14 @@ def test_some_layers_get_more_bits(file_type, base):
     more = [0, 1, 4, 7, 10, 13, 14, 15]  # the first and last eighth, and every third layer between
     for part in ("attn_v", "ffn_down"):
         assert layers_with(types, part, "Q6_K") == more
-    assert {types[f"blk.{i}.{part}.weight"] for i in range(16) for part in ("attn_q", "ffn_up")} == {base}
+    assert {
+        types[f"blk.{i}.{part}.weight"] for i in range(16) for part in ("attn_q", "ffn_up")
+    } == {base}
     assert types["output.weight"] == "Q6_K" and types["token_embd.weight"] == base
     small = tensor_types("q4_k_s", names(16), 16)
-    assert layers_with(small, "attn_v", "Q5_K") == [0, 1, 2, 3] and layers_with(small, "ffn_down", "Q5_K") == [0, 1]
+    assert layers_with(small, "attn_v", "Q5_K") == [0, 1, 2, 3] and layers_with(
+        small, "ffn_down", "Q5_K"
+    ) == [0, 1]
 
 
 def test_tied_embeddings_have_the_type_of_an_output_layer():
@@ -87,7 +105,12 @@ def test_tied_embeddings_have_the_type_of_an_output_layer():
 
 def test_rows_that_are_no_multiple_of_the_block_get_a_type_with_smaller_blocks():
     types = tensor_types("q4_k_m", names(16, 96) | {"blk.3.ffn_up.weight": 40}, 16)
-    assert types["blk.0.ffn_down.weight"] == types["blk.0.attn_v.weight"] == types["token_embd.weight"] == "Q8_0"
+    assert (
+        types["blk.0.ffn_down.weight"]
+        == types["blk.0.attn_v.weight"]
+        == types["token_embd.weight"]
+        == "Q8_0"
+    )
     assert types["blk.0.attn_q.weight"] == "Q5_0" and types["blk.3.ffn_up.weight"] == "F16"
     assert tensor_types("q5_k_m", names(16, 96), 16)["blk.0.attn_q.weight"] == "Q5_1"
     assert tensor_types("q4_0", names(16, 96), 16)["token_embd.weight"] == "Q8_0"
@@ -106,11 +129,15 @@ def test_embeddings_and_output_of_a_ternary_file_have_more_bits(kind, base):
     assert set(types.values()) == {base}
     assert tensor_types(kind, names(4), 4)["token_embd.weight"] == "Q6_K"
     small = tensor_types(kind, names(4, 96) | {"output.weight": 96}, 4)
-    assert (small.pop("token_embd.weight"), small.pop("output.weight")) == ("Q5_0", "Q8_0") and set(small.values()) == {"Q4_0"}
+    assert (small.pop("token_embd.weight"), small.pop("output.weight")) == ("Q5_0", "Q8_0") and set(
+        small.values()
+    ) == {"Q4_0"}
 
 
 def ternary_digits(name, block):
-    """Returns the codes of a block in pure Python: two bits each, or digits of fractions in base 3."""
+    """Returns the codes of a block in pure Python: two bits each, or digits of fractions in base
+    3.
+    """
     if name == "TQ2_0":
         return [block[32 * (i // 128) + i % 32] >> 2 * (i % 128 // 32) & 3 for i in range(256)]
     codes = [0] * 256
@@ -131,9 +158,15 @@ def test_ternary_values_are_kept_up_to_the_rounding_of_the_scale(name):
     signs[0], signs[1], signs[2] = 0, 1, -1
     scales = np.float32(2) ** rng.uniform(-9, 3, (40, 1)).astype(np.float32)
     raw = quantize(name, (signs * scales).astype(np.float32))
-    rounded = np.where(np.abs(signs).max(1, keepdims=True), scales, 0).astype(np.float16).astype(np.float32)
+    rounded = (
+        np.where(np.abs(signs).max(1, keepdims=True), scales, 0)
+        .astype(np.float16)
+        .astype(np.float32)
+    )
     np.testing.assert_array_equal(dequantize(name, raw).reshape(signs.shape), signs * rounded)
-    assert [ternary_digits(name, bytes(block)) for block in raw.reshape(40, -1)] == (signs + 1).tolist()
+    assert [ternary_digits(name, bytes(block)) for block in raw.reshape(40, -1)] == (
+        signs + 1
+    ).tolist()
     np.testing.assert_array_equal(quantize(name, dequantize(name, raw)), raw)
 
 

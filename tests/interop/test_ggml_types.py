@@ -1,4 +1,6 @@
-"""Quantized tensor types: digests equal those of ggml's results, and on other blocks, values equal the library `gguf`'s."""
+"""Quantized tensor types: digests equal those of ggml's results, and on other blocks, values equal
+the library `gguf`'s.
+"""
 
 import hashlib
 import random
@@ -12,10 +14,12 @@ gguf = pytest.importorskip("gguf")
 QUANTIZED = [name for name, kind in TYPES.items() if kind.decode is not None]
 NOT_IN_THE_LIBRARY = ("Q1_0", "Q2_0", "Q8_K")
 # Zero, minus zero, the smallest and largest subnormal, the smallest and largest normal, in float16.
-EXTREMES = np.array([0, 0x8000, 1, 0x8001, 0x3FF, 0x83FF, 0x400, 0x7BFF, 0xFBFF], np.uint16).view(np.float16)
+EXTREMES = np.array([0, 0x8000, 1, 0x8001, 0x3FF, 0x83FF, 0x400, 0x7BFF, 0xFBFF], np.uint16).view(
+    np.float16
+)
 BLOCKS = 64
-# The first 16 digits of the SHA-256 of the float32 values of `random_blocks(name, 7)`, and the last value, as llama.cpp's
-# functions `dequantize_row_*` compute them (libggml-base 0.25.3).
+# The first 16 digits of the SHA-256 of the float32 values of `random_blocks(name, 7)`, and the last
+# value, as llama.cpp's functions `dequantize_row_*` compute them (libggml-base 0.25.3).
 RECORDED = {
     "Q4_0": ("fb5c2117caf9b733", -0.125396728515625),
     "Q4_1": ("26f71f2e1382a66c", -0.0034475326538085938),
@@ -47,10 +51,14 @@ RECORDED = {
 
 
 def random_blocks(name, seed):
-    """Returns blocks of random bytes, the same in all versions of Python. Float16 scales are finite, and some are extreme."""
+    """Returns blocks of random bytes, the same in all versions of Python. Float16 scales are
+    finite, and some are extreme.
+    """
     source, block = random.Random(seed), TYPES[name].block
     blocks = np.frombuffer(bytearray(source.randbytes(BLOCKS * block.itemsize)), block)
-    words = np.frombuffer(source.randbytes(2 * BLOCKS), np.uint16) & np.uint16(0xBFFF)  # no Inf or NaN
+    words = np.frombuffer(source.randbytes(2 * BLOCKS), np.uint16) & np.uint16(
+        0xBFFF
+    )  # no Inf or NaN
     scales = words.view(np.float16)
     scales[: len(EXTREMES)] = EXTREMES
     for field, values in (("d", scales), ("dmin", scales[::-1]), ("m", scales[::-1])):
@@ -59,7 +67,9 @@ def random_blocks(name, seed):
     if name == "MXFP4":  # larger exponents overflow float32
         blocks["e"] %= 251
     if name == "IQ1_M":  # four bits of the scale in each of four words
-        quarters = scales.view(np.uint16)[:, None] >> np.arange(0, 16, 4, dtype=np.uint16) & np.uint16(15)
+        quarters = scales.view(np.uint16)[:, None] >> np.arange(
+            0, 16, 4, dtype=np.uint16
+        ) & np.uint16(15)
         blocks["scales"] = blocks["scales"] & np.uint16(0x0FFF) | quarters << np.uint16(12)
     return blocks.view(np.uint8)
 

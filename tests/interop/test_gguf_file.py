@@ -1,4 +1,6 @@
-"""GGUF files: each library reads files that the other has written (DantinoX and `gguf`), and damaged files give errors."""
+"""GGUF files: each library reads files that the other has written (DantinoX and `gguf`), and
+damaged files give errors.
+"""
 
 import re
 import struct
@@ -40,7 +42,9 @@ def write(path, arrays=ARRAYS, metadata=METADATA):
 
 def test_library_reads_our_file(tmp_path):
     reader = gguf.GGUFReader(write(tmp_path / "x.gguf"))
-    found = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    found = {
+        key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
+    }
     assert found.pop("none") in ([], None)
     expected = {key: value for key, value in METADATA.items() if key != "none"}
     assert found == expected | {"llama.eps": float(np.float32(1e-6))}
@@ -49,7 +53,9 @@ def test_library_reads_our_file(tmp_path):
         assert tensor.tensor_type.name == kind
         assert tuple(reversed(tensor.shape.tolist())) == array.shape
         again = gguf.quantize(array, gguf.GGMLQuantizationType[kind])
-        np.testing.assert_array_equal(np.asarray(tensor.data).view(np.uint8).ravel(), again.view(np.uint8).ravel())
+        np.testing.assert_array_equal(
+            np.asarray(tensor.data).view(np.uint8).ravel(), again.view(np.uint8).ravel()
+        )
 
 
 def test_we_read_the_file_of_the_library(tmp_path):
@@ -68,19 +74,34 @@ def test_we_read_the_file_of_the_library(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     file = open_gguf(tmp_path / "x.gguf")
-    assert file.metadata == {"general.architecture": "llama", "big": 1 << 40, "small": -3, "double": 0.1, "words": ["x", "yy"]}
+    assert file.metadata == {
+        "general.architecture": "llama",
+        "big": 1 << 40,
+        "small": -3,
+        "double": 0.1,
+        "words": ["x", "yy"],
+    }
     np.testing.assert_array_equal(read_tensor(file, "matrix"), ARRAYS["matrix"][0])
     np.testing.assert_array_equal(read_tensor(file, "half"), ARRAYS["half"][0].astype(np.float16))
-    np.testing.assert_array_equal(read_tensor(file, "half", 1), ARRAYS["half"][0][1].astype(np.float16))
-    np.testing.assert_array_equal(read_tensor(file, "brain"), ARRAYS["brain"][0].astype(ml_dtypes.bfloat16))
-    assert np.abs(read_tensor(file, "blocks") - ARRAYS["blocks"][0]).max() < np.abs(ARRAYS["blocks"][0]).max() / 200
+    np.testing.assert_array_equal(
+        read_tensor(file, "half", 1), ARRAYS["half"][0][1].astype(np.float16)
+    )
+    np.testing.assert_array_equal(
+        read_tensor(file, "brain"), ARRAYS["brain"][0].astype(ml_dtypes.bfloat16)
+    )
+    assert (
+        np.abs(read_tensor(file, "blocks") - ARRAYS["blocks"][0]).max()
+        < np.abs(ARRAYS["blocks"][0]).max() / 200
+    )
     assert np.abs(read_tensor(file, "q6") - quantized).max() < np.abs(quantized).max() / 7
     assert not read_tensor(file, "matrix").flags.writeable
 
 
 def test_unsupported_tensor_type_is_an_error(tmp_path):
     path = write(tmp_path / "x.gguf", {"numbers": (np.zeros((2, 4), np.float32), "F32")})
-    patch(path, position_after(path, "numbers", 20), struct.pack("<I", gguf.GGMLQuantizationType.I32))
+    patch(
+        path, position_after(path, "numbers", 20), struct.pack("<I", gguf.GGMLQuantizationType.I32)
+    )
     with pytest.raises(UserError, match=ERRORS["the_tensor_numbers_has_the"]):
         open_gguf(path)
 
@@ -112,13 +133,31 @@ def position_after(path, name, offset):
 
 DAMAGES = {
     "no magic": (lambda path: patch(path, 0, b"GGML"), "is not a GGUF file"),
-    "old version": (lambda path: patch(path, 4, struct.pack("<I", 1)), "GGUF version 1, expected version 2 or 3"),
-    "other byte order": (lambda path: patch(path, 4, struct.pack(">I", 3)), "(big-endian), expected version 2 or 3"),
-    "many tensors": (lambda path: patch(path, 8, struct.pack("<Q", 1 << 60)), "claims 1152921504606846976 tensors"),
+    "old version": (
+        lambda path: patch(path, 4, struct.pack("<I", 1)),
+        "GGUF version 1, expected version 2 or 3",
+    ),
+    "other byte order": (
+        lambda path: patch(path, 4, struct.pack(">I", 3)),
+        "(big-endian), expected version 2 or 3",
+    ),
+    "many tensors": (
+        lambda path: patch(path, 8, struct.pack("<Q", 1 << 60)),
+        "claims 1152921504606846976 tensors",
+    ),
     "a few too many": (lambda path: patch(path, 8, struct.pack("<Q", 9)), "is damaged"),
-    "much metadata": (lambda path: patch(path, 16, struct.pack("<Q", 10**10)), "claims 10000000000 entries of metadata"),
-    "long name": (lambda path: patch(path, 24, struct.pack("<Q", 10**10)), "claims 10000000000 bytes of the name"),
-    "many words": (lambda path: patch(path, position_after(path, "words", 8), struct.pack("<Q", 1 << 61)), "entries of words"),
+    "much metadata": (
+        lambda path: patch(path, 16, struct.pack("<Q", 10**10)),
+        "claims 10000000000 entries of metadata",
+    ),
+    "long name": (
+        lambda path: patch(path, 24, struct.pack("<Q", 10**10)),
+        "claims 10000000000 bytes of the name",
+    ),
+    "many words": (
+        lambda path: patch(path, position_after(path, "words", 8), struct.pack("<Q", 1 << 61)),
+        "entries of words",
+    ),
     "many scores": (
         lambda path: patch(path, position_after(path, "scores", 8), struct.pack("<Q", 1 << 33)),
         "entries of scores",
@@ -127,12 +166,18 @@ DAMAGES = {
         lambda path: patch(path, position_after(path, "flag", 0), struct.pack("<I", 77)),
         "flag has the unknown type 77",
     ),
-    "axes": (lambda path: patch(path, position_after(path, "matrix", 0), struct.pack("<I", 5)), "the tensor matrix has 5 axes"),
+    "axes": (
+        lambda path: patch(path, position_after(path, "matrix", 0), struct.pack("<I", 5)),
+        "the tensor matrix has 5 axes",
+    ),
     "ten gigabytes": (
         lambda path: patch(path, position_after(path, "matrix", 4), struct.pack("<Q", 64 * 10**8)),
         "the tensor matrix extends past the end of the file",
     ),
-    "nothing": (lambda path: patch(path, position_after(path, "matrix", 4), struct.pack("<Q", 0)), "has the shape (3, 0)"),
+    "nothing": (
+        lambda path: patch(path, position_after(path, "matrix", 4), struct.pack("<Q", 0)),
+        "has the shape (3, 0)",
+    ),
     "no whole block": (
         lambda path: patch(path, position_after(path, "blocks", 4), struct.pack("<Q", 95)),
         "which Q8_0 does not allow",
@@ -149,10 +194,22 @@ DAMAGES = {
         lambda path: patch(path, position_after(path, "matrix", 24), struct.pack("<Q", 33)),
         "extends past the end",
     ),
-    "overlap": (lambda path: patch(path, position_after(path, "matrix", 24), struct.pack("<Q", 0)), "flat and matrix overlap"),
-    "no text": (lambda path: patch(path, position_after(path, "flag", -4), b"\xff"), "is not UTF-8 text"),
-    "the same twice": (lambda path: patch(path, position_after(path, "words", -5), b"kinds"), "it has the entry kinds twice"),
-    "short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "the tensor blocks extends past the end of the file"),
+    "overlap": (
+        lambda path: patch(path, position_after(path, "matrix", 24), struct.pack("<Q", 0)),
+        "flat and matrix overlap",
+    ),
+    "no text": (
+        lambda path: patch(path, position_after(path, "flag", -4), b"\xff"),
+        "is not UTF-8 text",
+    ),
+    "the same twice": (
+        lambda path: patch(path, position_after(path, "words", -5), b"kinds"),
+        "it has the entry kinds twice",
+    ),
+    "short": (
+        lambda path: path.write_bytes(path.read_bytes()[:-100]),
+        "the tensor blocks extends past the end of the file",
+    ),
     "half a header": (lambda path: path.write_bytes(path.read_bytes()[:150]), "is damaged"),
     "empty": (lambda path: path.write_bytes(b""), "is not a GGUF file"),
 }
@@ -184,6 +241,8 @@ def test_truncated_and_corrupted_files_are_read_or_rejected(tmp_path):
 
 def test_split_and_missing_files_are_errors(tmp_path):
     with pytest.raises(UserError, match=ERRORS["join_the_parts_with_llama"]):
-        open_gguf(write(tmp_path / "x.gguf", {}, {"general.architecture": "llama", "split.count": 3}))
+        open_gguf(
+            write(tmp_path / "x.gguf", {}, {"general.architecture": "llama", "split.count": 3})
+        )
     with pytest.raises(UserError, match=ERRORS["cannot_read_none_gguf_no"]):
         open_gguf(tmp_path / "none.gguf")

@@ -1,4 +1,6 @@
-"""GGUF files of llama.cpp's architecture `bitnet`: the ternary weights in a file are those of the model."""
+"""GGUF files of llama.cpp's architecture `bitnet`: the ternary weights in a file are those of the
+model.
+"""
 
 import numpy as np
 import pytest
@@ -15,14 +17,29 @@ from tests.error_texts import ERRORS
 from .test_gguf import SYMBOLS, TOKENIZER, model_of, rewrite
 
 SIZES = {
-    "vocab_size": SYMBOLS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "vocab_size": SYMBOLS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "tie_word_embeddings": True,
 }  # fmt: skip
 FORMS = {
-    "transformers": SIZES
-    | {"model_type": "bitnet", "architectures": ["BitNetForCausalLM"], "quantization_config": dict(BITNET)},
-    "1bitLLM": SIZES | {"model_type": "llama", "architectures": ["BitnetForCausalLM"], "weight_bits": 1, "input_bits": 8},
+    "transformers": (
+        SIZES
+        | {
+            "model_type": "bitnet",
+            "architectures": ["BitNetForCausalLM"],
+            "quantization_config": dict(BITNET),
+        }
+    ),
+    "1bitLLM": (
+        SIZES
+        | {
+            "model_type": "llama",
+            "architectures": ["BitnetForCausalLM"],
+            "weight_bits": 1,
+            "input_bits": 8,
+        }
+    ),
 }
 QUERY = "blk.1.attn_q.weight"
 
@@ -49,25 +66,35 @@ def ternary(w):
 
 
 def matrices(name, kernel):
-    """Returns the matrices of a joint projection, which have separate scales, from `[inputs, …]`."""
+    """Returns the matrices of a joint projection, which have separate scales, from
+    `[inputs, …]`.
+    """
     if name.endswith("qkv/kernel"):  # [D, K, queries + 2, H]
         return np.split(kernel, [kernel.shape[2] - 2, kernel.shape[2] - 1], axis=2)
     return list(np.moveaxis(kernel, 1, 0)) if name.endswith("gate_up/kernel") else [kernel]
 
 
 @pytest.mark.parametrize("form", FORMS)
-# The scale is a float32 mean of up to 64 · 32 absolute values: each sum rounds by at most 2⁻²⁴. Q8_0 rounds it to float16.
+# The scale is a float32 mean of up to 64 · 32 absolute values: each sum rounds by at most 2⁻²⁴.
+# Q8_0 rounds it to float16.
 @pytest.mark.parametrize(("kind", "error"), [("f32", 64 * 32 * 2**-24), ("q8_0", 1e-3)])
 def test_ternary_weights_are_kept(form, kind, error, tmp_path):
     weights = export(tmp_path / "x.gguf", form, kind)
     file = open_gguf(tmp_path / "x.gguf")
     assert "output.weight" not in file.tensors and len(np.unique(read_tensor(file, QUERY))) == 3
     _, model, found = imported(tmp_path / "x.gguf")
-    assert model.projections == "ternary" and model.sub_norms and model.activation == "swiglu" and model.weight_tying
+    assert (
+        model.projections == "ternary"
+        and model.sub_norms
+        and model.activation == "swiglu"
+        and model.weight_tying
+    )
     assert set(found) == set(weights)
     for name, array in weights.items():
         if not name.endswith("/kernel"):
-            np.testing.assert_allclose(found[name], array, atol=0 if kind == "f32" else 0.02 * np.abs(array).max())
+            np.testing.assert_allclose(
+                found[name], array, atol=0 if kind == "f32" else 0.02 * np.abs(array).max()
+            )
             continue
         for before, after in zip(*(matrices(name, a) for a in (array, found[name])), strict=True):
             (codes, scale), (same, again) = ternary(before), ternary(after)
@@ -89,7 +116,10 @@ def test_blocks_of_256_weights_are_stored_as_tq2_0(tmp_path):
     wide = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     weights = export(tmp_path / "x.gguf", kind=None, **wide)
     file = open_gguf(tmp_path / "x.gguf")
-    assert {stored.kind for name, stored in file.tensors.items() if "_norm" not in name} == {"TQ2_0", "Q6_K"}
+    assert {stored.kind for name, stored in file.tensors.items() if "_norm" not in name} == {
+        "TQ2_0",
+        "Q6_K",
+    }
     codes, scale = ternary(weights["blocks/0/ffn/down/kernel"])
     expected = codes.T * np.float64(np.float16(np.float32(scale)))
     np.testing.assert_array_equal(read_tensor(file, "blk.0.ffn_down.weight"), expected)
@@ -117,7 +147,11 @@ def test_scales_may_be_separate_tensors(tmp_path):
 )
 def test_damaged_scales_are_errors(name, scale, message, tmp_path):
     export(tmp_path / "x.gguf")
-    rewrite(open_gguf(tmp_path / "x.gguf"), tmp_path / "y.gguf", arrays={name: np.array(scale, np.float32)})
+    rewrite(
+        open_gguf(tmp_path / "x.gguf"),
+        tmp_path / "y.gguf",
+        arrays={name: np.array(scale, np.float32)},
+    )
     with pytest.raises(UserError, match=ERRORS[message]):
         dict(imported(tmp_path / "y.gguf")[2].items())
 

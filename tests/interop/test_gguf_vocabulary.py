@@ -1,4 +1,6 @@
-"""Tokenizers are converted to GGUF metadata and back, and compared with a reader written from the format's description."""
+"""Tokenizers are converted to GGUF metadata and back, and compared with a reader written from the
+format's description.
+"""
 
 import json
 from itertools import pairwise
@@ -27,8 +29,8 @@ from tests.error_texts import ERRORS
 
 KEY = "tokenizer.ggml."
 TEXT = (
-    "Nel mezzo del cammin di nostra vita\nmi ritrovai per una selva oscura,\r\nché la diritta via… era  smarrita — 12.345 €!\n"
-    * 3
+    "Nel mezzo del cammin di nostra vita\nmi ritrovai per una selva oscura,\r\nché la diritta via…"
+    " era  smarrita — 12.345 €!\n" * 3
 )
 OURS = [
     TokenizerSection(tokenizer_type="char"),
@@ -40,7 +42,9 @@ LETTERS = byte_letters()
 
 
 def byte_level(metadata, text):
-    """Reference encoder of `gpt2` for one word: byte letters are merged in the order of the merges, the leftmost pair first."""
+    """Reference encoder of `gpt2` for one word: byte letters are merged in the order of the merges,
+    the leftmost pair first.
+    """
     ranks = {merge: rank for rank, merge in reversed(list(enumerate(metadata[KEY + "merges"])))}
     parts = [LETTERS[byte] for byte in text.encode()]
     while True:
@@ -53,18 +57,24 @@ def byte_level(metadata, text):
 
 
 def sentencepiece(metadata, text):
-    """Reference encoder of `llama`: adjacent pieces are merged by the score of their token, and other pieces become bytes."""
+    """Reference encoder of `llama`: adjacent pieces are merged by the score of their token, and
+    other pieces become bytes.
+    """
     tokens, scores, kinds = (metadata[KEY + name] for name in ("tokens", "scores", "token_type"))
     ids = {token: index for index, token in enumerate(tokens)}
     parts = list((" " * metadata[KEY + "add_space_prefix"] + text).replace(" ", "▁"))
     while True:
-        found = [(-scores[ids[a + b]], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
+        found = [
+            (-scores[ids[a + b]], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids
+        ]
         if not found:
             break
         i = min(found)[1]
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     assert all(kinds[ids[f"<0x{byte:02X}>"]] == BYTE for byte in range(256))
-    spelled = [[ids[p]] if p in ids else [ids[f"<0x{byte:02X}>"] for byte in p.encode()] for p in parts]
+    spelled = [
+        [ids[p]] if p in ids else [ids[f"<0x{byte:02X}>"] for byte in p.encode()] for p in parts
+    ]
     return [index for ids_of_part in spelled for index in ids_of_part]
 
 
@@ -75,15 +85,27 @@ def test_trained_tokenizer_roundtrips_exactly(settings):
     assert metadata[KEY + "token_type"][-5:] == [CONTROL] * 3 + [UNUSED] * 2
     back = read_vocabulary(metadata, "it")
     assert back.tokenizer == tokenizer.to_json()
-    assert back.tokenizer_config == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "add_bos_token": True}
-    assert (back.generation_config, back.chat_template) == ({"eos_token_id": [tokenizer.eos_id]}, "{{ x }}")
+    assert back.tokenizer_config == {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "add_bos_token": True,
+    }
+    assert (back.generation_config, back.chat_template) == (
+        {"eos_token_id": [tokenizer.eos_id]},
+        "{{ x }}",
+    )
 
 
 @pytest.mark.parametrize("settings", OURS[:3], ids=lambda s: f"{s.tokenizer_type}{s.byte_fallback}")
 def test_reference_reader_gives_equal_tokens_for_characters_and_bytes(settings):
     tokenizer = train_tokenizer(settings, lambda: iter([TEXT]))
     metadata = vocabulary_metadata(tokenizer, tokenizer.vocab_size)
-    text = TEXT if settings.tokenizer_type == "char" and not settings.byte_fallback else TEXT + "日本 \0\x7f🙂"
+    text = (
+        TEXT
+        if settings.tokenizer_type == "char" and not settings.byte_fallback
+        else TEXT + "日本 \0\x7f🙂"
+    )
     reader = {"gpt2": byte_level, "llama": sentencepiece}[metadata[KEY + "model"]]
     assert reader(metadata, text) == tokenizer.encode(text)
 
@@ -100,21 +122,32 @@ def trained(rule, size=330):
     """Trains a byte-level BPE that splits text by a rule of the table."""
     core = Core(models.BPE(ignore_merges=rule.whole_words))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=LETTERS))
+    core.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=LETTERS)
+    )
     tree = json.loads(core.to_str())
-    tree |= {"normalizer": rule.normalizer, "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}}
+    tree |= {
+        "normalizer": rule.normalizer,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True},
+    }
     tree["decoder"]["use_regex"] = True
     tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": list(rule.steps)}
     core = Core.from_str(json.dumps(tree))
     core.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(core.to_str(), roles={"add_bos_token": rule in [RULES[name] for name in ADDS_BOS & RULES.keys()]})
+    return Tokenizer(
+        core.to_str(),
+        roles={"add_bos_token": rule in [RULES[name] for name in ADDS_BOS & RULES.keys()]},
+    )
 
 
 def test_vocabulary_without_merges_roundtrips():
     """llama.cpp requires a merge, so the file has one that never applies."""
     vocab = {letter: index for index, letter in enumerate([*byte_letters(), "a_long_token"])}
     core = Core(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     core.add_special_tokens(["</s>"])
     tokenizer = Tokenizer(core.to_str())
     metadata = vocabulary_metadata(tokenizer, tokenizer.vocab_size)
@@ -147,17 +180,48 @@ def test_equivalent_spellings_of_a_rule_are_recognized():
 
 
 def spm(prefix=True):
-    """Returns the metadata of a SentencePiece vocabulary: pieces of words, with scores like those of its trainer."""
+    """Returns the metadata of a SentencePiece vocabulary: pieces of words, with scores like those
+    of its trainer.
+    """
     rng = np.random.default_rng(2)
     words = [f"▁{word}" for word in TEXT.replace("\n", " ").replace("\r", " ").split()]
-    pieces = {word[a:b] for word in words for a in range(len(word)) for b in range(a + 2, min(a + 5, len(word)) + 1)}
+    pieces = {
+        word[a:b]
+        for word in words
+        for a in range(len(word))
+        for b in range(a + 2, min(a + 5, len(word)) + 1)
+    }
     pieces = sorted(pieces)[::2]
     single = sorted({char for piece in pieces for char in piece} | {"▁"})
     runs = ["▁" * size for size in (2, 4, 3, 5)]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *runs, *single]
-    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(pieces) + len(runs) + len(single))]
-    scores = [0.0] * 259 + [-float(n) for n in rng.permutation(len(pieces))] + [-1e4] * (len(runs) + len(single))
-    named = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds, "add_space_prefix": prefix}
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *pieces,
+        *runs,
+        *single,
+    ]
+    kinds = [
+        UNKNOWN,
+        CONTROL,
+        CONTROL,
+        *[BYTE] * 256,
+        *[NORMAL] * (len(pieces) + len(runs) + len(single)),
+    ]
+    scores = (
+        [0.0] * 259
+        + [-float(n) for n in rng.permutation(len(pieces))]
+        + [-1e4] * (len(runs) + len(single))
+    )
+    named = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": scores,
+        "token_type": kinds,
+        "add_space_prefix": prefix,
+    }
     return {KEY + key: value for key, value in named.items()}
 
 
@@ -171,11 +235,23 @@ def test_sentencepiece_equals_the_reference_reader_in_both_directions(prefix):
     assert again[KEY + "token_type"] == metadata[KEY + "token_type"]
     # Hugging Face sorts the merges of tokens with equal scores by their halves.
     tree = json.loads(back.tokenizer)
-    tree["model"]["merges"].sort(key=lambda pair: [-len(part) for part in pair] if set("".join(pair)) == {"▁"} else [-99, 0])
+    tree["model"]["merges"].sort(
+        key=lambda pair: [-len(part) for part in pair] if set("".join(pair)) == {"▁"} else [-99, 0]
+    )
     sorted_merges = Tokenizer(json.dumps(tree), roles={"add_bos_token": True})
     assert sorted_merges.to_json() != tokenizer.to_json()
-    assert vocabulary_metadata(sorted_merges, sorted_merges.vocab_size)[KEY + "scores"] == again[KEY + "scores"]
-    for text in (TEXT, "via  nostra", "日本", "x", "▁mezzo", *(" " * n + "via" + " " * n for n in range(3, 13))):
+    assert (
+        vocabulary_metadata(sorted_merges, sorted_merges.vocab_size)[KEY + "scores"]
+        == again[KEY + "scores"]
+    )
+    for text in (
+        TEXT,
+        "via  nostra",
+        "日本",
+        "x",
+        "▁mezzo",
+        *(" " * n + "via" + " " * n for n in range(3, 13)),
+    ):
         expected = sentencepiece(metadata, text)
         assert sorted_merges.encode(text) == expected
         assert tokenizer.encode(text) == expected
@@ -206,7 +282,9 @@ def test_alias_of_a_rule_gives_the_same_tokenizer(name):
 def test_all_stop_tokens_roundtrip():
     names = ["<bos>", "<pad>"]
     tokenizer = train_tokenizer(OURS[2], lambda: iter([]))
-    tokenizer = Tokenizer(tokenizer.to_json(), roles={"stop_tokens": ["<eos>", *names], "add_bos_token": True})
+    tokenizer = Tokenizer(
+        tokenizer.to_json(), roles={"stop_tokens": ["<eos>", *names], "add_bos_token": True}
+    )
     back = read_vocabulary(vocabulary_metadata(tokenizer, 259), "it")
     assert back.generation_config == {"eos_token_id": [258, 257, 256]}
     assert back.tokenizer_config["add_bos_token"] is True
@@ -236,7 +314,10 @@ def broken(**changes):
     [
         (
             {"pre": "jina-v7"},
-            "tokenizer.ggml.pre: 'jina-v7', expected one of 82 supported names; the most similar is jina-es$",
+            (
+                "tokenizer.ggml.pre: 'jina-v7', expected one of 82 supported names; the most"
+                " similar is jina-es$"
+            ),
         ),
         ({"pre": None}, "tokenizer.ggml.pre: null"),
         ({"model": "rwkv"}, "of the kind 'rwkv', expected gpt2, llama or gemma4"),
@@ -286,8 +367,30 @@ def test_tokenizer_that_gguf_cannot_represent_is_rejected():
 
 @pytest.mark.parametrize("metadata", [broken(), spm()], ids=["gpt2", "llama"])
 def test_whatever_an_entry_holds_is_read_or_one_sentence(metadata):
-    for key in [*metadata, "tokenizer.chat_template", KEY + "merges", KEY + "eos_token_id", KEY + "unknown_token_id"]:
-        for value in ("x", "", 0, 3, -1, 1 << 40, 1.5, True, [], ["x"], [7], [[1]], [1.5] * 300, [9] * 300, ["▁"] * 300):
+    for key in [
+        *metadata,
+        "tokenizer.chat_template",
+        KEY + "merges",
+        KEY + "eos_token_id",
+        KEY + "unknown_token_id",
+    ]:
+        for value in (
+            "x",
+            "",
+            0,
+            3,
+            -1,
+            1 << 40,
+            1.5,
+            True,
+            [],
+            ["x"],
+            [7],
+            [[1]],
+            [1.5] * 300,
+            [9] * 300,
+            ["▁"] * 300,
+        ):
             try:
                 read_vocabulary(metadata | {key: value}, "it")
             except UserError as error:

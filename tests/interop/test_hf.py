@@ -1,4 +1,6 @@
-"""Imported checkpoints give the logits and tokens of transformers (`make_checkpoints.py` has written both)."""
+"""Imported checkpoints give the logits and tokens of transformers (`make_checkpoints.py` has
+written both).
+"""
 
 import json
 from dataclasses import replace
@@ -23,12 +25,23 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"
 SYMBOLS = 67
 PROMPT = 8
 # All other families differ from these only in features that tests/model compares with NumPy.
-QUICK = ("llama", "qwen2", "phi3", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4", "cohere2", "nanochat")
+QUICK = (
+    "llama",
+    "qwen2",
+    "phi3",
+    "gemma3_text",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm4",
+    "cohere2",
+    "nanochat",
+)
 # Families whose example is exported as another family, because export tries that family first.
 SAME = {"helium": "llama", "ernie4_5": "llama", "seed_oss": "qwen2"}
 each = pytest.mark.parametrize("family", FAMILIES)
 most = pytest.mark.parametrize(
-    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "family",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
 
 
@@ -48,11 +61,17 @@ def imported(family):
 @most
 def test_logits_and_greedy_tokens_equal_those_of_transformers(family):
     settings, arrays = imported(family)
-    model = abstract_model(settings.architecture(SYMBOLS, "cpu"))[0]({name: jnp.asarray(arrays[name]) for name in arrays})
+    model = abstract_model(settings.architecture(SYMBOLS, "cpu"))[0](
+        {name: jnp.asarray(arrays[name]) for name in arrays}
+    )
     expected = np.load(CHECKPOINTS / family / "expected.npz")
     tokens_BT = expected["tokens"]
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
-    logits_BTV = np.asarray(jax.jit(lambda model, *x: model(*x)[0])(model, jnp.asarray(tokens_BT), positions_BT))
+    positions_BT = jnp.broadcast_to(
+        jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
+    )
+    logits_BTV = np.asarray(
+        jax.jit(lambda model, *x: model(*x)[0])(model, jnp.asarray(tokens_BT), positions_BT)
+    )
     assert np.abs(logits_BTV - expected["logits"]).max() < 2e-4
     np.testing.assert_array_equal(logits_BTV[:, PROMPT - 1 : -1].argmax(-1), tokens_BT[:, PROMPT:])
 
@@ -79,10 +98,15 @@ def test_exported_model_without_origin_has_its_family(family):
 
 
 def test_too_many_layers_or_experts_are_rejected_early():
-    for family, key, says in (("gpt2", "n_layer", "28 tensors, .* has 9000"), ("mixtral", "num_local_experts", "200000000")):
+    for family, key, says in (
+        ("gpt2", "n_layer", "28 tensors, .* has 9000"),
+        ("mixtral", "num_local_experts", "200000000"),
+    ):
         config, _, files = read(family)
         settings = build_config(
-            hf_config_to_settings(config | {key: 9000 if key == "n_layer" else 100_000_000}, max_context=64)
+            hf_config_to_settings(
+                config | {key: 9000 if key == "n_layer" else 100_000_000}, max_context=64
+            )
         )
         with pytest.raises(UserError, match=says):
             from_hf(config, settings.architecture(SYMBOLS, "cpu"), files)
@@ -99,7 +123,8 @@ def test_huge_parameter_is_an_error():
 def test_multi_token_prediction_layers_are_not_imported():
     config, settings, files = read("deepseek_v3")
     more = LazyArrays(
-        files.tensors | {"model.layers.2.eh_proj.weight": files.tensors["lm_head.weight"]}, lambda name: files[name]
+        files.tensors | {"model.layers.2.eh_proj.weight": files.tensors["lm_head.weight"]},
+        lambda name: files[name],
     )
     model = settings.architecture(SYMBOLS, "cpu")
     with pytest.raises(UserError, match=ERRORS["model_layers_2_eh_proj_weight"]):

@@ -1,4 +1,6 @@
-"""The table of models in docs/models.md is current and agrees with the settings of a checkpoint of each family."""
+"""The table of models in docs/models.md is current and agrees with the settings of a checkpoint of
+each family.
+"""
 
 import json
 from pathlib import Path
@@ -52,6 +54,10 @@ def test_adapters_and_compressed_caches_match_the_settings(family):
     assert ROWS[family]["LoRA"].split(",")[0] == (has or ["no"])[-1]
     assert ROWS[family]["compressed cache"] == ("no" if is_rejected(kv={"budget": 0.5}) else "yes")
     lora = {"lora": {"rank": 2}} if has else {}
-    model = build_config(settings | lora | (start if has else {})).trained_architecture(SYMBOLS, "cpu")
-    for name, leaf in abstract_model(model)[1].items():  # a parameter without a rule cannot be sharded
+    model = build_config(settings | lora | (start if has else {})).trained_architecture(
+        SYMBOLS, "cpu"
+    )
+    for name, leaf in abstract_model(model)[
+        1
+    ].items():  # a parameter without a rule cannot be sharded
         assert find_rule(name_in_layer(name)[0], len(leaf.shape)), name

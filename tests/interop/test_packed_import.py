@@ -1,4 +1,6 @@
-"""Quantized GGUF files are imported block by block: the packed weights are those of a converted import, and so is the text."""
+"""Quantized GGUF files are imported block by block: the packed weights are those of a converted
+import, and so is the text.
+"""
 
 import math
 import re
@@ -30,7 +32,14 @@ from dantinox.kernels import MAX_NATIVE_ROWS, load_kernels
 from dantinox.lab.measure.perplexity import measure_perplexity
 from dantinox.model.packed import PackedTable, packed_kinds
 from dantinox.model.parameters import abstract_model, init_parameters, widen_arrays
-from dantinox.run import RunDirectory, create_run, load_run_config, save_config, save_tokenizer, verify_run
+from dantinox.run import (
+    RunDirectory,
+    create_run,
+    load_run_config,
+    save_config,
+    save_tokenizer,
+    verify_run,
+)
 from dantinox.run.adapters import load_run_weights
 from dantinox.run.weights import StoredArray, load_weights, read_arrays, save_weights
 from dantinox.text import train_tokenizer
@@ -42,11 +51,19 @@ pytest.importorskip("gguf")
 pytestmark = pytest.mark.usefixtures("float16")
 TOKENS = np.random.default_rng(1).integers(0, SYMBOLS, (2, 12))
 POSITIONS = np.broadcast_to(np.arange(12), (2, 12))
-WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 
 
 def read(path):
-    """Returns the architecture, the packed arrays, the matrices that become bfloat16, and the converted parameters."""
+    """Returns the architecture, the packed arrays, the matrices that become bfloat16, and the
+    converted parameters.
+    """
     source = source_from_gguf(open_gguf(path))
     model = build_config(hf_config_to_settings(source.config, max_context=64)).architecture(SYMBOLS)
     converted = from_hf(source.config, model, source.tensors)
@@ -57,7 +74,9 @@ def read(path):
 def split(arrays):
     """Returns the packed arrays as they are read from a file, and the other arrays."""
     packed = {name: arrays[name] for name in arrays if arrays.tensors[name].dtype == "uint8"}
-    stored = {name: StoredArray(array.shape, (array.reshape(-1),)) for name, array in packed.items()}
+    stored = {
+        name: StoredArray(array.shape, (array.reshape(-1),)) for name, array in packed.items()
+    }
     return stored, {name: arrays[name] for name in arrays if name not in packed}
 
 
@@ -94,7 +113,8 @@ def test_packed_weights_equal_converted_weights(family, kind, tmp_path):
         expected = converted[name] if name in unpacked else converted[name].astype(array.dtype)
         np.testing.assert_array_equal(array, expected, err_msg=name)
     assert "embed" in unpacked and any("attention" in name for name in unpacked)
-    # Of the quantized matrices, only the up-projection of latent attention does not consist of rows of the file.
+    # Of the quantized matrices, only the up-projection of latent attention does not consist of rows
+    # of the file.
     assert {re.sub(r"\d+", "", name) for name in widened} <= {"blocks//attention/kv_b/kernel"}
 
 
@@ -103,10 +123,13 @@ LOGITS = ("llama", "qwen3_moe", "gemma4_text", "deepseek_v2", "phi3", "gpt2", "g
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.slow if name != "qwen3_moe" else ()) for name in LOGITS]
+    "family",
+    [pytest.param(name, marks=pytest.mark.slow if name != "qwen3_moe" else ()) for name in LOGITS],
 )
 def test_logits_of_a_packed_model_equal_those_of_a_converted_model(family, tmp_path):
-    export(tmp_path / "x.gguf", family, "q8_0", std=32**-0.5)  # attention scores of about 1 do not amplify rounding errors
+    export(
+        tmp_path / "x.gguf", family, "q8_0", std=32**-0.5
+    )  # attention scores of about 1 do not amplify rounding errors
     model, arrays, _, converted = read(tmp_path / "x.gguf")
     transformer, found = logits(model, arrays, split(arrays)[0])
     exact = {name: arrays[name] if name in arrays else converted[name] for name in converted}
@@ -125,7 +148,9 @@ def test_parts_of_a_projection_may_have_different_formats(tied, tmp_path):
     names = {name for name in arrays if name.startswith("blocks/1/attention/qkv")}
     assert names == {"blocks/1/attention/qkv/parts/0/Q4_K", "blocks/1/attention/qkv/parts/1/Q6_K"}
     assert arrays.tensors["blocks/1/attention/qkv/parts/0/Q4_K"].shape == (2, 3, 64, 144)
-    assert "blocks/1/ffn/gate_up/parts/0/Q4_K" in arrays and "blocks/1/ffn/down/parts/0/Q6_K" in arrays
+    assert (
+        "blocks/1/ffn/gate_up/parts/0/Q4_K" in arrays and "blocks/1/ffn/down/parts/0/Q6_K" in arrays
+    )
     transformer, found = logits(model, arrays, split(arrays)[0])
     assert isinstance(transformer.embed, PackedTable) and (transformer.head is None) == tied
     expected = logits(model, converted)[1]
@@ -149,9 +174,19 @@ def test_ternary_blocks_stay_packed(kind, tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a random model of bytes, its export `x.gguf` of type q4_k_m, and imports of it: `packed` and `float`."""
+    """A folder with a random model of bytes, its export `x.gguf` of type q4_k_m, and imports of it:
+    `packed` and `float`.
+    """
     folder = tmp_path_factory.mktemp("packed")
-    shape = {"dim": 256, "n_heads": 4, "kv_heads": 2, "hidden_dim": 256, "num_blocks": 2, "max_context": 64, "dtype": "float32"}
+    shape = {
+        "dim": 256,
+        "n_heads": 4,
+        "kv_heads": 2,
+        "hidden_dim": 256,
+        "num_blocks": 2,
+        "max_context": 64,
+        "dtype": "float32",
+    }
     config = build_config({"model": shape, "tokenizer": {"tokenizer_type": "byte"}})
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
     run = create_run(folder / "trained")
@@ -178,16 +213,24 @@ def test_a_packed_run_generates_the_text_of_a_converted_run(folder):
     for changes in ({}, {"weights": "float32"}, {"use_cache": False}):
         texts = [run.generate(prompts, **settings | changes) for run in (packed, converted)]
         assert [result.text for result in texts[0]] == [result.text for result in texts[1]]
-    size, stored = (folder / "packed/model_weights.msgpack").stat().st_size, (folder / "x.gguf").stat().st_size
+    size, stored = (
+        (folder / "packed/model_weights.msgpack").stat().st_size,
+        (folder / "x.gguf").stat().st_size,
+    )
     assert size < stored
     assert weight_bytes(packed.prepared(packed.config.generation)) < size
 
 
 def test_requantized_weights_that_take_more_memory_cause_a_warning(packed_model):
-    with pytest.warns(UserWarning, match="generation.weights: int4 needs .* quantized already") as found:
+    with pytest.warns(
+        UserWarning, match="generation.weights: int4 needs .* quantized already"
+    ) as found:
         prepared = prepare(packed_model, weights="int4")
     needed, taken = map(float, re.findall(r"([\d.]+) MB", str(found[0].message)))
-    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) / 1e6 for model in (prepared, packed_model)]
+    sizes = [
+        sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) / 1e6
+        for model in (prepared, packed_model)
+    ]
     assert (needed, taken) == tuple(round(size, 1) for size in sizes) and needed > taken
 
 
@@ -204,7 +247,9 @@ def test_a_packed_model_may_have_its_key_heads_reordered(packed_model):
 
 @pytest.mark.parametrize("kind", [pytest.param("q4_k_m", marks=pytest.mark.slow), "q8_0", "tq1_0"])
 def test_an_export_keeps_the_blocks_of_a_packed_run(kind, folder, tmp_path):
-    """The rows of queries and keys, and the parts of joint projections, are in another order in the run."""
+    """The rows of queries and keys, and the parts of joint projections, are in another order in the
+    run.
+    """
     export_checkpoint(folder / "trained", tmp_path / "x.gguf", "gguf", kind)
     import_checkpoint(tmp_path / "x.gguf", tmp_path / "run")
     export_checkpoint(tmp_path / "run", tmp_path / "again.gguf", "gguf", kind)
@@ -213,19 +258,24 @@ def test_an_export_keeps_the_blocks_of_a_packed_run(kind, folder, tmp_path):
         assert after.tensors[name][:2] == tensor[:2]
         np.testing.assert_array_equal(read_rows(after, name), read_rows(before, name), err_msg=name)
     export_checkpoint(tmp_path / "run", tmp_path / "default.gguf", "gguf")
-    assert (tmp_path / "default.gguf").read_bytes() == (tmp_path / "again.gguf").read_bytes(), "the type of the blocks is kept"
+    assert (tmp_path / "default.gguf").read_bytes() == (tmp_path / "again.gguf").read_bytes(), (
+        "the type of the blocks is kept"
+    )
     # Matrices in another format are quantized.
     other = {"q4_k_m": "q6_k", "q8_0": "q4_0", "tq1_0": "tq2_0"}[kind]
     export_checkpoint(tmp_path / "run", tmp_path / "other.gguf", "gguf", other)
     name = "blk.0.ffn_gate.weight"
     raw = quantize(open_gguf(tmp_path / "other.gguf").tensors[name].kind, read_tensor(before, name))
     np.testing.assert_array_equal(
-        read_rows(open_gguf(tmp_path / "other.gguf"), name).reshape(-1), raw.view(np.uint8).reshape(-1)
+        read_rows(open_gguf(tmp_path / "other.gguf"), name).reshape(-1),
+        raw.view(np.uint8).reshape(-1),
     )
 
 
 def test_blocks_of_no_file_type_need_a_type():
-    shapes = lambda kind: {"a": ((64, 32), FILE_TYPES[kind].base), "b": ((32,), "F32")}  # noqa: E731
+    def shapes(kind):
+        return {"a": ((64, 32), FILE_TYPES[kind].base), "b": ((32,), "F32")}
+
     assert _type_of_blocks({}, shapes) == "f32"
     assert _type_of_blocks({"Q4_1": 64 * 32}, shapes) == "q4_1"
     with pytest.raises(UserError, match=ERRORS["no_type_of_gguf_file"]):
@@ -234,7 +284,10 @@ def test_blocks_of_no_file_type_need_a_type():
 
 def test_a_file_name_that_is_no_export_format_is_refused(run_dir, tmp_path, capsys):
     assert main(["export", str(run_dir), str(tmp_path / "x.bin")]) == 2
-    assert "DEST must be a folder for Hugging Face Transformers, or a .gguf file" in capsys.readouterr().err
+    assert (
+        "DEST must be a folder for Hugging Face Transformers, or a .gguf file"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "x.bin").exists()
 
 
@@ -246,7 +299,10 @@ def test_a_packed_run_is_exported_and_evaluated(folder, tmp_path):
     for name in tensors[0].tensors:
         np.testing.assert_array_equal(*(read_tensor(file, name) for file in tensors))
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 4)
-    nats = [measure_perplexity(folder / name, str(tmp_path / "text.txt")).nats for name in ("packed", "float")]
+    nats = [
+        measure_perplexity(folder / name, str(tmp_path / "text.txt")).nats
+        for name in ("packed", "float")
+    ]
     assert abs(nats[0] - nats[1]) < 1e-4
 
 
@@ -261,7 +317,9 @@ def test_info_and_verify_report_a_packed_run(folder, capsys):
 
 
 def damaged_weights(folder, tmp_path, change):
-    """Returns the error of loading a copy of the packed run, after `change` has modified the arrays of its weights file."""
+    """Returns the error of loading a copy of the packed run, after `change` has modified the arrays
+    of its weights file.
+    """
     shutil.copytree(folder / "packed", tmp_path / "run")
     run = RunDirectory(tmp_path / "run")
     arrays = {name: array.array() for name, array in read_arrays(run.weights)[0].items()}
@@ -283,12 +341,29 @@ QKV = "blocks/1/attention/qkv/parts"
         (lambda a: a.pop(f"{QKV}/1/Q6_K"), "do not form the outputs"),
         (lambda a: a.update({f"{QKV}/0/Q4_K": a[f"{QKV}/0/Q4_K"][..., :-1]}), "with shape"),
         (lambda a: a.update({f"{QKV}/0/Q5_K": a.pop(f"{QKV}/0/Q4_K")}), "in Q5_K with shape"),
-        (lambda a: a.update({f"{QKV}/0/Q2_K": a.pop(f"{QKV}/0/Q4_K")}), "not the name of a packed array"),
-        (lambda a: a.update({"blocks/9/attention/qkv/parts/0/Q4_K": a[f"{QKV}/0/Q4_K"]}), "does not have"),
+        (
+            lambda a: a.update({f"{QKV}/0/Q2_K": a.pop(f"{QKV}/0/Q4_K")}),
+            "not the name of a packed array",
+        ),
+        (
+            lambda a: a.update({"blocks/9/attention/qkv/parts/0/Q4_K": a[f"{QKV}/0/Q4_K"]}),
+            "does not have",
+        ),
         (lambda a: a.update({"blocks/0/norm1/parts/0/Q4_K": a[f"{QKV}/0/Q4_K"]}), "does not have"),
-        (lambda a: a.update({"embed/parts/0/Q6_K": a["embed/parts/0/Q6_K"][:-1]}), "embed in Q6_K with shape"),
-        (lambda a: a.update({f"{QKV}/0/Q4_K": a[f"{QKV}/0/Q4_K"].astype(np.float32)}), "lack a part of"),
-        (lambda a: a.update({"blocks/0/norm1/scale": a["blocks/0/norm1/scale"].astype(np.uint8)}), "not the name of a packed"),
+        (
+            lambda a: a.update({"embed/parts/0/Q6_K": a["embed/parts/0/Q6_K"][:-1]}),
+            "embed in Q6_K with shape",
+        ),
+        (
+            lambda a: a.update({f"{QKV}/0/Q4_K": a[f"{QKV}/0/Q4_K"].astype(np.float32)}),
+            "lack a part of",
+        ),
+        (
+            lambda a: a.update(
+                {"blocks/0/norm1/scale": a["blocks/0/norm1/scale"].astype(np.uint8)}
+            ),
+            "not the name of a packed",
+        ),
     ],
 )
 def test_damaged_packed_arrays_are_an_error(change, message, folder, tmp_path):
@@ -311,7 +386,9 @@ def test_matrices_of_other_types_become_bfloat16_with_one_note(folder, tmp_path,
     notes = []
     run = import_checkpoint(folder / "x.gguf", tmp_path / "run", note=notes.append).run
     arrays = read_arrays(run.weights)[0]
-    assert arrays["embed"].dtype.name == "bfloat16" and "blocks/0/attention/out/parts/0/Q4_K" in arrays
+    assert (
+        arrays["embed"].dtype.name == "bfloat16" and "blocks/0/attention/out/parts/0/Q4_K" in arrays
+    )
     assert len(notes) == 1 and "Q6_K" in notes[0] and "--dtype float32" in notes[0]
 
 
@@ -324,7 +401,10 @@ def test_training_starts_from_converted_weights(folder):
     expected = load_weights(folder / "float/model_weights.msgpack", shapes)
     for name in shapes:
         np.testing.assert_array_equal(weights[name], expected[name])
-    with pytest.raises(UserError, match=r"are quantized .* needs float weights: import the checkpoint again with --dtype"):
+    with pytest.raises(
+        UserError,
+        match=r"are quantized .* needs float weights: import the checkpoint again with --dtype",
+    ):
         load_weights(run.weights, shapes)
 
 
@@ -334,7 +414,10 @@ def test_native_kernels_give_the_logits_of_xla(rows, packed_model):
         pytest.skip(load_kernels().note)
     tokens = np.random.default_rng(2).integers(0, 200, (rows, 3))
     positions = POSITIONS[:1, :3].repeat(rows, 0)
-    native, xla = (logits_of(packed_model, tokens, positions, matmul_kernel=kernel) for kernel in ("native", "xla"))
+    native, xla = (
+        logits_of(packed_model, tokens, positions, matmul_kernel=kernel)
+        for kernel in ("native", "xla")
+    )
     assert np.abs(native - xla).max() <= 1e-5 * np.abs(xla).max()
 
 
@@ -344,24 +427,33 @@ def test_xla_does_not_convert_the_weights_of_all_layers_at_once(packed_model):
     hidden = jax.jit(lambda model, tokens: model.hidden(tokens, POSITIONS)[0])
     program = hidden.lower(model, TOKENS).compile()
     largest = max(
-        4 * math.prod(node.shape_in + node.shape_out) for _, node in nnx.iter_graph(model) if hasattr(node, "shape_in")
+        4 * math.prod(node.shape_in + node.shape_out)
+        for _, node in nnx.iter_graph(model)
+        if hasattr(node, "shape_in")
     )
-    assert program.memory_analysis().temp_size_in_bytes < 2 * largest  # two layers have six times this size
+    assert (
+        program.memory_analysis().temp_size_in_bytes < 2 * largest
+    )  # two layers have six times this size
     table_VD = np.array(model.embed.unpack()[...])
     table_VD[5] = np.nan
     model.embed = nnx.Param(jnp.asarray(table_VD))
     tokens = np.stack([np.full(12, 5), np.full(12, 6)])
     finite = np.isfinite(np.asarray(hidden(model, tokens))).reshape(2, -1)
-    assert finite.any(axis=1).tolist() == finite.all(axis=1).tolist() == [False, True]  # NaN does not spread to other rows
+    assert (
+        finite.any(axis=1).tolist() == finite.all(axis=1).tolist() == [False, True]
+    )  # NaN does not spread to other rows
 
 
-@pytest.mark.parametrize("prompts", [1, 7])  # 7 · 20 tokens are more than the native kernels multiply
+@pytest.mark.parametrize(
+    "prompts", [1, 7]
+)  # 7 · 20 tokens are more than the native kernels multiply
 def test_prompts_can_be_multiplied_in_bfloat16(packed_model, prompts):
     if not load_kernels().multiplies_bfloat16:
         pytest.skip("this CPU has no bfloat16 products")
     tokens = positions = np.tile(np.arange(20), (prompts, 1))
     exact, rounded = (
-        logits_of(packed_model, tokens, positions, matmul_dtype=dtype, matmul_kernel="native") for dtype in ("auto", "bfloat16")
+        logits_of(packed_model, tokens, positions, matmul_dtype=dtype, matmul_kernel="native")
+        for dtype in ("auto", "bfloat16")
     )
     error = np.abs(exact - rounded).max() / np.abs(exact).max()
     assert 1e-5 < error < 0.05

@@ -21,11 +21,19 @@ from tests.error_texts import ERRORS
 
 V, D, N, K, H, F, L, T = 11, 16, 4, 2, 4, 24, 2, 9
 FLAT = {
-    "dim": D, "n_heads": N, "kv_heads": K, "head_size": H, "num_blocks": L, "max_context": 32, "expansion": 1,
-    "use_rotary_pos": True, "absolute_pos": False, "trainable_pos": False, "no_sink": True, "sliding_window": False,
-    "context_window": 3, "activation": "gelu", "use_moe": False, "vocab_size": 5000, "dataset_name": "x", "lr": 0.005,
+    "dim": D, "n_heads": N, "kv_heads": K, "head_size": H, "num_blocks": L, "max_context": 32,
+    "expansion": 1, "use_rotary_pos": True, "absolute_pos": False, "trainable_pos": False,
+    "no_sink": True, "sliding_window": False, "context_window": 3, "activation": "gelu",
+    "use_moe": False, "vocab_size": 5000, "dataset_name": "x", "lr": 0.005,
 }  # fmt: skip
-LATER = {"embed": "embed", "norm_f": "norm_f", "head": "head", "norm1": "norm1", "norm2": "norm2", "ffn": "ffn"}
+LATER = {
+    "embed": "embed",
+    "norm_f": "norm_f",
+    "head": "head",
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "ffn": "ffn",
+}
 NAMES = {"later": LATER, "older": LATER | {"embed": "wte", "norm_f": "ln_f", "head": "lm_head"}}
 
 
@@ -42,14 +50,27 @@ def weights(names=LATER, *, gated=True, bias=True, tied=False, learned=False):
         return found | ({"bias": random.standard_normal(D).astype(np.float32)} if bias else {})
 
     def block():
-        attention = {"qkv": matrix(D, D + 2 * K * H, False), "o_proj": matrix(D, D), "W": matrix(D, D)}
+        attention = {
+            "qkv": matrix(D, D + 2 * K * H, False),
+            "o_proj": matrix(D, D),
+            "W": matrix(D, D),
+        }
         ffn = {"up_proj": matrix(D, 2 * F if gated else F), "down_proj": matrix(F, D)}
-        return {"attention": attention, names["ffn"]: ffn, names["norm1"]: norm(), names["norm2"]: norm()}
+        return {
+            "attention": attention,
+            names["ffn"]: ffn,
+            names["norm1"]: norm(),
+            names["norm2"]: norm(),
+        }
 
     tree = {"blocks": {i: block() for i in range(L)}, names["norm_f"]: norm()}
     tree[names["embed"]] = {"embedding": random.standard_normal((V, D)).astype(np.float32)}
     tree |= {} if tied else {names["head"]: matrix(D, V)}
-    return tree | ({"wpe": {"embedding": random.standard_normal((32, D)).astype(np.float32)}} if learned else {})
+    return tree | (
+        {"wpe": {"embedding": random.standard_normal((32, D)).astype(np.float32)}}
+        if learned
+        else {}
+    )
 
 
 def forward(tree, config, tokens, names=LATER):
@@ -60,7 +81,9 @@ def forward(tree, config, tokens, names=LATER):
 
     def norm(x, w):
         if "bias" in w:
-            return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * w["scale"] + w["bias"]
+            return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * w[
+                "scale"
+            ] + w["bias"]
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w["scale"]
 
     def sigmoid(x):
@@ -103,7 +126,11 @@ def forward(tree, config, tokens, names=LATER):
             up = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
         x = x + linear(up, block[names["ffn"]]["down_proj"])
     x = norm(x, tree[names["norm_f"]])
-    return linear(x, tree[names["head"]]) if names["head"] in tree else x @ np.float64(tree[names["embed"]]["embedding"]).T
+    return (
+        linear(x, tree[names["head"]])
+        if names["head"] in tree
+        else x @ np.float64(tree[names["embed"]]["embedding"]).T
+    )
 
 
 def write(path, tree, config, name="model_weights.msgpack", sections=False):
@@ -121,7 +148,11 @@ read = jax.jit(lambda model, tokens_1T, positions_1T: model(tokens_1T, positions
 def logits(path, tokens):
     """Returns the logits of the converted run."""
     run = read_v0(path)
-    settings = {f"{section}.{key}": value for section, keys in run.settings.items() for key, value in keys.items()}
+    settings = {
+        f"{section}.{key}": value
+        for section, keys in run.settings.items()
+        for key, value in keys.items()
+    }
     model = build_config({}, settings | {"model.dtype": "float32"}).architecture(V)
     built = abstract_model(model)[0](dict(convert_parameters(run, model)))
     return np.asarray(read(built, np.asarray(tokens)[None], np.arange(len(tokens))[None]))
@@ -156,9 +187,17 @@ def test_model_without_biases_is_read(tmp_path):
 def test_best_weights_are_preferred_and_optimizer_state_is_ignored(tmp_path):
     tree = weights()
     write(tmp_path, weights(gated=False), FLAT)
-    write(tmp_path, {"model": tree, "opt": {"step": np.zeros((), np.int32)}}, FLAT, "best_model_weights.msgpack")
+    write(
+        tmp_path,
+        {"model": tree, "opt": {"step": np.zeros((), np.int32)}},
+        FLAT,
+        "best_model_weights.msgpack",
+    )
     run = read_v0(tmp_path)
-    assert run.weights == "best_model_weights.msgpack" and run.settings["model"]["activation"] == "swiglu"
+    assert (
+        run.weights == "best_model_weights.msgpack"
+        and run.settings["model"]["activation"] == "swiglu"
+    )
     np.testing.assert_array_equal(run.arrays["embed/embedding"].array(), tree["embed"]["embedding"])
 
 
@@ -169,11 +208,18 @@ def test_tokenizers(tmp_path):
     core = Core(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel()
     specials = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "[MASK]"]
-    core.train_from_iterator(["la città è bella"] * 3, trainers.BpeTrainer(vocab_size=60, special_tokens=specials))
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"type": "bpe", "vocab_size": 60, "tokenizer": core.to_str()}))
+    core.train_from_iterator(
+        ["la città è bella"] * 3, trainers.BpeTrainer(vocab_size=60, special_tokens=specials)
+    )
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"type": "bpe", "vocab_size": 60, "tokenizer": core.to_str()})
+    )
     tokenizer = Tokenizer(read_v0(tmp_path).tokenizer)
     assert tokenizer.encode("città bella") == core.encode("città bella").ids
-    assert tokenizer.decode(tokenizer.encode("città bella")) == " città bella" and tokenizer.eos_id == 3
+    assert (
+        tokenizer.decode(tokenizer.encode("città bella")) == " città bella"
+        and tokenizer.eos_id == 3
+    )
 
 
 def damage(tree, config, what):
@@ -193,7 +239,9 @@ def damage(tree, config, what):
             tree["blocks"][number] |= {"ln1": tree["blocks"][number].pop("norm1")}
     elif what == "frequencies":
         for number in range(L):
-            tree["blocks"][number]["attention"]["angle"] = np.arange(32)[:, None] / 1000 ** (np.arange(H // 2) / H)
+            tree["blocks"][number]["attention"]["angle"] = np.arange(32)[:, None] / 1000 ** (
+                np.arange(H // 2) / H
+            )
     elif what == "head":
         del tree["head"]["kernel"]
     else:
@@ -204,9 +252,18 @@ def damage(tree, config, what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("extra", r"has blocks/1/attention/extra/kernel, which a model with these settings does not have"),
+        (
+            "extra",
+            r"has blocks/1/attention/extra/kernel, which a model with these settings does not have",
+        ),
         ("missing", r"lacks blocks/1/attention/o_proj/bias, which a model with these settings has"),
-        ("shape", r"blocks/1/attention/o_proj/kernel has the shape \(3, 5\), which does not fit blocks/1/attention/out/kernel"),
+        (
+            "shape",
+            (
+                r"blocks/1/attention/o_proj/kernel has the shape \(3, 5\), which does not fit"
+                r" blocks/1/attention/out/kernel"
+            ),
+        ),
         ("first versions", "two variants of RoPE"),
         ("frequencies", "rotary frequencies that are not supported"),
         ("head", "has the bias of the output layer, but lacks the weight matrix"),
@@ -218,7 +275,10 @@ def damage(tree, config, what):
         ({"n_heads": 3}, "n_heads 3 does not divide the embedding size 16"),
         ({"max_context": "x"}, "max_context must be an integer of at least 1, got 'x'"),
         ({"trainable_pos": True}, "both use_rotary_pos and trainable_pos"),
-        ({"pos_encoding": "alibi"}, "pos_encoding: 'alibi', expected one of rotary, learned, absolute, none"),
+        (
+            {"pos_encoding": "alibi"},
+            "pos_encoding: 'alibi', expected one of rotary, learned, absolute, none",
+        ),
     ],
     ids=str,
 )
@@ -236,7 +296,10 @@ def test_imported_run_is_an_ordinary_run(tmp_path, capsys):
     found = np.asarray(read(model, TOKENS[None], np.arange(T)[None]))
     assert np.abs(found - logits(old, TOKENS)).max() < 1e-5
     assert main(["import", str(tmp_path / "new"), "--run_dir", str(tmp_path / "newer")]) == 2
-    assert "is already a run directory of this version" in capsys.readouterr().err and not (tmp_path / "newer").exists()
+    assert (
+        "is already a run directory of this version" in capsys.readouterr().err
+        and not (tmp_path / "newer").exists()
+    )
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, -1])

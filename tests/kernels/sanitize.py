@@ -1,7 +1,9 @@
-"""Runs the tests of the native kernels with the sanitizers of GCC: `python -m tests.kernels.sanitize [avx2 …]` (Linux).
+"""Runs the tests of the native kernels with the sanitizers of GCC:
+`python -m tests.kernels.sanitize [avx2 …]` (Linux).
 
-The tests of the products run with AddressSanitizer and UndefinedBehaviorSanitizer, once for each instruction set of this CPU
-or of the command line. The threads of the kernels run with ThreadSanitizer in `workers.cc`.
+The tests of the products run with AddressSanitizer and UndefinedBehaviorSanitizer, once for each
+instruction set of this CPU or of the command line. The threads of the kernels run with
+ThreadSanitizer in `workers.cc`.
 """
 
 import os
@@ -33,11 +35,15 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *tests, "-k", "not threads
 
 def sanitizer_library(name: str) -> str:
     """Returns the path of a runtime library of GCC, such as `libasan.so`."""
-    return subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def check_products(name: str, folder: Path) -> None:
-    """Runs the tests of the products for an instruction set with AddressSanitizer and UndefinedBehaviorSanitizer."""
+    """Runs the tests of the products for an instruction set with AddressSanitizer and
+    UndefinedBehaviorSanitizer.
+    """
     compiler, library = folder / "c++", folder / f"{name}.so"
     compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {" ".join(OPTIONS)}\n')
     compiler.chmod(0o755)
@@ -48,16 +54,23 @@ def check_products(name: str, folder: Path) -> None:
         "UBSAN_OPTIONS": "print_stacktrace=1",
         native_library.VARIABLE: name,
     }
-    subprocess.run([sys.executable, "-c", PRODUCTS, name, str(library)], check=True, env=environment)
+    subprocess.run(
+        [sys.executable, "-c", PRODUCTS, name, str(library)], check=True, env=environment
+    )
 
 
 def check_threads(folder: Path) -> None:
     """Runs the threads of the kernels with ThreadSanitizer."""
     program, source = folder / "workers", Path(__file__).with_name("workers.cc")
-    options = f"-O1 -g -std=c++17 -w -fsanitize=thread -pthread -I{jax.ffi.include_dir()} -I{SOURCE.parent}".split()
+    options = (
+        f"-O1 -g -std=c++17 -w -fsanitize=thread -pthread -I{jax.ffi.include_dir()}"
+        f" -I{SOURCE.parent}".split()
+    )
     subprocess.run(["g++", *options, str(source), "-o", str(program)], check=True)
     # ThreadSanitizer needs addresses that Linux does not randomize.
-    subprocess.run([*(["setarch", "-R"] if shutil.which("setarch") else []), str(program)], check=True)
+    subprocess.run(
+        [*(["setarch", "-R"] if shutil.which("setarch") else []), str(program)], check=True
+    )
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """The native kernels against float64 products of the same weights.
 
-A program multiplies all shapes of all formats, because a program for each would take longer to compile than to run.
+A program multiplies all shapes of all formats, because a program for each would take longer to
+compile than to run.
 """
 
 import os
@@ -48,8 +49,16 @@ def needs_float16():
 
 def random_blocks(rng, kind, rows, blocks):
     """Returns random packed rows with finite scales."""
-    layout = TYPES[kind].block if kind in TYPES else np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 32)])
-    raw = rng.integers(0, 256, (rows * blocks, FORMATS[kind].bytes), dtype=np.uint8).view(layout).reshape(-1)
+    layout = (
+        TYPES[kind].block
+        if kind in TYPES
+        else np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 32)])
+    )
+    raw = (
+        rng.integers(0, 256, (rows * blocks, FORMATS[kind].bytes), dtype=np.uint8)
+        .view(layout)
+        .reshape(-1)
+    )
     for field in [name for name in ("d", "m", "dmin") if name in layout.names]:
         raw[field] = rng.standard_normal(len(raw)) * 0.1
     return raw.view(np.uint8).reshape(rows, -1)
@@ -62,17 +71,25 @@ def decoded(kind, raw):
     if kind in TYPES:
         return dequantize(kind, raw.reshape(-1)).reshape(len(raw), -1)
     blocks = raw.reshape(-1, FORMATS[kind].bytes)
-    scale, minimum = np.ascontiguousarray(blocks[:, :4]).view(np.float16).astype(np.float32).T[:, :, None]
+    scale, minimum = (
+        np.ascontiguousarray(blocks[:, :4]).view(np.float16).astype(np.float32).T[:, :, None]
+    )
     codes = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
     return (scale * codes + minimum).reshape(len(raw), -1)
 
 
 def random_weights(rng, kind, outputs, inputs):
-    """Returns weights for the kernel, their exact values in float64, and the `kind` argument of `matmul`."""
+    """Returns weights for the kernel, their exact values in float64, and the `kind` argument of
+    `matmul`.
+    """
     if kind in FORMATS:
         raw = random_blocks(rng, kind, outputs, inputs // FORMATS[kind].values)
         return raw, decoded(kind, raw).astype(np.float64), kind
-    values = rng.integers(-128, 128, (outputs, inputs)) if kind == "int8" else rng.standard_normal((outputs, inputs))
+    values = (
+        rng.integers(-128, 128, (outputs, inputs))
+        if kind == "int8"
+        else rng.standard_normal((outputs, inputs))
+    )
     weights = values.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else kind)
     return weights, weights.astype(np.float64), None
 
@@ -80,7 +97,11 @@ def random_weights(rng, kind, outputs, inputs):
 def products(cases, native=True):
     """Returns rows · weightsᵀ of each `(rows, weights, kind)`, in one program."""
     kinds = [kind for _, _, kind in cases]
-    run = jax.jit(lambda pairs: [matmul(*pair, kind, native=native) for pair, kind in zip(pairs, kinds, strict=True)])
+    run = jax.jit(
+        lambda pairs: [
+            matmul(*pair, kind, native=native) for pair, kind in zip(pairs, kinds, strict=True)
+        ]
+    )
     return [np.asarray(y) for y in run([(x, weights) for x, weights, _ in cases])]
 
 
@@ -120,13 +141,31 @@ def test_products_equal_float64(native):
 
 def test_rows_do_not_depend_on_other_rows():
     needs_kernels()
-    rng, x = np.random.default_rng(2), np.random.default_rng(3).standard_normal((43, 2304)).astype(np.float32)
+    rng, x = (
+        np.random.default_rng(2),
+        np.random.default_rng(3).standard_normal((43, 2304)).astype(np.float32),
+    )
     for kind in KINDS:
         weights, _, name = random_weights(rng, kind, 67, 2304)
-        parts = [(0, 43), (0, 1), (3, 1), (1, 2), (5, 3), (2, 4), (9, 5), (11, 8), (13, 15), (20, 16)]
-        together, *alone = products([(x[start : start + size], weights, name) for start, size in parts])
+        parts = [
+            (0, 43),
+            (0, 1),
+            (3, 1),
+            (1, 2),
+            (5, 3),
+            (2, 4),
+            (9, 5),
+            (11, 8),
+            (13, 15),
+            (20, 16),
+        ]
+        together, *alone = products(
+            [(x[start : start + size], weights, name) for start, size in parts]
+        )
         for (start, size), found in zip(parts[1:], alone, strict=True):
-            np.testing.assert_array_equal(found, together[start : start + size], err_msg=f"{kind}, {size} rows")
+            np.testing.assert_array_equal(
+                found, together[start : start + size], err_msg=f"{kind}, {size} rows"
+            )
 
 
 def test_bfloat16_rows():
@@ -137,7 +176,9 @@ def test_bfloat16_rows():
     for kind in ("bfloat16", *FORMATS):
         for rows, outputs, inputs in ((1, 7, 256), (5, 26, 512), (40, 49, 768)):
             weights, values, name = random_weights(rng, kind, outputs, inputs)
-            cases.append((rng.standard_normal((rows, inputs)).astype(ml_dtypes.bfloat16), weights, name))
+            cases.append(
+                (rng.standard_normal((rows, inputs)).astype(ml_dtypes.bfloat16), weights, name)
+            )
             exact.append(values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64))
     for (x, _, kind), y, values in zip(cases, products(cases), exact, strict=True):
         check_error(y, x, values, f"{kind}, {len(x)} rows")
@@ -171,7 +212,10 @@ def test_slices_that_are_not_aligned():
 
     @jax.jit
     def run(x, raw):
-        return [matmul(x[:, o : o + 64], raw[o:, 18 * 2 : 18 * 4], "Q4_0", native=True) for o in range(3)]
+        return [
+            matmul(x[:, o : o + 64], raw[o:, 18 * 2 : 18 * 4], "Q4_0", native=True)
+            for o in range(3)
+        ]
 
     x = rng.standard_normal((3, 70)).astype(np.float32)
     exact = decoded("Q4_0", raw).astype(np.float64)[:, 64:128]
@@ -181,12 +225,19 @@ def test_slices_that_are_not_aligned():
 
 @pytest.mark.parametrize(
     ("x", "w", "kind"),
-    [((2, 33), (4, 18), "Q4_0"), ((2, 64), (4, 18), "Q4_0"), ((2, 64), (4, 37), "Q4_0"), ((2, 256), (4, 145), "Q4_K")],
+    [
+        ((2, 33), (4, 18), "Q4_0"),
+        ((2, 64), (4, 18), "Q4_0"),
+        ((2, 64), (4, 37), "Q4_0"),
+        ((2, 256), (4, 145), "Q4_K"),
+    ],
 )
 def test_wrong_sizes_are_errors(x, w, kind):
     needs_kernels()
     with pytest.raises(Exception, match="wrong size"):
-        jax.block_until_ready(matmul(np.zeros(x, np.float32), np.zeros(w, np.uint8), kind, native=True))
+        jax.block_until_ready(
+            matmul(np.zeros(x, np.float32), np.zeros(w, np.uint8), kind, native=True)
+        )
 
 
 def products_of_all_formats():
@@ -229,9 +280,15 @@ def test_one_two_and_four_threads_give_equal_results(tmp_path):
 def test_native_products_can_be_batched():
     needs_kernels()
     rng = np.random.default_rng(6)
-    x, w = rng.standard_normal((4, 3, 40)).astype(np.float32), rng.standard_normal((4, 7, 40)).astype(np.float32)
+    x, w = (
+        rng.standard_normal((4, 3, 40)).astype(np.float32),
+        rng.standard_normal((4, 7, 40)).astype(np.float32),
+    )
     all_axes = [(0, None), (None, 0), (0, 0)]
-    operands = [tuple(a if axis == 0 else a[0] for a, axis in zip((x, w), axes, strict=True)) for axes in all_axes]
+    operands = [
+        tuple(a if axis == 0 else a[0] for a, axis in zip((x, w), axes, strict=True))
+        for axes in all_axes
+    ]
 
     @jax.jit
     def run(operands):

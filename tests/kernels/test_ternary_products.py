@@ -1,4 +1,6 @@
-"""Products with ternary weights: integer products against NumPy's, and the conversion of float32 rows to integers."""
+"""Products with ternary weights: integer products against NumPy's, and the conversion of float32
+rows to integers.
+"""
 
 import jax
 import numpy as np
@@ -57,7 +59,9 @@ def cases():
 def test_the_layout_of_packed_weights(cases):
     weights = [w for _, w in cases if w.size]
     raws = jax.jit(lambda weights: [pack_ternary(w) for w in weights])(weights)
-    back = jax.jit(lambda raws: [unpack_ternary(raw, w.shape[1]) for raw, w in zip(raws, weights, strict=True)])(raws)
+    back = jax.jit(
+        lambda raws: [unpack_ternary(raw, w.shape[1]) for raw, w in zip(raws, weights, strict=True)]
+    )(raws)
     for raw, again, w in zip(raws, back, weights, strict=True):
         np.testing.assert_array_equal(raw, packed(w))
         np.testing.assert_array_equal(again, w)
@@ -84,7 +88,9 @@ def test_batched_integer_products_are_one_call(cases):
     run = jax.jit(jax.vmap(lambda x, raw: ternary_matmul(x, raw, native=True), in_axes=(0, None)))
     batch = np.stack([x, -x, x[::-1]])
     assert run.lower(batch, packed(w)).as_text().count("stablehlo.custom_call") == 1
-    np.testing.assert_array_equal(run(batch, packed(w)), batch.astype(np.int64) @ w.T.astype(np.int64))
+    np.testing.assert_array_equal(
+        run(batch, packed(w)), batch.astype(np.int64) @ w.T.astype(np.int64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,9 +124,9 @@ def test_float32_rows_are_rounded_to_multiples_of_a_power_of_two(kind):
     small[0, :2], small[0, 256:258] = (1, 2.0**-23), (1, 2.0**-21)
     broken = np.ones((4, 768), np.float32)
     broken[1, 3], broken[2, 700] = np.nan, np.inf
-    y, y_small, y_broken = jax.jit(lambda rows, raw: [matmul(x, raw, kind, native=True) for x in rows])(
-        (whole, small, broken), raw
-    )
+    y, y_small, y_broken = jax.jit(
+        lambda rows, raw: [matmul(x, raw, kind, native=True) for x in rows]
+    )((whole, small, broken), raw)
     np.testing.assert_array_equal(y, (whole.astype(np.float64) @ weights.T).astype(np.float32))
     kept = small.astype(np.float64)
     kept[0, 1] = 0

@@ -34,7 +34,9 @@ def loaded(**changes):
 
 
 def expected(built, layer, head):
-    """The weights `[T, T + 1]` of a head, that of the sink last, from one pass over each prefix of the text."""
+    """The weights `[T, T + 1]` of a head, that of the sink last, from one pass over each prefix of
+    the text.
+    """
     T = len(IDS)
     rows = np.zeros((T, T + 1))
     attention = built.weights["blocks"][layer]["attention"]
@@ -51,7 +53,9 @@ def test_the_weights_equal_those_of_the_reference(name):
     run, built = loaded(**ARCHITECTURES[name])
     last = built.config.num_blocks - 1
     for layer, head in ((0, 1), (last, 2)):
-        found = head_weights(run, IDS.tolist(), [str(token) for token in IDS], (layer, head), run.settings({}))
+        found = head_weights(
+            run, IDS.tolist(), [str(token) for token in IDS], (layer, head), run.settings({})
+        )
         want = expected(built, layer, head)
         np.testing.assert_allclose(found.weights, want[:, :-1], atol=1e-5)
         np.testing.assert_allclose(found.sink or np.zeros(len(IDS)), want[:, -1], atol=1e-5)
@@ -79,14 +83,19 @@ def test_the_entropy_is_that_of_the_last_token(run, record):
     last = np.array(record.head.weights[-1])
     stats = explain(run, PROMPT, {"greedy": True}, attention=True)
     assert stats.head is None and record.attention is None
-    assert stats.attention["entropy"][1][3] == pytest.approx(-np.sum(last * np.log2(last)), abs=1e-5)
+    assert stats.attention["entropy"][1][3] == pytest.approx(
+        -np.sum(last * np.log2(last)), abs=1e-5
+    )
 
 
 def test_the_table_has_the_largest_weights_of_the_last_token():
     weights = [[1.0, 0.0, 0.0], [0.25, 0.75, 0.0], [0.5, 0.125, 0.25]]
     found = HeadWeights(2, 5, 1, ['"a"', '"b"', '"c"'], weights, [0, 0, 0], [0.0, 0.0, 0.125])
     assert list(head_lines(found, 2, 200)) == [
-        "attention of layer 2, query head 5 (key head 1): the largest weights of the last token of the prompt",
+        (
+            "attention of layer 2, query head 5 (key head 1): the largest weights of the last token"
+            " of the prompt"
+        ),
         "position  token  weight",
         '0         "a"    50.00%',
         '2         "c"    25.00%',
@@ -111,15 +120,23 @@ def command(capfd, *arguments):
 
 def test_command_prints_the_table_and_writes_the_page(capfd, run_dir, record, tmp_path):
     page = tmp_path / "page.html"
-    code, out, _ = command(capfd, run_dir, "--prompt", PROMPT, "--greedy", "--attention", "1:3", "--report", page)
+    code, out, _ = command(
+        capfd, run_dir, "--prompt", PROMPT, "--greedy", "--attention", "1:3", "--report", page
+    )
     assert code == 0 and out.strip() == "\n".join(explanation_lines(record, 100)).strip()
     text = page.read_text()
     assert text.count("<svg ") == 1 and "layer 1, query head 3 (key head 1)" in text
     T = len(record.head.tokens)
     titles = dict(re.findall(r"<title>(.* → .*): (.*)</title>", text))
-    assert len(titles) == sum(weight >= 0.0005 for row in record.head.weights for weight in row) <= T * (T + 1) / 2
+    assert (
+        len(titles)
+        == sum(weight >= 0.0005 for row in record.head.weights for weight in row)
+        <= T * (T + 1) / 2
+    )
     assert titles["&lt;bos&gt; 0 → &lt;bos&gt; 0"] == "100.00%"
-    code, out, _ = command(capfd, run_dir, "--prompt", PROMPT, "--greedy", "--attention", "1:3", "--json")
+    code, out, _ = command(
+        capfd, run_dir, "--prompt", PROMPT, "--greedy", "--attention", "1:3", "--json"
+    )
     assert code == 0 and json.loads(out)["head"]["weights"] == record.head.weights
     code, _, _ = command(capfd, run_dir, "--prompt", PROMPT, "--greedy", "--report", page)
     assert code == 0 and "<svg" not in page.read_text()

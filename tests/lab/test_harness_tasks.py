@@ -1,4 +1,6 @@
-"""Tasks of lm-evaluation-harness: its three kinds of requests against log-probabilities summed in NumPy, and custom tasks."""
+"""Tasks of lm-evaluation-harness: its three kinds of requests against log-probabilities summed in
+NumPy, and custom tasks.
+"""
 
 import json
 
@@ -11,7 +13,13 @@ from dantinox.cli import main
 from dantinox.config import UserError
 from dantinox.generation import load
 from dantinox.lab.studies import harness_tasks
-from dantinox.lab.studies.harness_tasks import LMEvalModel, TaskScore, evaluate_tasks, parse_scores, task_lines
+from dantinox.lab.studies.harness_tasks import (
+    LMEvalModel,
+    TaskScore,
+    evaluate_tasks,
+    parse_scores,
+    task_lines,
+)
 from tests.error_texts import ERRORS
 
 CYCLE = "aè€😀b\nc"  # the cycle that the model of `run_dir` generates
@@ -33,7 +41,9 @@ def logp(lm_eval_model, ids):
     seen = np.zeros((1, CONTEXT), np.int32)
     seen[0, : len(ids) - 1] = ids[:-1]
     logits_TV = np.asarray(read(lm_eval_model.run.model, seen), np.float64)[: len(ids) - 1]
-    all_TV = logits_TV - np.log(np.exp(logits_TV - logits_TV.max(1, keepdims=True)).sum(1, keepdims=True))
+    all_TV = logits_TV - np.log(
+        np.exp(logits_TV - logits_TV.max(1, keepdims=True)).sum(1, keepdims=True)
+    )
     all_TV -= logits_TV.max(1, keepdims=True)
     return all_TV[np.arange(len(ids) - 1), ids[1:]], all_TV.argmax(1) == ids[1:]
 
@@ -48,11 +58,17 @@ def test_likelihoods_of_continuations(lm_eval_model):
         ([begin, *b"x a b"], 2),  # the space moves to the continuation
         ([*b"c" * 126, *"aè".encode()], 3),
     ]
-    for (found, likeliest), (ids, new) in zip(lm_eval_model.loglikelihood(pairs), read, strict=True):
+    for (found, likeliest), (ids, new) in zip(
+        lm_eval_model.loglikelihood(pairs), read, strict=True
+    ):
         values, top = logp(lm_eval_model, ids[-CONTEXT - 1 :])
         np.testing.assert_allclose(found, values[-new:].sum(), rtol=1e-5, atol=1e-6)
         assert likeliest == top[-new:].all()
-    assert [likeliest for _, likeliest in lm_eval_model.loglikelihood(pairs)][:3] == [True, False, False]
+    assert [likeliest for _, likeliest in lm_eval_model.loglikelihood(pairs)][:3] == [
+        True,
+        False,
+        False,
+    ]
     with pytest.raises(UserError, match=ERRORS["a_continuation_has_200_tokens"]):
         lm_eval_model.loglikelihood([("a", "b" * 200)])
 
@@ -60,10 +76,17 @@ def test_likelihoods_of_continuations(lm_eval_model):
 def test_likelihoods_of_whole_texts(lm_eval_model):
     texts = [CYCLE * 12, "b"]  # 156 bytes: two windows
     ids = [lm_eval_model.run.tokenizer.bos_id, *texts[0].encode()]
-    first, rest = logp(lm_eval_model, ids[: CONTEXT + 1])[0], logp(lm_eval_model, ids[-CONTEXT - 1 :])[0]
+    first, rest = (
+        logp(lm_eval_model, ids[: CONTEXT + 1])[0],
+        logp(lm_eval_model, ids[-CONTEXT - 1 :])[0],
+    )
     found = lm_eval_model.loglikelihood_rolling(texts)
-    np.testing.assert_allclose(found[0], first.sum() + rest[-(len(ids) - 1 - CONTEXT) :].sum(), rtol=1e-5)
-    np.testing.assert_allclose(found[1], logp(lm_eval_model, [ids[0], ord("b")])[0].sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        found[0], first.sum() + rest[-(len(ids) - 1 - CONTEXT) :].sum(), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        found[1], logp(lm_eval_model, [ids[0], ord("b")])[0].sum(), rtol=1e-5
+    )
 
 
 def test_generated_answers(lm_eval_model):
@@ -82,13 +105,23 @@ def test_generated_answers(lm_eval_model):
 def test_parsing_of_the_harness_results():
     found = {
         "results": {
-            "t": {"alias": "t", "acc,none": 0.5, "acc_stderr,none": 0.1, "f1,x": 1, "f1_stderr,x": "N/A", "sample_len": 3}
+            "t": {
+                "alias": "t",
+                "acc,none": 0.5,
+                "acc_stderr,none": 0.1,
+                "f1,x": 1,
+                "f1_stderr,x": "N/A",
+                "sample_len": 3,
+            }
         },
         "n-samples": {"t": {"original": 9, "effective": 4}},
         "n-shot": {"t": 2},
     }
     scores = list(parse_scores(found))
-    assert scores == [TaskScore("t", "acc", "none", 0.5, 0.1, 2, 4), TaskScore("t", "f1", "x", 1.0, None, 2, 4)]
+    assert scores == [
+        TaskScore("t", "acc", "none", 0.5, 0.1, 2, 4),
+        TaskScore("t", "f1", "x", 1.0, None, 2, 4),
+    ]
     lines = list(task_lines(harness_tasks.TaskStudy(scores, {}, "0"), 100))
     assert [line.split() for line in lines[1:]] == [
         ["t", "acc", "0.5000", "0.1000", "2", "4"],
@@ -126,22 +159,36 @@ def folder(tmp_path_factory):
         "generation_kwargs: {until: ['b'], max_gen_toks: 12}\nmetric_list: [{metric: exact_match}]\n",
     }  # fmt: skip
     for name, records in rows.items():
-        (path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: '{path / name}.jsonl'}}}}\ntest_split: test\n"
+        (path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
+        data = (
+            "dataset_path: json\ndataset_kwargs: {data_files: {test:"
+            f" '{path / name}.jsonl'}}}}\ntest_split: test\n"
+        )
         (path / f"{name}.yaml").write_text(f"task: circle_{name}\n{data}{more[name]}")
     return path
 
 
 def test_custom_tasks(run_dir, folder, capfd):
     flags = ["--run_dir", str(run_dir), "--include_path", str(folder), "--json"]
-    assert main(["eval", "tasks", "--tasks", "circle_choose,circle_roll,circle_answer", *flags]) == 0
-    found = {(one["task"], one["metric"]): one for one in json.loads(capfd.readouterr().out)["scores"]}
-    assert found["circle_choose", "acc"]["value"] == 0.75 and found["circle_choose", "acc"]["samples"] == 4
+    assert (
+        main(["eval", "tasks", "--tasks", "circle_choose,circle_roll,circle_answer", *flags]) == 0
+    )
+    found = {
+        (one["task"], one["metric"]): one for one in json.loads(capfd.readouterr().out)["scores"]
+    }
+    assert (
+        found["circle_choose", "acc"]["value"] == 0.75
+        and found["circle_choose", "acc"]["samples"] == 4
+    )
     assert found["circle_answer", "exact_match"]["value"] == 0.5
     texts = [CYCLE * n for n in (1, 2, 13)]
     nats = -sum(LMEvalModel(load(run_dir), {}).loglikelihood_rolling(texts))
     expected = np.exp(nats / sum(len(text.encode()) for text in texts))
-    np.testing.assert_allclose(found["circle_roll", "byte_perplexity"]["value"], expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        found["circle_roll", "byte_perplexity"]["value"], expected, rtol=1e-5
+    )
 
 
 def test_unknown_task(run_dir, folder):

@@ -1,4 +1,6 @@
-"""`dantinox info`: its facts come from the settings, the headers of the weights and the log; no weights are loaded."""
+"""`dantinox info`: its facts come from the settings, the headers of the weights and the log; no
+weights are loaded.
+"""
 
 import shutil
 
@@ -39,10 +41,12 @@ def test_the_model_is_described_without_loading_it(run_dir, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "best"),
     [
-        ([{"val_loss": 2.0, "bits_per_byte": 1.5}, {"val_loss": 1.0, "bits_per_byte": 0.75}, {"val_loss": 3.0}],
+        ([{"val_loss": 2.0, "bits_per_byte": 1.5}, {"val_loss": 1.0, "bits_per_byte": 0.75},
+          {"val_loss": 3.0}],
          "val loss 1.0000, 0.750 bits per byte, at step 2"),
         ([{"val_loss": float("nan")}, {"val_loss": float("nan")}], "val loss nan, at step 1"),
-        ([{"val_reward": 0.25, "val_loss": 1.0}, {"val_reward": -0.5, "val_loss": 0.5}], "val reward 0.2500, at step 1"),
+        ([{"val_reward": 0.25, "val_loss": 1.0}, {"val_reward": -0.5, "val_loss": 0.5}],
+         "val reward 0.2500, at step 1"),
     ],
 )  # fmt: skip
 def test_the_best_evaluation(copy_of_run, rows, best):

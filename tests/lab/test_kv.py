@@ -1,4 +1,6 @@
-"""The comparison of compressed caches: numbers against NumPy, texts against the tokenizer, and a complete toy study."""
+"""The comparison of compressed caches: numbers against NumPy, texts against the tokenizer, and a
+complete toy study.
+"""
 
 import json
 import random
@@ -30,8 +32,19 @@ from dantinox.lab.studies.kv_study import (
     gap_closed,
     intervals_by_seed,
 )
-from dantinox.lab.studies.kv_tasks import Sequences, draw_sequences, draw_tasks, encodes_words, split_by_seed
-from dantinox.lab.studies.kv_variants import NEAR_KEYS, build_variants, near_keys_variant, select_methods
+from dantinox.lab.studies.kv_tasks import (
+    Sequences,
+    draw_sequences,
+    draw_tasks,
+    encodes_words,
+    split_by_seed,
+)
+from dantinox.lab.studies.kv_variants import (
+    NEAR_KEYS,
+    build_variants,
+    near_keys_variant,
+    select_methods,
+)
 from dantinox.lab.studies.kv_view import kv_blocks
 from dantinox.lab.studies.ruler_study import RULER_METHODS
 from dantinox.lab.studies.statistics import mean_interval
@@ -55,7 +68,7 @@ from tests.error_texts import ERRORS
 SEEDS_S = np.repeat([0, 1, 2], 20)
 
 
-# --- numbers ------------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def random_metrics(seed, size=60):
@@ -64,9 +77,14 @@ def random_metrics(seed, size=60):
 
 
 def by_hand(values, statistic):
-    """Returns a statistic and its 95 % interval over 2,000 resamples, with percentiles interpolated by hand."""
+    """Returns a statistic and its 95 % interval over 2,000 resamples, with percentiles interpolated
+    by hand.
+    """
     draws = np.random.default_rng(0)
-    found = sorted(statistic(values[..., draws.integers(values.shape[-1], size=values.shape[-1])]) for _ in range(2000))
+    found = sorted(
+        statistic(values[..., draws.integers(values.shape[-1], size=values.shape[-1])])
+        for _ in range(2000)
+    )
     ends = []
     for place in (0.025 * 1999, 0.975 * 1999):
         low = int(place)
@@ -79,11 +97,22 @@ def test_perplexity_kl_and_agreement_are_those_of_numpy_with_paired_intervals():
     metrics = _loss_metrics(own, full, SEEDS_S)
     worse = own.loss_B - full.loss_B
     assert metrics["loss"] == pytest.approx(own.loss_B.mean())
-    assert metrics["dppl"].all[0] == pytest.approx(100 * (np.exp(own.loss_B.mean()) / np.exp(full.loss_B.mean()) - 1))
-    for scope, of in [("all", slice(None)), *((seed, np.arange(60) // 20 == seed) for seed in range(3))]:
-        dppl, kl, top1 = (metrics[key].all if scope == "all" else metrics[key].seeds[scope] for key in ("dppl", "kl", "top1"))
-        # exp is nearly linear between two resamples, so the order of interpolation and exp does not matter.
-        assert dppl == pytest.approx(by_hand(worse[of], lambda x: 100 * (np.exp(x.mean()) - 1)), rel=1e-3)
+    assert metrics["dppl"].all[0] == pytest.approx(
+        100 * (np.exp(own.loss_B.mean()) / np.exp(full.loss_B.mean()) - 1)
+    )
+    for scope, of in [
+        ("all", slice(None)),
+        *((seed, np.arange(60) // 20 == seed) for seed in range(3)),
+    ]:
+        dppl, kl, top1 = (
+            metrics[key].all if scope == "all" else metrics[key].seeds[scope]
+            for key in ("dppl", "kl", "top1")
+        )
+        # exp is nearly linear between two resamples, so the order of interpolation and exp does not
+        # matter.
+        assert dppl == pytest.approx(
+            by_hand(worse[of], lambda x: 100 * (np.exp(x.mean()) - 1)), rel=1e-3
+        )
         assert kl == pytest.approx(by_hand(own.kl_B[of], np.mean)) and top1 == pytest.approx(
             by_hand(100 * own.top1_B[of], np.mean)
         )
@@ -93,7 +122,9 @@ def test_losses_are_means_over_the_tokens_after_the_prompt():
     random = np.random.default_rng(5)
     tokens, start = random.integers(0, 7, (3, 12)), 5
     logprobs = -random.random((3, 12 - start + 1, 7))
-    expected = [-np.mean([logprobs[b, t - start, tokens[b, t]] for t in range(start, 12)]) for b in range(3)]
+    expected = [
+        -np.mean([logprobs[b, t - start, tokens[b, t]] for t in range(start, 12)]) for b in range(3)
+    ]
     found = read_metrics(jnp.asarray(logprobs), jnp.asarray(logprobs), tokens, start)
     np.testing.assert_allclose(found.loss_B, expected, rtol=1e-5)
     assert found.kl_B.tolist() == [0, 0, 0] and found.top1_B.tolist() == [1, 1, 1]
@@ -102,18 +133,32 @@ def test_losses_are_means_over_the_tokens_after_the_prompt():
 def test_the_gap_is_a_ratio_of_mean_losses():
     random = np.random.default_rng(5)
     base = random.normal(2, 0.5, 60)
-    loss = {"streaming": base + 0.4, "oracle": base + random.normal(0.1, 0.05, 60), "uniform": base + 0.2}
+    loss = {
+        "streaming": base + 0.4,
+        "oracle": base + random.normal(0.1, 0.05, 60),
+        "uniform": base + 0.2,
+    }
     stacked = np.stack([loss["streaming"], loss["uniform"], loss["oracle"]])
     found = gap_closed(loss, "uniform")
-    assert found == pytest.approx(by_hand(stacked, lambda x: 100 * (x[0] - x[1]).mean() / (x[0] - x[2]).mean()))
+    assert found == pytest.approx(
+        by_hand(stacked, lambda x: 100 * (x[0] - x[1]).mean() / (x[0] - x[2]).mean())
+    )
     assert 60 < found[0] < 73
-    assert gap_closed(loss, "streaming")[0] == 0 and gap_closed(loss, "oracle") == pytest.approx([100, 100, 100])
+    assert gap_closed(loss, "streaming")[0] == 0 and gap_closed(loss, "oracle") == pytest.approx(
+        [100, 100, 100]
+    )
 
 
 def test_gap_closed_is_none_without_a_gap():
     base = np.random.default_rng(6).normal(2, 0.5, 60)
     noise = np.random.default_rng(7).normal(0, 1, 60)
-    assert gap_closed({"streaming": base, "oracle": base + noise - noise.mean() - 0.01, "uniform": base}, "uniform") is None
+    assert (
+        gap_closed(
+            {"streaming": base, "oracle": base + noise - noise.mean() - 0.01, "uniform": base},
+            "uniform",
+        )
+        is None
+    )
     assert gap_closed({"streaming": base, "uniform": base}, "uniform") is None
 
 
@@ -124,10 +169,17 @@ def test_a_signal_wins_or_loses_only_in_all_three_seeds():
     better, worse = uniform - 0.1 + noise, uniform + 0.1 + noise
     assert intervals_by_seed(better - uniform, SEEDS_S).verdict == "better"
     assert intervals_by_seed(worse - uniform, SEEDS_S).verdict == "worse"
-    assert intervals_by_seed(np.where(SEEDS_S < 2, better, uniform) - uniform, SEEDS_S).verdict == "same"
-    assert intervals_by_seed(np.where(SEEDS_S < 2, better, worse) - uniform, SEEDS_S).verdict == "same"
+    assert (
+        intervals_by_seed(np.where(SEEDS_S < 2, better, uniform) - uniform, SEEDS_S).verdict
+        == "same"
+    )
+    assert (
+        intervals_by_seed(np.where(SEEDS_S < 2, better, worse) - uniform, SEEDS_S).verdict == "same"
+    )
     found = intervals_by_seed(better - uniform, SEEDS_S)
-    assert found.all == mean_interval(better - uniform) and found.all[0] == pytest.approx((better - uniform).mean())
+    assert found.all == mean_interval(better - uniform) and found.all[0] == pytest.approx(
+        (better - uniform).mean()
+    )
     assert found.seeds[1] == mean_interval((better - uniform)[20:40])
 
 
@@ -144,7 +196,10 @@ def ratio_with(**verdicts):
         ([ratio_with(entropy=("same", 1.0)), ratio_with(entropy=("same", 1.0))], "uniform"),
         ([ratio_with(entropy=("better", 1.0)), ratio_with(entropy=("same", 1.0))], "entropy"),
         ([ratio_with(entropy=("better", 1.0)), ratio_with(entropy=("worse", 1.0))], "uniform"),
-        ([ratio_with(entropy=("better", 1.2), coverage=("better", 1.1), loss=("same", 1.0))], "coverage"),
+        (
+            [ratio_with(entropy=("better", 1.2), coverage=("better", 1.1), loss=("same", 1.0))],
+            "coverage",
+        ),
         ([ratio_with(entropy=("worse", 0.9), coverage=("better", 1.1))], "coverage"),
         ([ratio_with()], "uniform"),
     ],
@@ -162,7 +217,7 @@ def test_continuations_are_compared_with_those_of_the_full_cache():
     assert _agreement(None, Generated(full, 0.0, 1.0)) == {}
 
 
-# --- texts --------------------------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
 
 CONTEXT = 64
 WORDS = ["the", "a", "house", "went", "small", "old", "green", "and"]
@@ -170,7 +225,10 @@ WORDS = ["the", "a", "house", "went", "small", "old", "green", "and"]
 
 def prose(lines, seed):
     draw = random.Random(seed)
-    return "".join(" ".join(draw.choice(WORDS) for _ in range(draw.randrange(4, 9))) + "\n" for _ in range(lines))
+    return "".join(
+        " ".join(draw.choice(WORDS) for _ in range(draw.randrange(4, 9))) + "\n"
+        for _ in range(lines)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -185,16 +243,31 @@ def toy(tmp_path_factory):
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     tasks = [recall.fact_task(draw, [], 8) for _ in range(20)]
     texts = [*documents, *lists, *(task.context + task.question for task in tasks)]
-    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=1000), lambda: iter(texts))
-    size = {"dim": 16, "n_heads": 4, "kv_heads": 2, "head_size": 8, "num_blocks": 2, "max_context": CONTEXT, "dtype": "float32"}
+    tokenizer = train_tokenizer(
+        TokenizerSection(tokenizer_type="bpe", vocab_size=1000), lambda: iter(texts)
+    )
+    size = {
+        "dim": 16,
+        "n_heads": 4,
+        "kv_heads": 2,
+        "head_size": 8,
+        "num_blocks": 2,
+        "max_context": CONTEXT,
+        "dtype": "float32",
+    }
     config = build_config({
-        "model": size, "data": {"path": str(corpus), "val_fraction": 0.6}, "training": {"batch_size": 1},
-        "kv": {"budget": 0.4, "policy": "tova"}, "generation": {"temperature": 0.1, "stop": ["a"]},  # without effect
+        "model": size, "data": {"path": str(corpus), "val_fraction": 0.6},
+        "training": {"batch_size": 1},
+        # Without effect.
+        "kv": {"budget": 0.4, "policy": "tova"}, "generation": {"temperature": 0.1, "stop": ["a"]},
     })  # fmt: skip
     run = create_run(path)
     weights = np.random.default_rng(1)
     shapes = abstract_model(config.architecture(tokenizer.vocab_size))[1]
-    filled = {name: weights.standard_normal(x.shape) if len(x.shape) > 1 else np.ones(x.shape) for name, x in shapes.items()}
+    filled = {
+        name: weights.standard_normal(x.shape) if len(x.shape) > 1 else np.ones(x.shape)
+        for name, x in shapes.items()
+    }
     save_config(run, config)
     save_weights(run.weights, {name: (0.5 * x).astype(np.float32) for name, x in filled.items()})
     save_tokenizer(run, tokenizer.to_json())
@@ -226,8 +299,12 @@ def test_sequences_do_not_overlap_or_cross_documents(run, store, text):
     special = np.isin(stream, list(run.tokenizer.special_ids))
     seen = set()
     for row in text.ids:
-        (place,) = [i for i in range(len(stream) - CONTEXT + 1) if (stream[i : i + CONTEXT] == row).all()]
-        assert not special[place : place + CONTEXT].any() and not seen & set(range(place, place + CONTEXT))
+        (place,) = [
+            i for i in range(len(stream) - CONTEXT + 1) if (stream[i : i + CONTEXT] == row).all()
+        ]
+        assert not special[place : place + CONTEXT].any() and not seen & set(
+            range(place, place + CONTEXT)
+        )
         seen |= set(range(place, place + CONTEXT))
     assert text.seeds.tolist() == [0] * 4 + [1] * 3 + [2] * 3 and not text.overlapping
     assert draw_sequences(run.tokenizer, store, 10, CONTEXT).ids.tolist() == text.ids.tolist()
@@ -238,7 +315,9 @@ def test_sequences_do_not_overlap_or_cross_documents(run, store, text):
 
 
 def a_store(run, *documents):
-    ids = [token for text in documents for token in [*run.tokenizer.encode(text), run.tokenizer.eos_id]]
+    ids = [
+        token for text in documents for token in [*run.tokenizer.encode(text), run.tokenizer.eos_id]
+    ]
     return TokenStore(np.zeros(9, np.uint16), np.array(ids, np.uint16), BatchOptions(1, 8, seed=0))
 
 
@@ -248,7 +327,10 @@ def test_short_text_gives_overlapping_sequences_or_an_error(run):
     assert places > 12
     found = draw_sequences(run.tokenizer, store, 12, 100)
     assert found.overlapping and len({tuple(row) for row in found.ids.tolist()}) == 12
-    with pytest.raises(UserError, match=rf"has {places} positions with 100 tokens within a document, but 999 sequences are"):
+    with pytest.raises(
+        UserError,
+        match=rf"has {places} positions with 100 tokens within a document, but 999 sequences are",
+    ):
         draw_sequences(run.tokenizer, store, 999, 100)
     with pytest.raises(UserError, match=ERRORS["has_0_positions_with_1000"]):
         draw_sequences(run.tokenizer, store, 6, 1000)
@@ -264,23 +346,35 @@ def test_repetitive_text_is_rejected(run):
 def test_tasks_have_one_length_and_contain_their_answer(run, text):
     assert encodes_words(run.tokenizer)
     tasks = draw_tasks(run.tokenizer, text, 8)
-    assert tasks.tokens.shape == (16, CONTEXT) and tasks.needles.tolist() == [True] * 8 + [False] * 8
+    assert (
+        tasks.tokens.shape == (16, CONTEXT) and tasks.needles.tolist() == [True] * 8 + [False] * 8
+    )
     assert set(tasks.lengths[8:]) == {CONTEXT} and len(set(tasks.lengths)) == 2
-    for ids, length, answer, needle in zip(tasks.tokens, tasks.lengths, tasks.answers, tasks.needles, strict=True):
-        context, question = (run.tokenizer.decode(part) for part in (ids[: tasks.context], ids[tasks.context : length]))
+    for ids, length, answer, needle in zip(
+        tasks.tokens, tasks.lengths, tasks.answers, tasks.needles, strict=True
+    ):
+        context, question = (
+            run.tokenizer.decode(part)
+            for part in (ids[: tasks.context], ids[tasks.context : length])
+        )
         answer = run.tokenizer.decode([answer])
         records = [line for line in context.splitlines() if line.startswith(recall.LINE_PREFIX)]
         assert answer.strip() in recall.TOPICS[question.split()[-1]]
         assert question + answer in records and (needle or records[-1] == question + answer)
         assert len(question.split()) == (2 if needle else 2 * 8)
-        assert run.tokenizer.encode(context + question + answer) == [*ids[:length].tolist(), *run.tokenizer.encode(answer)]
+        assert run.tokenizer.encode(context + question + answer) == [
+            *ids[:length].tolist(),
+            *run.tokenizer.encode(answer),
+        ]
     again = draw_tasks(run.tokenizer, text, 8)
     assert (again.tokens == tasks.tokens).all()
 
 
 def test_no_tasks_if_words_have_several_tokens():
     for kind in ("byte", "char"):
-        tokenizer = train_tokenizer(TokenizerSection(tokenizer_type=kind), lambda: iter(["no such word"]))
+        tokenizer = train_tokenizer(
+            TokenizerSection(tokenizer_type=kind), lambda: iter(["no such word"])
+        )
         assert not encodes_words(tokenizer)
 
 
@@ -291,7 +385,7 @@ def test_error_if_a_text_is_too_short_for_a_task(run):
         draw_tasks(run.tokenizer, Sequences(ids, np.zeros(1, int), False, 0.0), 3)
 
 
-# --- caches -------------------------------------------------------------------------------------------------------------
+# --- caches ---------------------------------------------------------------------------------------
 
 
 def calibration(**also):
@@ -300,31 +394,57 @@ def calibration(**also):
 
 def select(names, measured, path, usual=KV_METHODS):
     known = (*KV_METHODS, "full")
-    return select_methods(names, known, measured, path, "eval kv", usual=usual, needs_calibration=True)
+    return select_methods(
+        names, known, measured, path, "eval kv", usual=usual, needs_calibration=True
+    )
 
 
 def test_methods_are_selected_by_name_and_calibration(tmp_path):
-    whole = calibration(coverage_LN=np.ones((2, 4)), distance_LN=np.ones((2, 4)), loss_LKC=np.ones((2, 2, 1)), loss_slots=(64,))
+    whole = calibration(
+        coverage_LN=np.ones((2, 4)),
+        distance_LN=np.ones((2, 4)),
+        loss_LKC=np.ones((2, 2, 1)),
+        loss_slots=(64,),
+    )
     assert select(None, whole, tmp_path) == (list(KV_METHODS), [])
-    assert select(["oracle", "full", "uniform"], None, tmp_path) == (["uniform", "oracle", "full"], [])
-    large = ["streaming", "uniform", "distance", "loss", "oracle"], ["coverage, entropy, random: name them in --methods"]
+    assert select(["oracle", "full", "uniform"], None, tmp_path) == (
+        ["uniform", "oracle", "full"],
+        [],
+    )
+    large = (
+        ["streaming", "uniform", "distance", "loss", "oracle"],
+        ["coverage, entropy, random: name them in --methods"],
+    )
     assert select(None, whole, tmp_path, LARGE_METHODS) == large
-    assert select(["random", "uniform"], whole, tmp_path, LARGE_METHODS) == (["uniform", "random"], [])
+    assert select(["random", "uniform"], whole, tmp_path, LARGE_METHODS) == (
+        ["uniform", "random"],
+        [],
+    )
     names, left_out = select(None, calibration(), tmp_path)
     assert names == ["streaming", "uniform", "entropy", "random", "oracle"]
-    assert [line.split(":")[0] for line in left_out] == ["coverage", "distance", "loss"] and "--what kv` again" in left_out[0]
+    assert [line.split(":")[0] for line in left_out] == [
+        "coverage",
+        "distance",
+        "loss",
+    ] and "--what kv` again" in left_out[0]
     with pytest.raises(UserError, match=ERRORS["holds_no_loss"]):
         select(["loss"], calibration(), tmp_path)
     for names in (["uniform", "entropy"], None):
         with pytest.raises(
-            UserError, match=ERRORS["entropy_cannot_run_without_kv_entropy"] if names else "entropy, coverage, "
+            UserError,
+            match=(
+                ERRORS["entropy_cannot_run_without_kv_entropy"] if names else "entropy, coverage, "
+            ),
         ):
             select(names, None, tmp_path)
     with pytest.raises(UserError, match=ERRORS["unknown_method_of_eval_kv"]):
         select(["Entrpy"], None, tmp_path)
     # `eval ruler` leaves methods out if there is no calibration.
     found = select_methods(None, RULER_METHODS, None, tmp_path, "eval ruler")
-    assert found[0] == ["full", "streaming", "uniform", "expected_attention", "kvzip"] and len(found[1]) == 5
+    assert (
+        found[0] == ["full", "streaming", "uniform", "expected_attention", "kvzip"]
+        and len(found[1]) == 5
+    )
 
 
 def test_all_caches_of_a_ratio_have_the_same_bytes(run):
@@ -350,19 +470,30 @@ def test_large_models_get_fewer_ratios():
     ratios = {}
     for parameters in (10**7, 10**8):
         model = SimpleNamespace(config=small)
-        run = SimpleNamespace(model=model, parameters=parameters, prepared=lambda generation, order: None)
-        ratios[parameters] = [cache.ratio for cache in build_variants(run, None, ["uniform"], None, 512)[0]]
+        run = SimpleNamespace(
+            model=model, parameters=parameters, prepared=lambda generation, order: None
+        )
+        ratios[parameters] = [
+            cache.ratio for cache in build_variants(run, None, ["uniform"], None, 512)[0]
+        ]
     assert ratios == {10**7: [1.0, 0.5, 0.3, 0.2, 0.1], 10**8: [1.0, 0.5, 0.2]}
 
 
 def test_uncompressed_window_layer_is_accepted():
-    """With these entropies one method keeps all slots of a window layer, which are then stored without positions."""
+    """With these entropies one method keeps all slots of a window layer, which are then stored
+    without positions.
+    """
     small = builder.config(windows=(95, 95, None), max_context=512)
-    run = SimpleNamespace(model=SimpleNamespace(config=small), parameters=0, prepared=lambda generation, order: None)
+    run = SimpleNamespace(
+        model=SimpleNamespace(config=small), parameters=0, prepared=lambda generation, order: None
+    )
     found = KVCalibration(np.array([[5.0] * 4, [1.0] * 4, [3.0] * 4]))
     (_, uniform, entropy), _ = build_variants(run, found, ["uniform", "entropy"], [0.5], 512)
     kinds = [[len(layer) for layer in cache.report["slots"]] for cache in (uniform, entropy)]
-    assert uniform.report["payload_bytes"] == pytest.approx(entropy.report["payload_bytes"], rel=0.01) and kinds
+    assert (
+        uniform.report["payload_bytes"] == pytest.approx(entropy.report["payload_bytes"], rel=0.01)
+        and kinds
+    )
     assert uniform.report["metadata_bytes"] != entropy.report["metadata_bytes"]
 
 
@@ -371,7 +502,9 @@ def logprobs(model, ids_BT):
     positions = np.broadcast_to(np.arange(ids_BT.shape[1]), ids_BT.shape)
     logits = np.asarray(nnx.jit(lambda m, *x: m(*x)[0])(model, ids_BT, positions), np.float64)
     return (
-        logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
     )
 
 
@@ -382,7 +515,9 @@ def loss(model, ids_BT, start):
 
 def windowed(model, window):
     """Returns a model with windows and the same weights."""
-    config = model.config.__class__(**(vars(model.config) | {"windows": (window,) * model.config.num_blocks}))
+    config = model.config.__class__(
+        **(vars(model.config) | {"windows": (window,) * model.config.num_blocks})
+    )
     other = Transformer(config, rngs=nnx.Rngs(0))
     nnx.update(other, nnx.state(model))
     return other
@@ -396,8 +531,14 @@ def test_near_keys_variant_equals_a_model_with_windows(run, text, monkeypatch):
     assert near.model.config.windows == (12, 12) and caches[0].model.config.windows == (None, None)
     (full,), measured = CacheBenchmark(caches).measure_text(text)
     np.testing.assert_allclose(full.loss_B, loss(run.model, text.ids, CONTEXT // 2), atol=1e-4)
-    np.testing.assert_allclose(measured.loss_B, loss(windowed(run.model, 12), text.ids, CONTEXT // 2), atol=1e-4)
-    assert np.abs(measured.loss_B - full.loss_B).max() > 1e-3 and not full.kl_B.any() and full.top1_B.all()
+    np.testing.assert_allclose(
+        measured.loss_B, loss(windowed(run.model, 12), text.ids, CONTEXT // 2), atol=1e-4
+    )
+    assert (
+        np.abs(measured.loss_B - full.loss_B).max() > 1e-3
+        and not full.kl_B.any()
+        and full.top1_B.all()
+    )
     assert NEAR_KEYS == 64
 
 
@@ -406,27 +547,46 @@ def test_answers_of_the_full_cache_match_the_model(run, text, monkeypatch):
     tasks = draw_tasks(run.tokenizer, text, 5)  # ten rows of different lengths, in batches of five
     last_P = logprobs(run.model, tasks.tokens)[np.arange(10), tasks.lengths - 1]
     random = np.random.default_rng(0)
-    answers = np.where(random.random(10) < 0.5, last_P.argmax(-1), 0)  # a model with random weights answers nothing correctly
+    answers = np.where(
+        random.random(10) < 0.5, last_P.argmax(-1), 0
+    )  # a model with random weights answers nothing correctly
     caches, _ = build_variants(run, None, [], [0.5], CONTEXT)
     messages = []
-    (found,) = CacheBenchmark(caches, messages.append).measure_tasks(tasks._replace(answers=answers))
+    (found,) = CacheBenchmark(caches, messages.append).measure_tasks(
+        tasks._replace(answers=answers)
+    )
     right = last_P.argmax(-1) == answers
-    assert 0 < right.sum() < 10 and list(found) == ["needle_aware", "copy_aware", "needle_agnostic", "copy_agnostic"]
+    assert 0 < right.sum() < 10 and list(found) == [
+        "needle_aware",
+        "copy_aware",
+        "needle_agnostic",
+        "copy_agnostic",
+    ]
     for mode in ("aware", "agnostic"):
-        assert found[f"needle_{mode}"].tolist() == right[:5].tolist() and found[f"copy_{mode}"].tolist() == right[5:].tolist()
+        assert (
+            found[f"needle_{mode}"].tolist() == right[:5].tolist()
+            and found[f"copy_{mode}"].tolist() == right[5:].tolist()
+        )
     begun = [line for line in messages if not line.endswith("left")]
-    assert begun == [f"recall tasks, question-{kind}: 2 batches, one for each cache" for kind in ("aware", "agnostic")]
+    assert begun == [
+        f"recall tasks, question-{kind}: 2 batches, one for each cache"
+        for kind in ("aware", "agnostic")
+    ]
 
 
 def test_answer_comes_from_the_compressed_prompt():
-    """In a single layer, keys and values depend only on their own token, so the kept tokens form a text of their own."""
+    """In a single layer, keys and values depend only on their own token, so the kept tokens form a
+    text of their own.
+    """
     model = builder.model(builder.config(windows=(None,)))
     lengths, budget, random = np.array([60, 41]), 0.5, np.random.default_rng(4)
     tokens = np.where(np.arange(60) < lengths[:, None], random.integers(0, builder.V, (2, 60)), 0)
     run = SimpleNamespace(
         parameters=0,
         model=model,
-        prepared=lambda generation, order: prepare(permute_heads(model, order) if order else model, generation.weights),
+        prepared=lambda generation, order: prepare(
+            permute_heads(model, order) if order else model, generation.weights
+        ),
     )
     (_, streaming), _ = build_variants(run, None, ["streaming"], [budget], 64)
     read = jax.jit(lambda model, *x: model(*x)[0][0])
@@ -445,10 +605,18 @@ def test_answer_comes_from_the_compressed_prompt():
 def test_oracle_answers_from_its_best_keys():
     model = builder.model(builder.config(windows=(None,)))
     tokens = np.random.default_rng(5).integers(0, builder.V, (3, 60))
-    run = SimpleNamespace(model=model, parameters=0, prepared=lambda generation, order: prepare(model, generation.weights))
+    run = SimpleNamespace(
+        model=model,
+        parameters=0,
+        prepared=lambda generation, order: prepare(model, generation.weights),
+    )
     (_, oracle), _ = build_variants(run, None, ["oracle"], [0.5], 64)
-    read = oracle.logprobs(tokens, np.full(3, 60), 59)  # it keeps all keys, so a separate last token sees the same ones
-    assert oracle.answer(tokens, np.full(3, 60)).tolist() == np.asarray(read)[:, 1].argmax(-1).tolist()
+    read = oracle.logprobs(
+        tokens, np.full(3, 60), 59
+    )  # it keeps all keys, so a separate last token sees the same ones
+    assert (
+        oracle.answer(tokens, np.full(3, 60)).tolist() == np.asarray(read)[:, 1].argmax(-1).tolist()
+    )
 
 
 def test_continuations_of_the_full_cache_are_greedy_text(run, text, monkeypatch):
@@ -472,12 +640,16 @@ def test_cache_settings_of_the_run_are_ignored():
     )
 
 
-# --- complete study ---------------------------------------------------------------------------------------------------------
+# --- complete study -------------------------------------------------------------------------------
 
 
 def calibrate(toy):
-    entropies = dict(zip(head_names(2, 4, "H"), (1.0, 4.0, 2.0, 2.0, 3.0, 3.0, 5.0, 0.5), strict=True))
-    save_kv_calibration(open_run(toy).kv, {"n_layer": 2, "n_head": 4, "n_head_kv": 2, "head_entropies": entropies})
+    entropies = dict(
+        zip(head_names(2, 4, "H"), (1.0, 4.0, 2.0, 2.0, 3.0, 3.0, 5.0, 0.5), strict=True)
+    )
+    save_kv_calibration(
+        open_run(toy).kv, {"n_layer": 2, "n_head": 4, "n_head_kv": 2, "head_entropies": entropies}
+    )
 
 
 @pytest.mark.slow
@@ -493,17 +665,31 @@ def test_record_of_an_evaluation(toy, monkeypatch):
     assert record["tokens"] == CONTEXT and record["free_tokens"] == 32
     assert len(record["left_out"]) == 3 and record["calibration"].endswith("kv_entropy.json")
     (ratio,) = record["ratios"]
-    assert [method["name"] for method in ratio["methods"]] == names and list(ratio["against_uniform"]) == ["entropy"]
+    assert [method["name"] for method in ratio["methods"]] == names and list(
+        ratio["against_uniform"]
+    ) == ["entropy"]
     full = record["full"]
-    assert full["dppl"]["all"] == [0, 0, 0] and full["top1"]["all"] == [100, 100, 100] and full["share"] == 1
+    assert (
+        full["dppl"]["all"] == [0, 0, 0]
+        and full["top1"]["all"] == [100, 100, 100]
+        and full["share"] == 1
+    )
     for method in ratio["methods"]:
         oracle = method["name"] == "oracle"
-        assert (method["bytes"] is None) == (method["tok_per_s"] is None) == (method["same"] is None) == oracle
+        assert (
+            (method["bytes"] is None)
+            == (method["tok_per_s"] is None)
+            == (method["same"] is None)
+            == oracle
+        )
         assert method["kl"]["all"][0] > 0 and len(method["dppl"]["seeds"]) == 3
         assert all(0 <= method[f"{kind}_aware"][0] <= 100 for kind in ("needle", "copy"))
     assert messages[0].startswith("reading sequences: ")
     assert any(line.startswith("recall tasks, question-agnostic") for line in messages)
-    assert any(line.startswith("needles found") or line.startswith("Needles found") for line in to_lines(kv_blocks(study), 100))
+    assert any(
+        line.startswith("needles found") or line.startswith("Needles found")
+        for line in to_lines(kv_blocks(study), 100)
+    )
 
 
 def test_errors_are_raised_before_the_work(toy, run_dir):
@@ -513,7 +699,10 @@ def test_errors_are_raised_before_the_work(toy, run_dir):
         ({"tokens": 31}, "--tokens and the model's context must be at least 32, got 31"),
         ({"sequences": 5}, "--sequences must be at least 6, got 5"),
         ({"methods": ["uniform"], "sequences": 9999}, "9999 sequences are needed"),
-        ({"methods": ["uniform"], "kv_calibration": "nowhere.json"}, "no calibration at nowhere.json"),
+        (
+            {"methods": ["uniform"], "kv_calibration": "nowhere.json"},
+            "no calibration at nowhere.json",
+        ),
     ):
         with pytest.raises(UserError, match=sentence):
             evaluate_kv(toy, **wrong)
@@ -522,7 +711,14 @@ def test_errors_are_raised_before_the_work(toy, run_dir):
 
 
 def test_flags_of_other_evaluations_are_rejected(toy, capsys):
-    for what, flag, value in (("kv", "--prompts", "3"), ("kv", "--reference", "x"), ("sampling", "--ratios", ".5")):
+    for what, flag, value in (
+        ("kv", "--prompts", "3"),
+        ("kv", "--reference", "x"),
+        ("sampling", "--ratios", ".5"),
+    ):
         assert main(["eval", what, "--run_dir", str(toy), flag, value]) == 2
         other = {"kv": "eval sampling", "sampling": "eval kv and eval ruler"}[what]
-        assert capsys.readouterr().err == f"error: {flag} has no effect with eval {what}: it is a flag of {other}\n"
+        assert (
+            capsys.readouterr().err
+            == f"error: {flag} has no effect with eval {what}: it is a flag of {other}\n"
+        )

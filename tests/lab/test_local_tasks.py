@@ -1,4 +1,6 @@
-"""Local tasks: scores against log-probabilities summed in NumPy, centered accuracies and intervals against closed forms."""
+"""Local tasks: scores against log-probabilities summed in NumPy, centered accuracies and intervals
+against closed forms.
+"""
 
 import json
 
@@ -56,14 +58,19 @@ def read(model, seen):
 
 
 def logp(run, context, continuation):
-    """Returns ln p of each byte of the continuation, float64, and whether it is the most likely one. A byte is a token."""
+    """Returns ln p of each byte of the continuation, float64, and whether it is the most likely
+    one. A byte is a token.
+    """
     ids = [run.tokenizer.bos_id, *(context + continuation).encode()]
     seen = np.zeros((1, 128), np.int32)
     seen[0, : len(ids) - 1] = ids[:-1]
     logits_TV = np.asarray(read(run.model, seen), np.float64)[: len(ids) - 1]
     all_TV = logits_TV - np.log(np.exp(logits_TV).sum(axis=1, keepdims=True))
     new = len(continuation.encode()) + len(context) - len(context.rstrip())
-    return all_TV[np.arange(len(ids) - 1), ids[1:]][-new:], (all_TV.argmax(axis=1) == ids[1:])[-new:]
+    return (
+        all_TV[np.arange(len(ids) - 1), ids[1:]][-new:],
+        (all_TV.argmax(axis=1) == ids[1:])[-new:],
+    )
 
 
 def expected_correct(run, records, prefix=""):
@@ -75,7 +82,9 @@ def expected_correct(run, records, prefix=""):
         if len(scores) == 1:
             found.append(int(scores[0][1].all()))
         else:
-            found.append(int(np.argmax([values.mean() for values, _ in scores]) == record["answer"]))
+            found.append(
+                int(np.argmax([values.mean() for values, _ in scores]) == record["answer"])
+            )
     return tuple(found)
 
 
@@ -84,9 +93,15 @@ def test_answers_are_those_of_the_log_probabilities(run_dir, folder, tmp_path):
     study = evaluate_local_tasks(run_dir, [str(folder)], out=tmp_path)
     found = {score.task: score for score in study.scores}
     assert list(found) == ["both/contexts", "both/exact", "likely"]
-    for name, records in {"both/contexts": CONTEXTS, "both/exact": EXACT, "likely": CHOICES}.items():
+    for name, records in {
+        "both/contexts": CONTEXTS,
+        "both/exact": EXACT,
+        "likely": CHOICES,
+    }.items():
         assert found[name].correct == expected_correct(run, records)
-    assert found["both/exact"].correct == (1, 0, 1) and 0 < sum(found["likely"].correct) < len(CHOICES)
+    assert found["both/exact"].correct == (1, 0, 1) and 0 < sum(found["likely"].correct) < len(
+        CHOICES
+    )
     assert [found[name].baseline for name in found] == pytest.approx(
         [(1 / 2 + 1 / 3 + 1 / 2) / 3, 0, (3 / 2 + 1 / 3 + 1 / 4) / 5]
     )
@@ -97,11 +112,17 @@ def test_examples_come_first_and_depend_on_the_seed(run_dir, folder, tmp_path):
     for seed in range(5):
         for context, continuation in prompts(task, 1, 2, seed):
             *examples, last = context.split("\n\n")
-            right = [record["context"] + record["choices"][record["answer"]] for i, record in enumerate(CHOICES) if i != 1]
+            right = [
+                record["context"] + record["choices"][record["answer"]]
+                for i, record in enumerate(CHOICES)
+                if i != 1
+            ]
             assert last == "aè" and continuation in CHOICES[1]["choices"]
             assert len(set(examples)) == 2 and set(examples) <= set(right)
     assert len({prompts(task, 1, 2, seed)[0] for seed in range(9)}) > 3
-    study = evaluate_local_tasks(run_dir, [str(folder / "both/exact.jsonl")], shots=1, limit=2, out=tmp_path)
+    study = evaluate_local_tasks(
+        run_dir, [str(folder / "both/exact.jsonl")], shots=1, limit=2, out=tmp_path
+    )
     (exact,) = load_tasks([str(folder / "both/exact.jsonl")])
     run = load(run_dir)
     expected = tuple(int(logp(run, *prompts(exact, index, 1, 0)[0])[1].all()) for index in range(2))
@@ -119,7 +140,10 @@ def test_means_and_intervals_have_their_closed_form():
 
 def test_the_interval_contains_the_true_mean_as_often_as_it_says():
     draws = RANDOM.random((2000, 2, 60)) < np.array([0.3, 0.8])[:, None]
-    hits = [found.low <= 0.55 <= found.high for found in (stratified_interval(list(draw)) for draw in draws)]
+    hits = [
+        found.low <= 0.55 <= found.high
+        for found in (stratified_interval(list(draw)) for draw in draws)
+    ]
     assert np.mean(hits) == pytest.approx(0.95, abs=0.02)
 
 
@@ -134,10 +158,26 @@ def test_record_table_and_comparison(run_dir, ending_run_dir, folder, tmp_path, 
     values = {task["task"]: task["centered_accuracy"]["value"] for task in first["tasks"]}
     assert first["mean_centered_accuracy"]["value"] == pytest.approx(np.mean(list(values.values())))
     assert first["groups"].keys() == {"both"}
-    assert first["groups"]["both"]["value"] == pytest.approx((values["both/contexts"] + values["both/exact"]) / 2)
+    assert first["groups"]["both"]["value"] == pytest.approx(
+        (values["both/contexts"] + values["both/exact"]) / 2
+    )
 
     reference = str(tmp_path / "a/tasks.json")
-    assert main(["eval", "tasks", str(ending_run_dir), *flags, "--out", str(tmp_path / "b"), "--compare", reference]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                "tasks",
+                str(ending_run_dir),
+                *flags,
+                "--out",
+                str(tmp_path / "b"),
+                "--compare",
+                reference,
+            ]
+        )
+        == 0
+    )
     second = json.loads(capsys.readouterr().out)
     strata = [
         (np.array(b["correct"]) - np.array(a["correct"])) / (1 - a["baseline"])
@@ -145,15 +185,52 @@ def test_record_table_and_comparison(run_dir, ending_run_dir, folder, tmp_path, 
     ]
     assert second["tasks"] != first["tasks"] and second["reference"] == reference
     assert tuple(second["difference"].values()) == pytest.approx(tuple(stratified_interval(strata)))
-    assert tuple(second["group_differences"]["both"].values()) == pytest.approx(tuple(stratified_interval(strata[:2])))
+    assert tuple(second["group_differences"]["both"].values()) == pytest.approx(
+        tuple(stratified_interval(strata[:2]))
+    )
 
-    assert main(["eval", "tasks", str(ending_run_dir), *flags[:2], "--out", str(tmp_path), "--compare", reference]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                "tasks",
+                str(ending_run_dir),
+                *flags[:2],
+                "--out",
+                str(tmp_path),
+                "--compare",
+                reference,
+            ]
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:3] == ["both/contexts", f"{np.mean(second['tasks'][0]['correct']):.3f}", "0.444"]
+    assert lines[1].split()[:3] == [
+        "both/contexts",
+        f"{np.mean(second['tasks'][0]['correct']):.3f}",
+        "0.444",
+    ]
     d = second["difference"]
-    assert any(line.endswith(f"{d['value']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}]") for line in lines)
+    assert any(
+        line.endswith(f"{d['value']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}]") for line in lines
+    )
     for changes in (["--shots", "1"], ["--limit", "2"]):
-        assert main(["eval", "tasks", str(run_dir), *flags, *changes, "--out", str(tmp_path), "--compare", reference]) == 2
+        assert (
+            main(
+                [
+                    "eval",
+                    "tasks",
+                    str(run_dir),
+                    *flags,
+                    *changes,
+                    "--out",
+                    str(tmp_path),
+                    "--compare",
+                    reference,
+                ]
+            )
+            == 2
+        )
         assert "has other prompts of the task" in capsys.readouterr().err
 
     tasks = json.loads((tmp_path / "a/tasks.json").read_text())["tasks"]
@@ -164,7 +241,14 @@ def test_record_table_and_comparison(run_dir, ending_run_dir, folder, tmp_path, 
         ({"task": 5}, "has the tasks"),
     ):
         (tmp_path / "c.json").write_text(json.dumps({"tasks": [tasks[0] | task, *tasks[1:]]}))
-        flags = ["--tasks", str(folder), "--out", str(tmp_path), "--compare", str(tmp_path / "c.json")]
+        flags = [
+            "--tasks",
+            str(folder),
+            "--out",
+            str(tmp_path),
+            "--compare",
+            str(tmp_path / "c.json"),
+        ]
         assert main(["eval", "tasks", str(run_dir), *flags]) == 2
         assert message in capsys.readouterr().err
 
@@ -177,10 +261,22 @@ def test_record_table_and_comparison(run_dir, ending_run_dir, folder, tmp_path, 
         ("[1]", "must be a JSON object with the keys"),
         ('{"context": 1, "continuation": "b"}', "context must be a text, got 1"),
         ('{"context": "a", "continuation": ""}', "a continuation must not be empty"),
-        ('{"context": "a", "choices": ["b"], "answer": 0}', "choices must be a list of at least 2 different texts"),
-        ('{"context": "a", "choices": ["b", "b"], "answer": 0}', "choices must be a list of at least 2 different texts"),
-        ('{"context": "a", "choices": ["b", "c"], "answer": 2}', r"answer must be an index in \[0, 1\], got 2"),
-        ('{"context": "a", "choices": ["b", "c"], "answer": true}', r"answer must be an index in \[0, 1\], got true"),
+        (
+            '{"context": "a", "choices": ["b"], "answer": 0}',
+            "choices must be a list of at least 2 different texts",
+        ),
+        (
+            '{"context": "a", "choices": ["b", "b"], "answer": 0}',
+            "choices must be a list of at least 2 different texts",
+        ),
+        (
+            '{"context": "a", "choices": ["b", "c"], "answer": 2}',
+            r"answer must be an index in \[0, 1\], got 2",
+        ),
+        (
+            '{"context": "a", "choices": ["b", "c"], "answer": true}',
+            r"answer must be an index in \[0, 1\], got true",
+        ),
     ],
 )
 def test_errors_name_the_line(tmp_path, line, message):
@@ -207,18 +303,28 @@ def test_errors_come_before_the_work(run_dir, folder, tmp_path, capsys):
         ([str(folder), "--compare", str(tmp_path / "bad.json")], "is not a result of eval tasks"),
         ([str(folder), "--compare", str(tmp_path)], "no results at"),
     ]:
-        assert main(["eval", "tasks", str(run_dir), "--out", str(tmp_path), "--tasks", *arguments]) == 2
+        assert (
+            main(["eval", "tasks", str(run_dir), "--out", str(tmp_path), "--tasks", *arguments])
+            == 2
+        )
         assert message in capsys.readouterr().err, arguments
     assert not (tmp_path / "tasks.json").exists()
 
 
 def test_builtin_tasks_are_right_and_balanced():
     tasks = {task.name: task for task in load_tasks(["builtin"])}
-    assert len(tasks) == 9 and {task.group for task in tasks.values()} == {"arithmetic", "patterns", "grammar"}
+    assert len(tasks) == 9 and {task.group for task in tasks.values()} == {
+        "arithmetic",
+        "patterns",
+        "grammar",
+    }
     for task in tasks.values():
         right = ["".join(question.options[question.answer]) for question in task.questions]
         assert len(set(right)) == len(right) == BUILTIN_QUESTIONS
-        counts = np.bincount([question.answer for question in task.questions], minlength=len(task.questions[0].options))
+        counts = np.bincount(
+            [question.answer for question in task.questions],
+            minlength=len(task.questions[0].options),
+        )
         assert counts.min() > 0.6 * BUILTIN_QUESTIONS / len(counts)
 
     def right_texts(name):
@@ -238,7 +344,9 @@ def test_builtin_tasks_are_right_and_balanced():
     for text in right_texts("patterns/recall"):
         assert text.rsplit(". ", 1)[1] + "." in text
     for question in tasks["patterns/brackets"].questions:
-        assert [is_nested("".join(option).split()) for option in question.options].index(True) == question.answer
+        assert [is_nested("".join(option).split()) for option in question.options].index(
+            True
+        ) == question.answer
     for text in right_texts("grammar/agreement"):
         assert (text.split()[1][-1] == "s") == (" are " in text)
     for text in right_texts("grammar/article"):

@@ -31,7 +31,9 @@ def run(run_dir):
 
 
 def by_hand(run, ids, context, stride):
-    """Returns −ln p of each token but the first, given at least context − stride tokens, with a separate pass per window."""
+    """Returns −ln p of each token but the first, given at least context − stride tokens, with a
+    separate pass per window.
+    """
     nats, scored = [], 1
     read = jax.jit(lambda model, seen: model(seen, jnp.arange(context)[None])[0][0])
     for begin in range(0, len(ids), stride):
@@ -39,8 +41,12 @@ def by_hand(run, ids, context, stride):
         seen = np.zeros((1, context), np.int32)
         seen[0, : end - begin] = ids[begin:end]
         logits_TV = np.asarray(read(run.model, seen), np.float64)
-        lse_T = np.log(np.exp(logits_TV - logits_TV.max(1, keepdims=True)).sum(1)) + logits_TV.max(1)
-        nats += [lse_T[t - begin - 1] - logits_TV[t - begin - 1, ids[t]] for t in range(scored, end)]
+        lse_T = np.log(np.exp(logits_TV - logits_TV.max(1, keepdims=True)).sum(1)) + logits_TV.max(
+            1
+        )
+        nats += [
+            lse_T[t - begin - 1] - logits_TV[t - begin - 1, ids[t]] for t in range(scored, end)
+        ]
         scored = max(scored, end)
         if end == len(ids):
             break
@@ -55,11 +61,15 @@ def test_text_matches_one_pass_per_window(run, run_dir, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     ids = [run.tokenizer.bos_id, *run.tokenizer.encode(TEXT)]
     nats = by_hand(run, ids, CONTEXT, STRIDE)
-    assert (found["tokens"], found["bytes"], found["unscored"], found["documents"]) == (len(TEXT.encode()),) * 2 + (0, 1)
+    assert (found["tokens"], found["bytes"], found["unscored"], found["documents"]) == (
+        len(TEXT.encode()),
+    ) * 2 + (0, 1)
     assert len(nats) == found["tokens"]
     np.testing.assert_allclose(found["nats"], nats.mean(), rtol=1e-5)
     np.testing.assert_allclose(found["perplexity"], math.exp(nats.mean()), rtol=1e-4)
-    np.testing.assert_allclose(found["bits_per_byte"], nats.sum() / math.log(2) / len(TEXT.encode()), rtol=1e-5)
+    np.testing.assert_allclose(
+        found["bits_per_byte"], nats.sum() / math.log(2) / len(TEXT.encode()), rtol=1e-5
+    )
 
 
 def test_documents_do_not_see_each_other(run, run_dir, tmp_path):
@@ -67,7 +77,9 @@ def test_documents_do_not_see_each_other(run, run_dir, tmp_path):
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     found = measure_perplexity(run_dir, str(file), context=CONTEXT, stride=STRIDE)
     begin = [run.tokenizer.bos_id]
-    nats = np.concatenate([by_hand(run, begin + run.tokenizer.encode(text), CONTEXT, STRIDE) for text in texts])
+    nats = np.concatenate(
+        [by_hand(run, begin + run.tokenizer.encode(text), CONTEXT, STRIDE) for text in texts]
+    )
     assert (found.documents, found.tokens) == (3, len(nats))
     np.testing.assert_allclose(found.nats, nats.mean(), rtol=1e-5)
 
@@ -84,13 +96,17 @@ def test_scores_mark_the_most_likely_tokens(run):
     """The model of the run predicts its cycle of characters with near certainty."""
     circle = np.array(list("aè€😀b\nca".encode()), np.int32)
     broken = np.concatenate([circle[:5], circle[:3]])
-    (_, sure), (_, unsure) = score_sequences(run.model, [ScoringInput(circle, 4), ScoringInput(broken, 5)])
+    (_, sure), (_, unsure) = score_sequences(
+        run.model, [ScoringInput(circle, 4), ScoringInput(broken, 5)]
+    )
     assert sure.is_top1.tolist() == [True] * 4
     assert unsure.is_top1.tolist() == [True, True, False, True, True]
     assert len(unsure.logp) == 5 and (unsure.logp < 0).all()
 
 
-@pytest.mark.parametrize(("count", "context", "stride"), [(100, 16, 8), (5, 16, 3), (17, 16, 15), (40, 16, 1), (1, 4, 2)])
+@pytest.mark.parametrize(
+    ("count", "context", "stride"), [(100, 16, 8), (5, 16, 3), (17, 16, 15), (40, 16, 1), (1, 4, 2)]
+)
 def test_windows_score_each_token_once_with_enough_context(count, context, stride):
     ids = np.arange(count)
     found = list(sliding_windows(ids, context, stride))
@@ -107,7 +123,9 @@ def test_a_long_text_is_truncated_and_the_time_is_estimated_first(run_dir, tmp_p
     found = measure_perplexity(run_dir, str(file), progress=lines.append)
     assert (found.tokens, found.bytes, found.truncated) == (8192, 8192, True)
     windows = 1 + math.ceil((8193 - 128) / 64)  # of 128 tokens, 64 apart, with the BOS token
-    assert re.match(rf"{windows} windows of 128 tokens take at least \d+s at \d+ GFLOP/s$", lines[0])
+    assert re.match(
+        rf"{windows} windows of 128 tokens take at least \d+s at \d+ GFLOP/s$", lines[0]
+    )
     assert any("the beginning" in line for line in perplexity_lines(found))
     file.write_text("a" * 100, encoding="utf-8")
     assert not measure_perplexity(run_dir, str(file)).truncated
@@ -117,7 +135,10 @@ def test_a_long_text_is_truncated_and_the_time_is_estimated_first(run_dir, tmp_p
     ("settings", "sentence"),
     [
         ({"stride": 0}, "--stride must be in [1, 127], less than a window of 128 tokens, got 0"),
-        ({"context": 8, "stride": 8}, "--stride must be in [1, 7], less than a window of 8 tokens, got 8"),
+        (
+            {"context": 8, "stride": 8},
+            "--stride must be in [1, 7], less than a window of 8 tokens, got 8",
+        ),
         ({"context": 129}, "--context must be in [2, 128], the model's context, got 129"),
         ({"tokens": 1}, "--tokens must be at least 2, got 1"),
     ],
@@ -131,7 +152,7 @@ def test_numbers_out_of_range(run_dir, tmp_path, settings, sentence):
 def test_flags_of_another_evaluation(run_dir, capsys):
     assert main(["eval", "ppl", "--run_dir", str(run_dir)]) == 2
     assert main(["eval", "ppl", "--run_dir", str(run_dir), "--data_path", "x", "--quick"]) == 2
-    assert capsys.readouterr().err == (
-        "error: eval ppl needs --data_path, the text to read\n"
+    assert (
+        capsys.readouterr().err == "error: eval ppl needs --data_path, the text to read\n"
         "error: --quick has no effect with eval ppl: it is a flag of eval sampling and eval kv\n"
     )

@@ -21,16 +21,22 @@ from dantinox.training.step import TrainStep
 
 pytestmark = pytest.mark.aot
 
-V, D, T = 8192, 256, 512  # a vocabulary too large for direct sampling, and sequences of several blocks
+V, D, T = (
+    8192,
+    256,
+    512,
+)  # a vocabulary too large for direct sampling, and sequences of several blocks
 SIZE = {
-    "model.dim": D, "model.n_heads": 4, "model.kv_heads": 2, "model.hidden_dim": 512, "model.max_context": T,
-    "tokenizer.vocab_size": V, "training.batch_size": 4, "training.grad_accum": 2, "generation.seed": 1,
+    "model.dim": D, "model.n_heads": 4, "model.kv_heads": 2, "model.hidden_dim": 512,
+    "model.max_context": T, "tokenizer.vocab_size": V, "training.batch_size": 4,
+    "training.grad_accum": 2, "generation.seed": 1,
 }  # fmt: skip
 ALL, TEXT = ("train", "evaluation", "prefill", "decode"), ("prefill", "decode")
 # Case → its settings, and the programs that they change.
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "greedy": ({"generation.greedy": True}, ALL),
-    "muon": ({"training.optimizer": "muon", "model.num_blocks": 1, "generation.greedy": True}, ("train",)),
+    "muon": ({"training.optimizer": "muon", "model.num_blocks": 1, "generation.greedy": True},
+             ("train",)),
     "chain": ({f"generation.{name}": value for name, value in {
         "temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1,
     }.items()}, ("decode",)),
@@ -43,7 +49,17 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         "model.dim": 1024, "model.n_heads": 16, "model.hidden_dim": 4096,
     }, ("decode",)),
 }  # fmt: skip
-STARTED = {"fusion", "custom-call", "copy", "convolution", "dot", "reduce", "scatter", "sort", "conditional"}
+STARTED = {
+    "fusion",
+    "custom-call",
+    "copy",
+    "convolution",
+    "dot",
+    "reduce",
+    "scatter",
+    "sort",
+    "conditional",
+}
 ONE_ROW = ("greedy", "chain", "router", "int8")
 # The layers and the vocabulary size of Llama 3.2 with 1.24 billion parameters.
 DEEP = {"model.num_blocks": 16, "tokenizer.vocab_size": 128256}
@@ -52,20 +68,29 @@ MUON = 17  # its float32 matrix multiplications, each in TF32 or as three bfloat
 
 
 def each(
-    *names: str, cases: tuple[str, ...] = tuple(CASES), chips: tuple[str, ...] = ("gpu:h100", "tpu:v5e")
+    *names: str,
+    cases: tuple[str, ...] = tuple(CASES),
+    chips: tuple[str, ...] = ("gpu:h100", "tpu:v5e"),
 ) -> pytest.MarkDecorator:
     """Parametrizes a test over topologies and the programs of cases."""
     found = [(case, name) for case in cases for name in CASES[case][1] if name in names]
     topologies = []
     for name in chips:
-        lacks = pytest.mark.skipif(not any(map(find_spec, COMPILERS[name[:3]])), reason=f"no compiler for {name}")
+        lacks = pytest.mark.skipif(
+            not any(map(find_spec, COMPILERS[name[:3]])), reason=f"no compiler for {name}"
+        )
         topologies.append(pytest.param(name, marks=[lacks, pytest.mark.xdist_group(name)]))
-    both = pytest.mark.parametrize("topology", topologies), pytest.mark.parametrize(("case", "name"), found)
+    both = (
+        pytest.mark.parametrize("topology", topologies),
+        pytest.mark.parametrize(("case", "name"), found),
+    )
     return lambda test: both[0](both[1](test))
 
 
 class Compiled(NamedTuple):
-    """The lowered program, its text and bytes, and the bytes of its donated arguments: the training state or the cache."""
+    """The lowered program, its text and bytes, and the bytes of its donated arguments: the training
+    state or the cache.
+    """
 
     lowered: str
     text: str
@@ -80,9 +105,15 @@ def traced(topology: str, case: str) -> dict[str, Any]:
     target = find_topology(topology)
     model = config.architecture(config.tokenizer.vocab_size, target.platform)
     rows, new = 8 if "rows" in case else 1, 128
-    programs = [*generation_programs(target, config, model, rows, model.max_context - new, new)] if "decode" in names else []
+    programs = (
+        [*generation_programs(target, config, model, rows, model.max_context - new, new)]
+        if "decode" in names
+        else []
+    )
     if "train" in names:
-        programs += training_programs(config, model, TrainStep, make_layout(config, model, target.devices))
+        programs += training_programs(
+            config, model, TrainStep, make_layout(config, model, target.devices)
+        )
     return {planned.name: (program, options) for planned, program, options in programs}
 
 
@@ -125,18 +156,30 @@ def test_decoding_many_rows_needs_little_temporary_memory(topology, case, name):
 
 @each("train", "evaluation")
 def test_attention_uses_the_kernel_of_the_chip(topology, case, name):
-    """A layer has one forward and one backward kernel. A TPU has two backward kernels: for queries, and for keys and values."""
-    kernel, backwards = {"gpu:h100": ("__cudnn$fmha", 1), "tpu:v5e": ("tpu_custom_call", 2)}[topology]
-    found = [count for target, count in find_kernels(compiled(topology, case, name).text).items() if target.startswith(kernel)]
+    """A layer has one forward and one backward kernel. A TPU has two backward kernels: for queries,
+    and for keys and values.
+    """
+    kernel, backwards = {"gpu:h100": ("__cudnn$fmha", 1), "tpu:v5e": ("tpu_custom_call", 2)}[
+        topology
+    ]
+    found = [
+        count
+        for target, count in find_kernels(compiled(topology, case, name).text).items()
+        if target.startswith(kernel)
+    ]
     layers = {"greedy": 2, "muon": 1}[case]
     assert sum(found) == layers * (1 + backwards * (name == "train"))
 
 
 @each(*ALL)
 def test_matmuls_are_bfloat16(topology, case, name):
-    """Exceptions are those of Muon, and one on a TPU: the backward pass of `splash` sums out · d out in float32."""
+    """Exceptions are those of Muon, and one on a TPU: the backward pass of `splash` sums out · d
+    out in float32.
+    """
     lowered = compiled(topology, case, name).lowered
-    products = re.findall(r"stablehlo\.dot_general .*? : \(tensor<([^>]+)>, tensor<([^>]+)>\)", lowered)
+    products = re.findall(
+        r"stablehlo\.dot_general .*? : \(tensor<([^>]+)>, tensor<([^>]+)>\)", lowered
+    )
     kinds = Counter(tuple(side.rpartition("x")[2] for side in product) for product in products)
     assert kinds["bf16", "bf16"] >= 5  # four per layer, and the output layer
     wide = MUON * (case == "muon") + ((topology, name) == ("tpu:v5e", "train"))
@@ -145,11 +188,14 @@ def test_matmuls_are_bfloat16(topology, case, name):
 
 @each(*ALL, cases=tuple(case for case in CASES if case != "compressed"))
 def test_nothing_is_sorted(topology, case, name):
-    assert not any(kernel.startswith("sort") for kernel in find_kernels(compiled(topology, case, name).text))
+    assert not any(
+        kernel.startswith("sort") for kernel in find_kernels(compiled(topology, case, name).text)
+    )
 
 
 def kernels_of_a_token(text: str) -> int:
-    """Counts the kernels that an iteration of the token loop starts, with the shorter branch of each conditional.
+    """Counts the kernels that an iteration of the token loop starts, with the shorter branch of
+    each conditional.
 
     The loop has no inner loop.
     """
@@ -158,8 +204,18 @@ def kernels_of_a_token(text: str) -> int:
     def count(name: str) -> int:
         total = 0
         for kind, rest in re.findall(r" = (?:\(.*?\)|\S+) ([\w\-]+)\((.*)", bodies[name]):
-            called = [count(inner) for inner in re.findall(r"%([\w.\-]+)", rest) if inner in bodies and kind != "fusion"]
-            total += min(called) if kind == "conditional" else sum(called) if kind == "call" else kind in STARTED
+            called = [
+                count(inner)
+                for inner in re.findall(r"%([\w.\-]+)", rest)
+                if inner in bodies and kind != "fusion"
+            ]
+            total += (
+                min(called)
+                if kind == "conditional"
+                else sum(called)
+                if kind == "call"
+                else kind in STARTED
+            )
         return total
 
     return count(re.search(r" while\(.* body=%?([\w.\-]+)", text)[1])
@@ -167,7 +223,10 @@ def kernels_of_a_token(text: str) -> int:
 
 @each("decode", cases=("deep chain",))
 def test_sampling_chain_adds_few_kernels(topology, case, name):
-    chain, greedy = (kernels_of_a_token(compiled(topology, f"deep {short}", name).text) for short in ("chain", "greedy"))
+    chain, greedy = (
+        kernels_of_a_token(compiled(topology, f"deep {short}", name).text)
+        for short in ("chain", "greedy")
+    )
     assert 100 < greedy < chain <= 1.5 * greedy
 
 
@@ -198,7 +257,9 @@ MESH_KERNELS = {"gpu:h100:8": "__cudnn$fmha", "tpu:v5e:2x2": "tpu_custom_call"}
 
 
 class Meshed(NamedTuple):
-    """A program on a mesh: its kernels, work and bytes on one device, the bytes of all parameters, and their number."""
+    """A program on a mesh: its kernels, work and bytes on one device, the bytes of all parameters,
+    and their number.
+    """
 
     kernels: dict[str, int]
     work: Work
@@ -212,12 +273,20 @@ def meshed(topology: str, tensor: int, name: str) -> Meshed:
     """Compiles a model of one layer with an untied output layer on a mesh of `fsdp` × `tensor`."""
     target = find_topology(topology)
     rows = len(target.devices) // tensor
-    given = {"model.num_blocks": 1, "training.batch_size": 2 * rows, "training.grad_accum": 2, "distributed.tensor": tensor}
+    given = {
+        "model.num_blocks": 1,
+        "training.batch_size": 2 * rows,
+        "training.grad_accum": 2,
+        "distributed.tensor": tensor,
+    }
     config = build_config({}, SIZE | {"model.dim": 512, "model.weight_tying": False} | given)
     model = config.architecture(V, target.platform)
     layout = make_layout(config, model, target.devices)
     with target.emulated():
-        programs = {planned.name: others for planned, *others in training_programs(config, model, TrainStep, layout)}
+        programs = {
+            planned.name: others
+            for planned, *others in training_programs(config, model, TrainStep, layout)
+        }
         found = target.compile(*programs[name])
     shapes, text = abstract_model(model)[1], found.as_text()
     return Meshed(
@@ -233,7 +302,9 @@ def on_meshes(*cases: tuple[str, int, str]) -> pytest.MarkDecorator:
     """Parametrizes a test over (topology, tensor, program)."""
     found = []
     for case in cases:
-        lacks = pytest.mark.skipif(not any(map(find_spec, COMPILERS[case[0][:3]])), reason=f"no compiler for {case[0]}")
+        lacks = pytest.mark.skipif(
+            not any(map(find_spec, COMPILERS[case[0][:3]])), reason=f"no compiler for {case[0]}"
+        )
         found.append(pytest.param(*case, marks=[lacks, pytest.mark.xdist_group(case[0][:7])]))
     return pytest.mark.parametrize(("topology", "tensor", "name"), found)
 
@@ -243,16 +314,22 @@ MESHES = [(topology, tensor, "train") for topology in MESH_KERNELS for tensor in
 
 @on_meshes(*MESHES)
 def test_mesh_uses_the_kernels_of_the_chip(topology, tensor, name):
-    """The only layer has one forward kernel and one backward kernel (two on a TPU): nothing is recomputed."""
+    """The only layer has one forward kernel and one backward kernel (two on a TPU): nothing is
+    recomputed.
+    """
     found = sum(
-        count for kind, count in meshed(topology, tensor, name).kernels.items() if kind.startswith(MESH_KERNELS[topology])
+        count
+        for kind, count in meshed(topology, tensor, name).kernels.items()
+        if kind.startswith(MESH_KERNELS[topology])
     )
     assert found == (2 if topology.startswith("gpu") else 3)
 
 
 @on_meshes(*MESHES)
 def test_mesh_gathers_each_weight_twice_per_microbatch(topology, tensor, name):
-    """Tables are gathered once. There are no unsharded gradients after the loop over microbatches, and no all-to-all."""
+    """Tables are gathered once. There are no unsharded gradients after the loop over microbatches,
+    and no all-to-all.
+    """
     found = meshed(topology, tensor, name)
     count, parts, devices = found.work.count, 2, len(find_topology(topology).devices)
     assert set(count) <= {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"}
@@ -260,8 +337,8 @@ def test_mesh_gathers_each_weight_twice_per_microbatch(topology, tensor, name):
     assert found.work.unknown_loops == 0
     assert found.bytes.arguments < 1.05 * 3 * found.whole / devices + 2**17
     if topology.startswith("gpu"):
-        # The embedding is gathered in float32. Other weights are gathered in bfloat16, twice per layer. Gradients are
-        # communicated once.
+        # The embedding is gathered in float32. Other weights are gathered in bfloat16, twice per
+        # layer. Gradients are communicated once.
         assert count["reduce-scatter"] >= parts
         assert found.work.sent["all-gather"] < parts * found.whole
         assert found.work.sent["reduce-scatter"] <= parts * found.whole
@@ -269,14 +346,24 @@ def test_mesh_gathers_each_weight_twice_per_microbatch(topology, tensor, name):
 
 @cache
 def long_rows(topology: str, sequence: int) -> tuple[Work, MemoryUsage, dict[str, int]]:
-    """Compiles a step of rows of 8192 tokens that `sequence` devices share: work, bytes and kernels of one device."""
+    """Compiles a step of rows of 8192 tokens that `sequence` devices share: work, bytes and kernels
+    of one device.
+    """
     target = find_topology(topology)
-    given = {"training.batch_size": len(target.devices), "training.grad_accum": sequence, "distributed.sequence": sequence}
+    given = {
+        "training.batch_size": len(target.devices),
+        "training.grad_accum": sequence,
+        "distributed.sequence": sequence,
+    }
     config = build_config({}, SIZE | {"model.num_blocks": 1, "model.max_context": 8192} | given)
     model = config.architecture(V, target.platform)
     with target.emulated():
-        planned = training_programs(config, model, TrainStep, make_layout(config, model, target.devices))
-        found = target.compile(*next(others for program, *others in planned if program.name == "train"))
+        planned = training_programs(
+            config, model, TrainStep, make_layout(config, model, target.devices)
+        )
+        found = target.compile(
+            *next(others for program, *others in planned if program.name == "train")
+        )
     return count_work(found.as_text()), memory_usage(found), find_kernels(found.as_text())
 
 
@@ -285,8 +372,12 @@ def test_devices_that_share_a_row_divide_its_activations(topology, tensor, name)
     """The keys and values of a row travel once per pass, their gradients (float32) once."""
     n = len(find_topology(topology).devices)
     (work, divided, kernels), (_, whole, _) = long_rows(topology, n), long_rows(topology, 1)
-    numbers = 8192 * 2 * 64  # the keys of all micro-batches on a device: n parts of 8192 / n tokens, 2 heads of size 64
-    passes = [4 * numbers * (n - 1) * count for count in (1, 2)]  # the first permutations of both passes may be shared
+    numbers = (
+        8192 * 2 * 64
+    )  # the keys of all micro-batches on a device: n parts of 8192 / n tokens, 2 heads of size 64
+    passes = [
+        4 * numbers * (n - 1) * count for count in (1, 2)
+    ]  # the first permutations of both passes may be shared
     d_kv, documents = 8 * numbers * n, 1.02
     assert passes[0] + d_kv < work.sent["collective-permute"] < documents * passes[1] + d_kv
     assert not any(kernel.startswith(MESH_KERNELS[topology]) for kernel in kernels)
@@ -295,8 +386,15 @@ def test_devices_that_share_a_row_divide_its_activations(topology, tensor, name)
 
 @on_meshes(*((topology, 4, "decode") for topology in MESH_KERNELS))
 def test_decoding_communicates_only_activations(topology, tensor, name):
-    """Four devices communicate the logits and the residual stream of a token, but no weights, which would be larger."""
-    given = {"model.num_blocks": 1, "model.kv_heads": 4, "generation.greedy": True, "generation.tensor_parallel": tensor}
+    """Four devices communicate the logits and the residual stream of a token, but no weights, which
+    would be larger.
+    """
+    given = {
+        "model.num_blocks": 1,
+        "model.kv_heads": 4,
+        "generation.greedy": True,
+        "generation.tensor_parallel": tensor,
+    }
     config, target = build_config({}, SIZE | given), find_topology(topology)
     model = config.architecture(V, target.platform)
     with target.emulated():
@@ -304,5 +402,7 @@ def test_decoding_communicates_only_activations(topology, tensor, name):
         programs = {found.name: program for found, program, _ in planned}
         found = target.compile(programs[name], {})
     whole = tree_bytes(nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))))
-    assert memory_usage(found).arguments < 1.1 * whole / tensor  # the weights are float32; the rest is the cache
+    assert (
+        memory_usage(found).arguments < 1.1 * whole / tensor
+    )  # the weights are float32; the rest is the cache
     assert 3 * V < count_work(found.as_text()).bytes < D * D

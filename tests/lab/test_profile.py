@@ -74,20 +74,37 @@ def test_instructions_of_a_program():
         "the frames of the matrix multiplication"
     )
     assert found["copy.4"].frames == fused.frames, "the frames of its reader"
-    assert found["reduce.1"].opcode == "reduce" and found["reduce.1"].frames[-1].function == "clip.<locals>.update_fn"
-    assert [operation_kind(found[name], name) for name in ("ynn_fusion.3", "reduce.1", "copy.4", "gemm.1")] == [
+    assert (
+        found["reduce.1"].opcode == "reduce"
+        and found["reduce.1"].frames[-1].function == "clip.<locals>.update_fn"
+    )
+    assert [operation_kind(found[name], name) for name in ("ynn_fusion.3", "reduce.1", "copy.4",
+                                                           "gemm.1")] == [
         "matmul", "reduction", "copy", "matmul",
     ]  # fmt: skip
 
 
 def test_operations_are_grouped_by_origin_without_loops():
     layers = instructions(TEXT) | {"ynn_fusion.7": instructions(TEXT)["ynn_fusion.3"]}
-    times = {"ynn_fusion.3": [1e6, 2e6], "ynn_fusion.7": [5e5, 5e5], "reduce.1": [4e6], "while.5": [9e9]}
+    times = {
+        "ynn_fusion.3": [1e6, 2e6],
+        "ynn_fusion.7": [5e5, 5e5],
+        "reduce.1": [4e6],
+        "while.5": [9e9],
+    }
     runs = {("jit_step", "1"): times, ("jit_step", "2"): {"unknown.2": [2e6] * 4}}
     found = rank_operations(runs, {"jit_step": [{}, layers]})
     assert [(o.name, o.kind, o.place, o.source, o.ms, o.share, o.calls) for o in found] == [
         ("unknown", "–", "–", "–", 8.0, 0.5, 4),
-        ("ynn_fusion", "matmul", "Attention › Linear (backward)", "model/layers.py:32", 4.0, 0.25, 4),
+        (
+            "ynn_fusion",
+            "matmul",
+            "Attention › Linear (backward)",
+            "model/layers.py:32",
+            4.0,
+            0.25,
+            4,
+        ),
         ("reduce", "reduction", "clip.update_fn", "training/step.py:99", 4.0, 0.25, 1),
     ]
 
@@ -98,8 +115,9 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profile")
     (folder / "text.txt").write_text("Nel mezzo del cammin di nostra vita\n" * 40)
     changes = {
-        "model.dim": 32, "model.n_heads": 2, "model.num_blocks": 2, "model.max_context": 16, "training.batch_size": 4,
-        "tokenizer.tokenizer_type": "byte", "data.path": str(folder / "text.txt"),
+        "model.dim": 32, "model.n_heads": 2, "model.num_blocks": 2, "model.max_context": 16,
+        "training.batch_size": 4, "tokenizer.tokenizer_type": "byte",
+        "data.path": str(folder / "text.txt"),
     }  # fmt: skip
     config, made = build_config({}, changes), create_run(folder / "run")
     save_tokenizer(made, prepare_data(config, made.data)[0].to_json())
@@ -125,24 +143,37 @@ def test_training_is_traced_without_changing_its_run(run, capsys):
     assert (found["count"], found["folder"]) == (3, str(run.path / "profile"))
     shares = [operation["share"] for operation in operations]
     assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
-    assert "matmul" in [operation["kind"] for operation in operations]  # the rank depends on the machine
+    assert "matmul" in [
+        operation["kind"] for operation in operations
+    ]  # the rank depends on the machine
     # The JSON trace for Perfetto: everything except loops is counted.
     (trace,) = (run.path / "profile").rglob("*.trace.json.gz")
     events = [
-        event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if "hlo_op" in event.get("args", {})
+        event
+        for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        if "hlo_op" in event.get("args", {})
     ]
-    counted = [event for event in events if not re.match(r"(while|call|conditional)\b", event["name"])]
-    assert sum(operation["ms"] for operation in operations) == pytest.approx(sum(e["dur"] for e in counted) / 1e3, rel=1e-3)
+    counted = [
+        event for event in events if not re.match(r"(while|call|conditional)\b", event["name"])
+    ]
+    assert sum(operation["ms"] for operation in operations) == pytest.approx(
+        sum(e["dur"] for e in counted) / 1e3, rel=1e-3
+    )
     assert sum(operation["calls"] for operation in operations) == len(counted) > 100
     known = {operation["place"]: operation for operation in operations if operation["place"] != "–"}
-    # Which operations are fused, and so named after another one, depends on the CPU. Matrix multiplications are never dropped.
+    # Which operations are fused, and so named after another one, depends on the CPU. Matrix
+    # multiplications are never dropped.
     assert {"GatedFeedForward › Linear", "GatedFeedForward › Linear (backward)"} <= known.keys()
-    assert known["GatedFeedForward › Linear"]["calls"] % 3 == 0, "the three steps run the same program"
+    assert known["GatedFeedForward › Linear"]["calls"] % 3 == 0, (
+        "the three steps run the same program"
+    )
     for operation in known.values():
         file, _, line = operation["source"].partition(":")
         lines = (PACKAGE / file).read_text(encoding="utf-8").splitlines()
         assert 0 < int(line) <= len(lines), operation
-    assert {"model", "training"} <= {operation["source"].partition("/")[0] for operation in known.values()}
+    assert {"model", "training"} <= {
+        operation["source"].partition("/")[0] for operation in known.values()
+    }
 
 
 @pytest.mark.slow
@@ -155,7 +186,9 @@ def test_generation_operations_have_their_part_of_the_model(run_dir, tmp_path, c
     assert {"Attention › Linear", "GatedFeedForward › Linear"} <= known.keys()
     assert known["Attention › Linear"]["source"].startswith("model/layers.py:")
     sources = {one["source"].partition(":")[0] for one in known.values()}
-    assert "model/transformer.py" not in {known[place]["source"].partition(":")[0] for place in known if "Linear" in place}
+    assert "model/transformer.py" not in {
+        known[place]["source"].partition(":")[0] for place in known if "Linear" in place
+    }
     assert any(source.startswith("sampling/") for source in sources)
 
 

@@ -12,7 +12,9 @@ from dantinox.run import RunDirectory
 
 
 def write_run(path, rows, finished=True, lr=0.001, **settings):
-    """Writes a run with one interval and one evaluation per row, 10 steps apart and 100 ms per step."""
+    """Writes a run with one interval and one evaluation per row, 10 steps apart and 100 ms per
+    step.
+    """
     path.mkdir(parents=True)
     run = RunDirectory(path)
     run.config.write_text(dump_config(build_config({"training": {"lr": lr, **settings}})))
@@ -64,10 +66,18 @@ def test_states_and_losses(folder, listed):
         runs = {run["name"]: run for run in as_json(listed, folder)}
     states = {name: run["state"] for name, run in runs.items()}
     assert states == {
-        "a": "running", "deep/b": "stopped", "c": "finished", "d": "unreadable", "e": "failed start", "f": "untrained",
+        "a": "running", "deep/b": "stopped", "c": "finished", "d": "unreadable",
+        "e": "failed start", "f": "untrained",
         "g": "unreadable",
     }  # fmt: skip
-    expected = {"step": 30, "last": 2.0, "best": 1.0, "best_step": 20, "seconds": 3.0, "settings": {"training.lr": 0.001}}
+    expected = {
+        "step": 30,
+        "last": 2.0,
+        "best": 1.0,
+        "best_step": 20,
+        "seconds": 3.0,
+        "settings": {"training.lr": 0.001},
+    }
     assert {name: runs["a"][name] for name in expected} == expected
     assert (runs["c"]["last"], runs["c"]["best"], runs["c"]["rewarded"]) == (0.5, 0.5, True)
     assert "line 1" in runs["d"]["problem"] and "metrics.jsonl" in runs["g"]["problem"]
@@ -94,7 +104,10 @@ def test_order_and_conditions(folder, listed):
     def names(*argv):
         return [run["name"] for run in as_json(listed, folder, *argv)]
 
-    assert names("--where", "state=finished") == ["c", "a"]  # the loss that training minimizes is −reward
+    assert names("--where", "state=finished") == [
+        "c",
+        "a",
+    ]  # the loss that training minimizes is −reward
     assert names("--sort", "training.lr")[-3:] == ["d", "e", "g"]
     assert names("--sort", "lr", "--where", "lr=0.002") == ["deep/b"]
     assert names("--where", "lr=2e-3", "--where", "state=finished") == []
@@ -105,8 +118,20 @@ def test_the_table(folder, listed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     code, out, _ = listed(folder)
     head, *rows = out.splitlines()
-    assert code == 0 and head.split() == ["run", "state", "step", "last", "best", "at", "step", "time", "lr"]
-    assert ["a", "finished", "30", "2.0000", "1.0000", "20", "3s", "0.001"] in [row.split() for row in rows]
+    assert code == 0 and head.split() == [
+        "run",
+        "state",
+        "step",
+        "last",
+        "best",
+        "at",
+        "step",
+        "time",
+        "lr",
+    ]
+    assert ["a", "finished", "30", "2.0000", "1.0000", "20", "3s", "0.001"] in [
+        row.split() for row in rows
+    ]
     assert any(row.startswith("d: ") for row in rows)
 
 
@@ -120,6 +145,8 @@ def test_the_table(folder, listed, monkeypatch):
 )
 def test_mistakes(folder, listed, argv, parts):
     code, out, err = listed(folder, *argv)
-    assert (code, out) == (2, "") and err.startswith("error: ") and all(part in err for part in parts)
+    assert (
+        (code, out) == (2, "") and err.startswith("error: ") and all(part in err for part in parts)
+    )
     code, _, err = listed(folder / "nowhere")
     assert code == 2 and "no folder at" in err

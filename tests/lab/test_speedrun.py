@@ -1,4 +1,6 @@
-"""A speedrun trains each stage once over several starts, resumes exactly, and reports the numbers of its logs."""
+"""A speedrun trains each stage once over several starts, resumes exactly, and reports the numbers
+of its logs.
+"""
 
 import csv
 import json
@@ -54,13 +56,19 @@ def request(folder):
     lines = [f"User:\nadd {a} {b}\n\nAssistant:\n{a + b}\n\n" for a in range(40) for b in range(30)]
     (folder / "text.txt").write_text("".join(lines))
     turns = [(f"add {a} 1", str(a + 1)) for a in range(40)]
-    records = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in turns]
-    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in records))
+    records = [
+        [{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in turns
+    ]
+    (folder / "chat.jsonl").write_text(
+        "".join(json.dumps({"messages": messages}) + "\n" for messages in records)
+    )
     return SpeedrunRequest(1, str(folder / "text.txt"), str(folder / "chat.jsonl"), smoke=True)
 
 
 class InProcess:
-    """Trains in this process, and notes the stages. `stop_at` (stage, step) interrupts a stage as SIGTERM does."""
+    """Trains in this process, and notes the stages. `stop_at` (stage, step) interrupts a stage as
+    SIGTERM does.
+    """
 
     def __init__(self, monkeypatch=None, stop_at=None):
         self.trained, self.stage = [], ""
@@ -81,7 +89,9 @@ class InProcess:
 
 
 class Written:
-    """Writes the files of a training run with random weights, instead of training. `stop` interrupts a stage."""
+    """Writes the files of a training run with random weights, instead of training. `stop`
+    interrupts a stage.
+    """
 
     def __init__(self, stop=None):
         self.trained, self.stop = [], stop
@@ -100,23 +110,41 @@ class Written:
             save_tokenizer(run, RunDirectory(config.tokenizer_run).tokenizer.read_text())
             run.chat_template.write_text(PLAIN)
         random = np.random.default_rng(len(self.trained))
-        shapes = abstract_model(config.trained_architecture(Tokenizer.load(run.tokenizer).vocab_size))[1]
-        weights = {name: 0.1 * random.standard_normal(leaf.shape).astype(np.float32) for name, leaf in shapes.items()}
+        shapes = abstract_model(
+            config.trained_architecture(Tokenizer.load(run.tokenizer).vocab_size)
+        )[1]
+        weights = {
+            name: 0.1 * random.standard_normal(leaf.shape).astype(np.float32)
+            for name, leaf in shapes.items()
+        }
         save_weights(run.weights, weights)
-        run.summary(config).write_text(json.dumps({"parameters": sum(array.size for array in weights.values())}))
+        run.summary(config).write_text(
+            json.dumps({"parameters": sum(array.size for array in weights.values())})
+        )
         rewarded = trial.name == "grpo"
-        sequences, length = config.training.batch_size * (8 if rewarded else 1), 56 if rewarded else 256
+        sequences, length = (
+            config.training.batch_size * (8 if rewarded else 1),
+            (56 if rewarded else 256),
+        )
         log = MetricsLog(run.log(config), run.metrics)
         for step, number in ((0, 5.5), (2, 2.25), (4, 3.125)):
-            measured = {"val_reward": -number} if rewarded else {"val_loss": number, "bits_per_byte": number / 4}
-            log.evaluation({"step": step, "train_loss": 1.0, "tokens": step * sequences * length, **measured})
+            measured = (
+                {"val_reward": -number}
+                if rewarded
+                else {"val_loss": number, "bits_per_byte": number / 4}
+            )
+            log.evaluation(
+                {"step": step, "train_loss": 1.0, "tokens": step * sequences * length, **measured}
+            )
         (run.path / "plots").mkdir()
         (run.path / "plots" / ("reward.png" if rewarded else "loss.png")).write_bytes(b"an image")
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A speedrun that was interrupted in its first stage and continued: its folder, request, stages and progress lines."""
+    """A speedrun that was interrupted in its first stage and continued: its folder, request, stages
+    and progress lines.
+    """
     folder, lines = tmp_path_factory.mktemp("speedrun"), []
     wanted = request(folder)
     interrupted = Written("base")
@@ -137,7 +165,9 @@ def evaluation(finished):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speedrun_evaluation, "ANSWER_TOKENS", 8)
         patch.setattr(speedrun_evaluation, "MAX_QUESTIONS", 9)
-        return *evaluate_speedrun(folder / "run"), evaluate_tasks_of_stages(folder / "run", smoke=True)
+        return *evaluate_speedrun(folder / "run"), evaluate_tasks_of_stages(
+            folder / "run", smoke=True
+        )
 
 
 def test_the_interrupted_stage_is_resumed(finished, tmp_path):
@@ -154,8 +184,18 @@ def test_results_are_those_of_the_logs(finished):
     folder, _, stages, _ = finished
     base, sft, grpo = stages
     for stage in (base, sft):
-        assert (stage.val_loss, stage.bits_per_byte, stage.reward, stage.best_step) == (2.25, 2.25 / 4, None, 2)
-    assert (grpo.val_loss, grpo.bits_per_byte, grpo.reward, grpo.best_step) == (None, None, -2.25, 2)
+        assert (stage.val_loss, stage.bits_per_byte, stage.reward, stage.best_step) == (
+            2.25,
+            2.25 / 4,
+            None,
+            2,
+        )
+    assert (grpo.val_loss, grpo.bits_per_byte, grpo.reward, grpo.best_step) == (
+        None,
+        None,
+        -2.25,
+        2,
+    )
     config = load_run_config(RunDirectory(folder / "run" / "base"))
     m, V = config.model, 300
     assert (m.dim, m.num_blocks, m.n_heads, m.hidden_dim, m.depth) == (64, 1, 2, 192, None)
@@ -165,7 +205,9 @@ def test_results_are_those_of_the_logs(finished):
         sequences *= 8 if stage is grpo else 1
         assert (stage.steps, stage.tokens) == (4, 4 * sequences * length)
         assert stage.flops == stage.tokens * (6 * (weights + 64 * V) + 12 * 1 * 2 * 32 * length)
-        assert stage.parameters == V * 64 + weights + 3 * 64 + 2 * 32, "embeddings, matrices, norms, norms of queries and keys"
+        assert stage.parameters == V * 64 + weights + 3 * 64 + 2 * 32, (
+            "embeddings, matrices, norms, norms of queries and keys"
+        )
 
 
 def test_a_stage_without_an_evaluation_is_reported(finished, tmp_path):
@@ -173,7 +215,10 @@ def test_a_stage_without_an_evaluation_is_reported(finished, tmp_path):
     shutil.copytree(folder / "run", tmp_path / "run")
     log = tmp_path / "run" / "sft" / "training_log.csv"
     log.write_text(log.read_text().splitlines()[0] + "\n")
-    with pytest.raises(UserError, match=r"sft has no val_loss in training_log\.csv: remove it and repeat the command"):
+    with pytest.raises(
+        UserError,
+        match=r"sft has no val_loss in training_log\.csv: remove it and repeat the command",
+    ):
         run_speedrun(tmp_path / "run", wanted, Written())
 
 
@@ -211,10 +256,17 @@ def test_results_of_trained_stages_are_those_of_the_logs(trained):
         rows = list(csv.DictReader((run / "training_log.csv").read_text().splitlines()))
         if stage.name == "grpo":
             best = max(rows, key=lambda row: float(row["val_reward"]))
-            assert (stage.val_loss, stage.bits_per_byte, stage.reward) == (None, None, float(best["val_reward"]))
+            assert (stage.val_loss, stage.bits_per_byte, stage.reward) == (
+                None,
+                None,
+                float(best["val_reward"]),
+            )
         else:
             best = min(rows, key=lambda row: float(row["val_loss"]))
-            assert (stage.val_loss, stage.bits_per_byte) == (float(best["val_loss"]), float(best["bits_per_byte"]))
+            assert (stage.val_loss, stage.bits_per_byte) == (
+                float(best["val_loss"]),
+                float(best["bits_per_byte"]),
+            )
             assert stage.reward is None
         assert (stage.best_step, stage.steps, stage.tokens) == (
             int(best["step"]), int(rows[-1]["step"]), int(rows[-1]["tokens"]),
@@ -224,16 +276,26 @@ def test_results_of_trained_stages_are_those_of_the_logs(trained):
     m, V = base.model, 300
     assert (m.dim, m.num_blocks, m.n_heads, m.hidden_dim, m.depth) == (64, 1, 2, 192, None)
     weights = 4 * 64 * 64 + 3 * 64 * 192
-    assert stages[0].parameters == V * 64 + weights + 3 * 64 + 2 * 32, "embeddings, matrices, norms, norms of queries and keys"
+    assert stages[0].parameters == V * 64 + weights + 3 * 64 + 2 * 32, (
+        "embeddings, matrices, norms, norms of queries and keys"
+    )
     assert stages[0].tokens == stages[0].steps * base.training.batch_size * 256
     assert 0.05 * weights <= stages[0].tokens < 0.05 * weights + base.training.batch_size * 256
     assert stages[0].flops == stages[0].tokens * (6 * (weights + 64 * V) + 12 * 1 * 2 * 32 * 256)
     sft, grpo = (load_run_config(RunDirectory(folder / "run" / name)) for name in ("sft", "grpo"))
-    assert sft.training.lr == pytest.approx(base.training.lr / 2, rel=5e-3) and sft.training.muon_lr == 0.01
-    assert grpo.training.lr == pytest.approx(base.training.lr / 64, rel=5e-3) and grpo.training.optimizer == "adamw"
+    assert (
+        sft.training.lr == pytest.approx(base.training.lr / 2, rel=5e-3)
+        and sft.training.muon_lr == 0.01
+    )
+    assert (
+        grpo.training.lr == pytest.approx(base.training.lr / 64, rel=5e-3)
+        and grpo.training.optimizer == "adamw"
+    )
     assert sft.model == base.model == grpo.model
     length = stages[2].tokens // (2 * 4 * 8)
-    assert stages[2].tokens == 2 * 4 * 8 * length and length % 8 == 0 and length < 64, "2 steps, 4 prompts, 8 answers"
+    assert stages[2].tokens == 2 * 4 * 8 * length and length % 8 == 0 and length < 64, (
+        "2 steps, 4 prompts, 8 answers"
+    )
     assert stages[2].flops == stages[2].tokens * (6 * (weights + 64 * V) + 12 * 1 * 2 * 32 * length)
 
 
@@ -251,8 +313,12 @@ def test_the_commands_train_the_same_runs(finished):
 def test_the_reports_have_the_numbers_of_the_logs(finished, evaluation):
     folder, _, stages, _ = finished
     tasks, samples, local_tasks = evaluation
-    assert [(task.task, task.corpus, task.count) for task in tasks] == [("sum is right", ADDITION, 9)]
-    assert [sample.question for sample in samples[::2]] == [f"add {a} 1" for a in range(32, 35)], "in turn from both corpora"
+    assert [(task.task, task.corpus, task.count) for task in tasks] == [
+        ("sum is right", ADDITION, 9)
+    ]
+    assert [sample.question for sample in samples[::2]] == [f"add {a} 1" for a in range(32, 35)], (
+        "in turn from both corpora"
+    )
     assert [sample.reference for sample in samples[::2]] == ["33", "34", "35"]
     sums = [sample.question.rstrip("=").split("+") for sample in samples[1::2]]
     assert [sample.reference for sample in samples[1::2]] == [str(int(a) + int(b)) for a, b in sums]
@@ -260,18 +326,24 @@ def test_the_reports_have_the_numbers_of_the_logs(finished, evaluation):
     found = Speedrun(folder / "run", stages, tasks, samples, local_tasks, 1.0, "a CPU", price=36.0)
     files = {name: str(make()) for name, make in speedrun_files(found).items()}
     for stage in stages:
-        row = next(line for line in files["report.md"].splitlines() if line.startswith(f"| {stage.name} |"))
+        row = next(
+            line for line in files["report.md"].splitlines() if line.startswith(f"| {stage.name} |")
+        )
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         assert cells[1:4] == [str(stage.steps), human_count(stage.tokens), f"{stage.flops:.2e}"]
         measured = [
-            f"{number:.4f}" if number is not None else "–" for number in (stage.val_loss, stage.bits_per_byte, stage.reward)
+            f"{number:.4f}" if number is not None else "–"
+            for number in (stage.val_loss, stage.bits_per_byte, stage.reward)
         ]
         assert cells[5:] == [*measured, str(stage.best_step), f"{stage.seconds / 100:.3f}"]
         assert all(f"<td>{cell}</td>" in files["report.html"] for cell in cells)
         assert stage.command in files["report.md"]
     total = sum(stage.seconds for stage in stages) + 1
     assert f"cost {total / 100:.3f} at 36 per hour" in files["report.md"]
-    assert all(f"]({path})" in files["report.md"] for path in ("base/plots/loss.png", "grpo/plots/reward.png"))
+    assert all(
+        f"]({path})" in files["report.md"]
+        for path in ("base/plots/loss.png", "grpo/plots/reward.png")
+    )
     assert files["report.html"].count("data:image/png;base64,") == 3
     assert "<script" not in files["report.html"] and "default-src 'none'" in files["report.html"]
     means = [study.mean() for study in local_tasks.values()]
@@ -280,7 +352,11 @@ def test_the_reports_have_the_numbers_of_the_logs(finished, evaluation):
     accuracies = [f"{np.mean(study.scores[0].correct):.2f}" for study in local_tasks.values()]
     assert f"| arithmetic/addition | {' | '.join(accuracies)} |" in files["report.md"]
     lines = list(speedrun_lines(found, 100))
-    assert {"Stages", "Tasks", "Built-in tasks"} < set(lines) and "Commands" not in lines and "" in lines
+    assert (
+        {"Stages", "Tasks", "Built-in tasks"} < set(lines)
+        and "Commands" not in lines
+        and "" in lines
+    )
     assert f"next: dantinox chat {folder / 'run' / 'grpo'} --max_new_tokens 64" in lines
 
 
@@ -291,8 +367,18 @@ def test_tasks_that_do_not_fit_are_reported(finished, monkeypatch):
         raise UserError("the task a has a prompt of 300 tokens")
 
     monkeypatch.setattr("dantinox.lab.studies.speedrun_evaluation.evaluate_local_tasks", fail)
-    found = Speedrun(folder / "run", stages, [], [], evaluate_tasks_of_stages(folder / "run", smoke=True), 1.0, "a CPU")
-    assert "Not run: the task a has a prompt of 300 tokens." in str(speedrun_files(found)["report.md"]())
+    found = Speedrun(
+        folder / "run",
+        stages,
+        [],
+        [],
+        evaluate_tasks_of_stages(folder / "run", smoke=True),
+        1.0,
+        "a CPU",
+    )
+    assert "Not run: the task a has a prompt of 300 tokens." in str(
+        speedrun_files(found)["report.md"]()
+    )
     assert "Not run: the task a has a prompt of 300 tokens." in list(speedrun_lines(found, 100))
 
 
@@ -315,7 +401,13 @@ def test_another_request_is_rejected(finished, tmp_path):
     with pytest.raises(UserError, match=r"is not empty and not a speedrun \(it has notes\.txt\)"):
         run_speedrun(tmp_path, wanted, Written())
     state = '{"request": %s, "finished": [], "seconds": %s}'
-    for content in ("[]", state % ("[1]", "{}"), state % ("{}", '{"base": "x"}'), state % ("{}", "[]"), "[" * 100_000):
+    for content in (
+        "[]",
+        state % ("[1]", "{}"),
+        state % ("{}", '{"base": "x"}'),
+        state % ("{}", "[]"),
+        "[" * 100_000,
+    ):
         (tmp_path / "speedrun.json").write_text(content)
         with pytest.raises(UserError, match="cannot be read: choose another --run_dir"):
             run_speedrun(tmp_path, wanted, Written())
@@ -326,7 +418,9 @@ def test_a_damaged_summary_is_reported(finished, tmp_path, content):
     folder, wanted, _, _ = finished
     shutil.copytree(folder / "run", tmp_path / "run")
     (tmp_path / "run" / "sft" / "model_summary.json").write_text(content)
-    with pytest.raises(UserError, match=r"model_summary\.json is damaged: remove .*sft and repeat the command"):
+    with pytest.raises(
+        UserError, match=r"model_summary\.json is damaged: remove .*sft and repeat the command"
+    ):
         run_speedrun(tmp_path / "run", wanted, Written())
 
 
@@ -335,7 +429,9 @@ def test_a_later_stage_without_its_base_is_rejected(tmp_path):
     wanted = request(tmp_path)
     state = {"request": vars(wanted), "finished": ["sft"], "seconds": {}}
     (tmp_path / "run" / "speedrun.json").write_text(json.dumps(state))
-    with pytest.raises(UserError, match=r"sft was trained on an earlier .*base, which is missing: remove .*sft"):
+    with pytest.raises(
+        UserError, match=r"sft was trained on an earlier .*base, which is missing: remove .*sft"
+    ):
         run_speedrun(tmp_path / "run", wanted, Written())
 
 
@@ -343,9 +439,18 @@ def test_a_later_stage_without_its_base_is_rejected(tmp_path):
     ("flags", "sentence"),
     [
         (["--data", "no.txt"], "error: no corpus at 'no.txt': name a text file, a folder, a glob"),
-        (["--sft_data", "no.jsonl"], "error: no corpus at 'no.jsonl': name a text file, a folder, a glob"),
-        (["--depth", "0"], "error: model.depth must be an integer in [1, 2^31), or null, got 0 (command line)"),
-        (["--tokens_per_parameter", "-1"], "error: training.tokens_per_parameter must be a number > 0, or null, got -1.0"),
+        (
+            ["--sft_data", "no.jsonl"],
+            "error: no corpus at 'no.jsonl': name a text file, a folder, a glob",
+        ),
+        (
+            ["--depth", "0"],
+            "error: model.depth must be an integer in [1, 2^31), or null, got 0 (command line)",
+        ),
+        (
+            ["--tokens_per_parameter", "-1"],
+            "error: training.tokens_per_parameter must be a number > 0, or null, got -1.0",
+        ),
         (["--price", "-1"], "error: --price must be a number ≥ 0, got -1"),
     ],
 )
@@ -359,14 +464,21 @@ def test_errors_have_one_sentence(tmp_path, monkeypatch, capsys, flags, sentence
 
 def test_a_stage_that_fails_ends_the_speedrun(tmp_path):
     with pytest.raises(UserError, match="the disk is full"):
-        run_speedrun(tmp_path / "run", SpeedrunRequest(depth=1, smoke=True), lambda trial, run: "the disk is full")
+        run_speedrun(
+            tmp_path / "run",
+            SpeedrunRequest(depth=1, smoke=True),
+            lambda trial, run: "the disk is full",
+        )
     assert json.loads((tmp_path / "run" / "speedrun.json").read_text())["finished"] == []
 
 
 def test_datasets_of_the_hub():
     hub = {"data.dataset_source": "huggingface"}
     assert data_settings("huggingface:a/b") == hub | {"data.path": "a/b"}
-    assert data_settings("huggingface:a/b:c") == hub | {"data.path": "a/b", "data.dataset_config": "c"}
+    assert data_settings("huggingface:a/b:c") == hub | {
+        "data.path": "a/b",
+        "data.dataset_config": "c",
+    }
     assert data_settings("corpus/") == {"data.path": "corpus/"}
 
 
@@ -375,10 +487,16 @@ def test_the_configs_belong_together():
     sft = load_config(STAGES[1].config)
     assert (base.model.num_blocks, base.model.dim, base.data.path) == (4, 256, "builtin:python")
     assert sft.training.init_from == "runs/speedrun/base"
-    assert (sft.training.lr, sft.training.muon_lr) == (base.training.lr / 2, base.training.muon_lr / 2)
+    assert (sft.training.lr, sft.training.muon_lr) == (
+        base.training.lr / 2,
+        base.training.muon_lr / 2,
+    )
     grpo = load_config(STAGES[2].config)
     assert grpo.training.lr == pytest.approx(base.training.lr / 64, rel=5e-3)
-    assert (grpo.training.init_from, grpo.data.val_fraction) == ("runs/speedrun/sft", sft.data.val_fraction)
+    assert (grpo.training.init_from, grpo.data.val_fraction) == (
+        "runs/speedrun/sft",
+        sft.data.val_fraction,
+    )
     assert grpo.data.path in sft.data.path, "the same validation problems"
 
 
@@ -387,19 +505,33 @@ def test_answers_are_graded():
     assert is_right(" 95\n", "95") and not is_right("95.", "95") and not is_right("", "95")
     form, arguments = TASKS[INSTRUCTIONS].values()
     reference = "Takes: two arguments\nDoes: Return the sum."
-    assert form("Takes: one argument\nDoes: Add.", reference) and not arguments("Takes: one argument\nDoes: Add.", reference)
-    assert arguments("Takes: two arguments\n", reference) and not form("Takes: two arguments\n", reference)
+    assert form("Takes: one argument\nDoes: Add.", reference) and not arguments(
+        "Takes: one argument\nDoes: Add.", reference
+    )
+    assert arguments("Takes: two arguments\n", reference) and not form(
+        "Takes: two arguments\n", reference
+    )
 
 
 def test_the_report_shows_any_answer_unchanged(finished):
     folder, _, stages, _ = finished
     answer = "```\n<script>alert(1)</script> ` and | pipes"
     task = TaskResult("<b>form</b>", INSTRUCTIONS, (1, 40, 41), 50)
-    found = Speedrun(folder / "run", stages, [task], [Sample("q", answer, "r")], "no tasks", 0.5, "a CPU")
+    found = Speedrun(
+        folder / "run", stages, [task], [Sample("q", answer, "r")], "no tasks", 0.5, "a CPU"
+    )
     files = {name: str(make()) for name, make in speedrun_files(found).items()}
-    assert f"````text\nUser:\nq\n\nAssistant:\n{answer}\n\nReference:\nr\n````" in files["report.md"]
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in files["report.html"] and "<script" not in files["report.html"]
-    assert "<td>&lt;b&gt;form&lt;/b&gt;</td>" in files["report.html"] and "40 of 50" in files["report.html"]
+    assert (
+        f"````text\nUser:\nq\n\nAssistant:\n{answer}\n\nReference:\nr\n````" in files["report.md"]
+    )
+    assert (
+        "&lt;script&gt;alert(1)&lt;/script&gt;" in files["report.html"]
+        and "<script" not in files["report.html"]
+    )
+    assert (
+        "<td>&lt;b&gt;form&lt;/b&gt;</td>" in files["report.html"]
+        and "40 of 50" in files["report.html"]
+    )
     assert "cost" not in files["report.md"]
 
 
@@ -407,14 +539,31 @@ def test_the_command_continues_and_writes_the_report(finished, evaluation, monke
     folder, wanted, stages, _ = finished
     tasks, samples, local_tasks = evaluation
     monkeypatch.setattr(speedrun_evaluation, "evaluate_speedrun", lambda *_: (tasks, samples))
-    monkeypatch.setattr(speedrun_evaluation, "evaluate_tasks_of_stages", lambda path, smoke, *_: local_tasks if smoke else "")
-    argv = ["speedrun", "--smoke", "--depth", "1", "--data", wanted.data, "--sft_data", wanted.sft_data]
+    monkeypatch.setattr(
+        speedrun_evaluation,
+        "evaluate_tasks_of_stages",
+        lambda path, smoke, *_: local_tasks if smoke else "",
+    )
+    argv = [
+        "speedrun",
+        "--smoke",
+        "--depth",
+        "1",
+        "--data",
+        wanted.data,
+        "--sft_data",
+        wanted.sft_data,
+    ]
     assert cli.main([*argv, "--run_dir", str(folder / "run"), "--price", "3600"]) == 0
     printed = capsys.readouterr()
     assert f"sft: finished in {folder / 'run' / 'sft'}" in printed.err
     assert f"next: dantinox chat {folder / 'run' / 'grpo'}" in printed.out
     report = (folder / "run" / "report.md").read_text()
-    assert stages[1].command in report and "at 3600 per hour" in report and samples[0].question in report
+    assert (
+        stages[1].command in report
+        and "at 3600 per hour" in report
+        and samples[0].question in report
+    )
     assert (folder / "run" / "report.html").is_file()
 
 
@@ -422,18 +571,37 @@ def test_held_out_questions_are_those_of_validation(tmp_path):
     wanted = request(tmp_path)
     config = load_config("speedrun_sft", {"data.path": wanted.sft_data, "data.mixture": None})
     (questions,) = held_out_questions(config).values()
-    assert [question.text for question in questions] == [f"add {a} 1" for a in range(32, 40)], "the last fifth of 40"
+    assert [question.text for question in questions] == [f"add {a} 1" for a in range(32, 40)], (
+        "the last fifth of 40"
+    )
     assert questions[0].answer == "33"
 
 
 @pytest.mark.slow
 def test_the_command_from_text_to_report(tmp_path):
     wanted = request(tmp_path)
-    argv = [sys.executable, "-m", "dantinox", "speedrun", "--smoke", "--depth", "1", "--data", wanted.data]
-    done = subprocess.run([*argv, "--run_dir", "runs/s"], cwd=tmp_path, env=None, capture_output=True, text=True)
+    argv = [
+        sys.executable,
+        "-m",
+        "dantinox",
+        "speedrun",
+        "--smoke",
+        "--depth",
+        "1",
+        "--data",
+        wanted.data,
+    ]
+    done = subprocess.run(
+        [*argv, "--run_dir", "runs/s"], cwd=tmp_path, env=None, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "runs" / "s" / "report.md").read_text()
-    loss = min(row["val_loss"] for row in read_csv(tmp_path / "runs" / "s" / "base" / "training_log.csv"))
+    loss = min(
+        row["val_loss"] for row in read_csv(tmp_path / "runs" / "s" / "base" / "training_log.csv")
+    )
     assert f"{loss:.4f}" in report and math.isfinite(loss) and f"{loss:.4f}" in done.stdout
-    assert len(re.findall(r"Reference:\nTakes: ", report)) == 3 and len(re.findall(r"Reference:\n[0-9]+\n", report)) == 2
+    assert (
+        len(re.findall(r"Reference:\nTakes: ", report)) == 3
+        and len(re.findall(r"Reference:\n[0-9]+\n", report)) == 2
+    )
     assert "next: dantinox chat runs/s/grpo" in done.stdout

@@ -64,28 +64,67 @@ def test_every_trial_is_trained_once_over_several_starts(tmp_path):
     sweep, notes = spec(tmp_path), []
     results = []
     with pytest.raises(SystemExit):
-        run_sweep(sweep, Trainer(trial_004="stop", trial_002="the loss is NaN"), on_result=results.append)
-    assert [[trial.name[-1] for trial in study.trials] for study in results] == [["1"], ["1", "2"], ["3", "1", "2"]]
+        run_sweep(
+            sweep, Trainer(trial_004="stop", trial_002="the loss is NaN"), on_result=results.append
+        )
+    assert [[trial.name[-1] for trial in study.trials] for study in results] == [
+        ["1"],
+        ["1", "2"],
+        ["3", "1", "2"],
+    ]
     second = Trainer()
     study = run_sweep(spec(tmp_path), second, notes.append)
     assert second.trained == ["trial_004", "trial_005", "trial_006"]
-    assert notes[:2] == ["trial 4 of 6: training.lr 0.01, training.optimizer 'lion'", "trial_004: val_loss 1.7500 at 20"]
-    assert [trial.name[-1] for trial in study.trials] == ["3", "4", "6", "1", "5", "2"], "best first, problems last"
+    assert notes[:2] == [
+        "trial 4 of 6: training.lr 0.01, training.optimizer 'lion'",
+        "trial_004: val_loss 1.7500 at 20",
+    ]
+    assert [trial.name[-1] for trial in study.trials] == [
+        "3",
+        "4",
+        "6",
+        "1",
+        "5",
+        "2",
+    ], "best first, problems last"
     best, worst = study.trials[0], study.trials[-1]
-    assert (best.val_loss, best.best_step, best.steps, best.ms_per_step, best.problem) == (1.5, 20, 30, 20.0, None)
+    assert (best.val_loss, best.best_step, best.steps, best.ms_per_step, best.problem) == (
+        1.5,
+        20,
+        30,
+        20.0,
+        None,
+    )
     assert (worst.problem, worst.val_loss, worst.steps) == ("the loss is NaN", 2.75, 10)
     third = Trainer()
     assert run_sweep(sweep, third) == study and third.trained == []
-    assert run_sweep(sweep, third, retry=True).trials[4].problem is None and third.trained == ["trial_002"]
+    assert run_sweep(sweep, third, retry=True).trials[4].problem is None and third.trained == [
+        "trial_002"
+    ]
 
 
 def test_table_and_plot(tmp_path):
     study = run_sweep(spec(tmp_path), Trainer(trial_002="the loss is NaN"))
     rows = list(csv.DictReader(to_csv(sweep_blocks(study)).splitlines()))
     assert [float(row["val_loss"]) for row in rows] == [1.5, 1.75, 2.0, 2.5, 9.0, 2.75]
-    assert rows[0]["training.lr"] == "0.01" and rows[0]["training.optimizer"] == "adamw" and rows[-1]["problem"]
+    assert (
+        rows[0]["training.lr"] == "0.01"
+        and rows[0]["training.optimizer"] == "adamw"
+        and rows[-1]["problem"]
+    )
     lines = list(to_lines(sweep_blocks(study), 80))
-    assert lines[0].split() == ["trial", "lr", "optimizer", "val", "loss", "bits/byte", "at", "step", "of", "ms/step"]
+    assert lines[0].split() == [
+        "trial",
+        "lr",
+        "optimizer",
+        "val",
+        "loss",
+        "bits/byte",
+        "at",
+        "step",
+        "of",
+        "ms/step",
+    ]
     assert lines[1].split()[:4] == ["trial_003", "0.01", "adamw", "1.5000"]
     assert lines[-1] == "trial_002: the loss is NaN" and max(map(len, lines)) <= 80
     assert "| trial_003 | 0.01 | adamw | 1.5000 |" in to_markdown(sweep_blocks(study))
@@ -95,10 +134,21 @@ def test_table_and_plot(tmp_path):
 
 def test_trials_with_rewards_are_ranked_by_reward(tmp_path):
     notes = []
-    study = run_sweep(spec(tmp_path), Trainer("val_reward", trial_002="the loss is NaN"), notes.append)
+    study = run_sweep(
+        spec(tmp_path), Trainer("val_reward", trial_002="the loss is NaN"), notes.append
+    )
     rows = list(csv.DictReader(to_csv(sweep_blocks(study)).splitlines()))
-    assert [float(row["val_reward"]) for row in rows] == [9.5, 3.0, 2.5, 2.25, 2.0, 2.75] and "val_loss" not in rows[0]
-    assert [row["best_step"] for row in rows] == ["10"] * 6 and rows[-1]["problem"], "the best is the highest"
+    assert [float(row["val_reward"]) for row in rows] == [
+        9.5,
+        3.0,
+        2.5,
+        2.25,
+        2.0,
+        2.75,
+    ] and "val_loss" not in rows[0]
+    assert [row["best_step"] for row in rows] == ["10"] * 6 and rows[-1]["problem"], (
+        "the best is the highest"
+    )
     assert notes[1] == "trial_001: val_reward 3.0000 at 10"
     assert next(to_lines(sweep_blocks(study), 80)).split()[3:5] == ["val", "reward"]
     pytest.importorskip("matplotlib")
@@ -117,7 +167,13 @@ def test_other_sweep_is_rejected(tmp_path):
     more = Trainer()
     run_sweep(spec(tmp_path, SPEC.replace("1e-1]", "1e-1, 1]")), more)
     assert more.trained == ["trial_007", "trial_008"], "additional trials at the end are allowed"
-    for content in ("", "[]", '{"trials": [], "ended": {}}', '{"trials": {"a": 5}, "ended": {}}', "[" * 100_000):
+    for content in (
+        "",
+        "[]",
+        '{"trials": [], "ended": {}}',
+        '{"trials": {"a": 5}, "ended": {}}',
+        "[" * 100_000,
+    ):
         (tmp_path / "runs" / "plan.json").write_text(content)
         with pytest.raises(UserError, match=r"plan\.json cannot be read: choose another runs_dir"):
             run_sweep(spec(tmp_path), Trainer())
@@ -135,7 +191,8 @@ def test_error_before_a_trial_starts_ends_the_sweep(tmp_path):
 class Context:
     """A context of multiprocessing whose process sends a message and ends with a code.
 
-    The signals `before` and `after` arrive in the parent process before and after the process starts.
+    The signals `before` and `after` arrive in the parent process before and after the process
+    starts.
     """
 
     Pipe = staticmethod(multiprocessing.Pipe)
@@ -176,7 +233,7 @@ class Context:
 )
 def test_the_end_of_a_process_is_a_sentence(tmp_path, monkeypatch, code, message, problem):
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: Context(code, message))
-    (trial, *_) = spec(tmp_path).trials
+    trial, *_ = spec(tmp_path).trials
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     (run.path / "rest").touch()  # of a process that was killed before it saved a config
@@ -200,7 +257,7 @@ def test_a_signal_is_passed_to_the_process_and_ends_the_sweep(tmp_path, monkeypa
     sent = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    (trial, *_) = spec(tmp_path).trials
+    trial, *_ = spec(tmp_path).trials
     with pytest.raises(SystemExit) as ended:
         train_in_subprocess(lambda: None)(trial, RunDirectory(tmp_path / "run"))
     assert ended.value.code == code
@@ -239,12 +296,19 @@ def test_sweep_on_the_command_line(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "trial_002: the loss or its gradient is not a finite number in step" in out
     first = RunDirectory(tmp_path / "runs" / "trial_001")
-    assert first.weights.is_file() and json.loads((first.path / "model_summary.json").read_text())["steps"] == 20
-    assert (tmp_path / "runs" / "sweep.png").is_file() and len((tmp_path / "runs" / "sweep.csv").read_text().splitlines()) == 3
+    assert (
+        first.weights.is_file()
+        and json.loads((first.path / "model_summary.json").read_text())["steps"] == 20
+    )
+    assert (tmp_path / "runs" / "sweep.png").is_file() and len(
+        (tmp_path / "runs" / "sweep.csv").read_text().splitlines()
+    ) == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
 @pytest.mark.usefixtures("interruptible")
 def test_sweep_stopped_by_a_signal_saves_its_trial_and_continues(tmp_path, number, code):
     path, metrics = real(tmp_path, 1500), tmp_path / "runs" / "trial_001" / "metrics.jsonl"
@@ -261,5 +325,9 @@ def test_sweep_stopped_by_a_signal_saves_its_trial_and_continues(tmp_path, numbe
         and "resumed from step" in done.stderr
         and "stopped by" not in done.stderr.replace(str(tmp_path), "")
     )
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"interval"' in line]
+    steps = [
+        json.loads(line)["step"]
+        for line in metrics.read_text().splitlines()
+        if '"interval"' in line
+    ]
     assert steps == [*range(4, 1501, 4)], "no row twice, none missing"

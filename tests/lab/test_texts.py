@@ -17,7 +17,9 @@ BOS, EOS = BYTES.bos_id, BYTES.eos_id
 
 def with_post_processor(single):
     core = Tokenizer(BYTES.to_json()).core
-    core.post_processor = TemplateProcessing(single=single, special_tokens=[("<bos>", BOS), ("<eos>", EOS)])
+    core.post_processor = TemplateProcessing(
+        single=single, special_tokens=[("<bos>", BOS), ("<eos>", EOS)]
+    )
     return core.to_str()
 
 
@@ -37,21 +39,36 @@ def with_post_processor(single):
 )
 def test_special_tokens_around_a_text(tmp_path, content, roles, before):
     """Without `add_bos_token`, transformers follows the post-processor of the tokenizer.json."""
-    tokenizer, texts = Tokenizer(content, roles=roles), ["first text", "second", "third of all", "held out"]
+    tokenizer, texts = (
+        Tokenizer(content, roles=roles),
+        [
+            "first text",
+            "second",
+            "third of all",
+            "held out",
+        ],
+    )
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = build_config({}, {"data.path": str(tmp_path / "a.jsonl"), "model.max_context": 4, "training.batch_size": 1})
+    config = build_config(
+        {},
+        {"data.path": str(tmp_path / "a.jsonl"), "model.max_context": 4, "training.batch_size": 1},
+    )
     _, store = prepare_data(config, tmp_path / "store", tokenizer)
     bundle = SimpleNamespace(tokenizer=tokenizer)
     prompts = [ModelBundle.prompt_ids(bundle, text) for text in texts]
     assert prompts == [[*before, *text.encode()] for text in texts]
     documents = [token for prompt in prompts for token in [*prompt, EOS]]
     assert [*store.training_ids, *store.validation_ids] == documents
-    assert read_tokens(tokenizer, str(tmp_path / "a.jsonl"), "text", 1000).tolist() == documents[:-1]
+    assert (
+        read_tokens(tokenizer, str(tmp_path / "a.jsonl"), "text", 1000).tolist() == documents[:-1]
+    )
 
 
 def test_another_rule_rebuilds_the_tokens(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 9)
-    config = build_config({}, {"data.path": str(tmp_path / "a.txt"), "model.max_context": 4, "training.batch_size": 1})
+    config = build_config(
+        {}, {"data.path": str(tmp_path / "a.txt"), "model.max_context": 4, "training.batch_size": 1}
+    )
     for roles, first in (({}, BOS), ({"add_bos_token": False}, ord("s")), ({}, BOS)):
         tokenizer = Tokenizer(BYTES.to_json(), roles=roles)
         assert prepare_data(config, tmp_path / "store", tokenizer)[1].training_ids[0] == first

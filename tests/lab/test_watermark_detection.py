@@ -17,7 +17,9 @@ LETTERS = [ord(letter) for letter in "abcdefghijklmnopqrstuvwxyz "]
 
 @pytest.fixture(scope="module")
 def texts():
-    """Four texts of 100 random letters. In the first two, each letter is the one of four with the largest statistic."""
+    """Four texts of 100 random letters. In the first two, each letter is the one of four with the
+    largest statistic.
+    """
     random = np.random.default_rng(0)
     made = []
     for marked in (True, True, False, False):
@@ -39,24 +41,45 @@ def test_generated_texts_are_found(run_dir, tmp_path):
     path = tmp_path / "generated.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     found = detect_watermark(run_dir, str(path), watermark_keys=KEYS)
-    assert [one.p < 1e-4 for one in found.documents] == [True, True, False, False] and found.marked == 2
+    assert [one.p < 1e-4 for one in found.documents] == [
+        True,
+        True,
+        False,
+        False,
+    ] and found.marked == 2
 
 
 @pytest.fixture
 def file(texts, tmp_path):
     path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, "abc"]), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in [*texts, "abc"]), encoding="utf-8"
+    )
     return str(path)
 
 
 def test_marked_texts_are_found(run_dir, texts, file, capsys):
     found = detect_watermark(run_dir, file, watermark_keys=KEYS)
     assert found.documents == [*(detect(list(text.encode()), KEYS, 5) for text in texts), None]
-    assert [one.p < 1e-4 for one in found.documents[:4]] == [True, True, False, False] and found.marked == 2
+    assert [one.p < 1e-4 for one in found.documents[:4]] == [
+        True,
+        True,
+        False,
+        False,
+    ] and found.marked == 2
     assert max(abs(one.z) for one in found.documents[2:4]) < 3.5
     others = detect_watermark(run_dir, file, watermark_keys=[key + 1 for key in KEYS])
     assert others.marked == 0
-    arguments = ["eval", "watermark", "--run_dir", str(run_dir), "--data_path", file, "--watermark_keys", *map(str, KEYS)]
+    arguments = [
+        "eval",
+        "watermark",
+        "--run_dir",
+        str(run_dir),
+        "--data_path",
+        file,
+        "--watermark_keys",
+        *map(str, KEYS),
+    ]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == watermark_lines(found)
@@ -66,13 +89,26 @@ def test_marked_texts_are_found(run_dir, texts, file, capsys):
     ]
     assert main([*arguments, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["marked"] == 2 and record["documents"][4] is None and record["documents"][0]["tokens"] == 96
+    assert (
+        record["marked"] == 2
+        and record["documents"][4] is None
+        and record["documents"][0]["tokens"] == 96
+    )
 
 
 def test_errors(run_dir, file, capsys):
     cases = (
-        ({}, "the run has no generation.watermark_keys: give the keys of the text with --watermark_keys"),
-        ({"watermark_keys": KEYS, "watermark_ngram": 16, "tokens": 15}, "has no document of at least 16 tokens"),
+        (
+            {},
+            (
+                "the run has no generation.watermark_keys: give the keys of the text with"
+                " --watermark_keys"
+            ),
+        ),
+        (
+            {"watermark_keys": KEYS, "watermark_ngram": 16, "tokens": 15},
+            "has no document of at least 16 tokens",
+        ),
         ({"watermark_keys": [-1]}, "watermark_keys must be a list"),
         ({"watermark_ngram": 4}, "watermark_ngram has no effect while"),
     )

@@ -60,7 +60,13 @@ def test_program_is_counted_with_its_loops():
     turns = 5 + 2
     assert count_work(PROGRAM) == Work(
         flops=turns * 2 * 8 * 4 * 16 + 2 * 8 * 8 * 2,
-        count={"all-gather": turns, "collective-permute": 1, "all-reduce": 1, "reduce-scatter": 1, "all-to-all": 1},
+        count={
+            "all-gather": turns,
+            "collective-permute": 1,
+            "all-reduce": 1,
+            "reduce-scatter": 1,
+            "all-to-all": 1,
+        },
         sent={
             "all-gather": turns * 3 * 128,  # three times its own part, float32 [8, 4]
             "collective-permute": 32,
@@ -72,9 +78,14 @@ def test_program_is_counted_with_its_loops():
 
 
 def test_collective_in_several_fusions_is_counted_once():
-    """On a TPU, three fusions start, continue and finish a collective. Also covers a sum of which each device keeps a part."""
+    """On a TPU, three fusions start, continue and finish a collective. Also covers a sum of which
+    each device keeps a part.
+    """
     groups = "replica_groups={{0,1,2,3}}"
-    gather = f'%g = bf16[8,2]{{1,0}} all-gather(%p), {groups}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}'
+    gather = (
+        f"%g = bf16[8,2]{{1,0}} all-gather(%p), {groups}, dimensions={{0}},"
+        ' frontend_attributes={chain_id="0"}'
+    )
     text = f"""HloModule example, num_partitions=4
 %begin (p: bf16[2,2]) -> bf16[8,2] {{
   %p = bf16[2,2]{{1,0}} parameter(0)
@@ -108,13 +119,16 @@ ENTRY %main (p: bf16[2,2], q: f32[8,2]) -> f32[2,2] {{
 """
     counted = count_work(text)
     assert counted == Work(
-        count={"all-gather": 1, "reduce-scatter": 1}, sent={"all-gather": 3 * 8, "reduce-scatter": 64 * 3 / 4}
+        count={"all-gather": 1, "reduce-scatter": 1},
+        sent={"all-gather": 3 * 8, "reduce-scatter": 64 * 3 / 4},
     )
 
 
 @pytest.mark.parametrize(("turns", "unknown"), [(6, 0), (None, 1)])
 def test_compiled_loop(turns, unknown):
-    """Covers a loop of six multiplications and a loop with a data-dependent end, compiled for this machine."""
+    """Covers a loop of six multiplications and a loop with a data-dependent end, compiled for this
+    machine.
+    """
 
     def times(x, w):
         if turns:

@@ -40,7 +40,10 @@ def shaken(state: Any, seed: int) -> Any:
     random = np.random.default_rng(seed)
 
     def draw(path: tuple, leaf: jax.Array) -> jax.Array:
-        *_, parent, name = [None, *(key.key for key in path if isinstance(key, jax.tree_util.DictKey))]
+        *_, parent, name = [
+            None,
+            *(key.key for key in path if isinstance(key, jax.tree_util.DictKey)),
+        ]
         noise = random.standard_normal(leaf.shape)
         if name in ("scale", "layer_scalar", "expert_scale"):
             noise = 1 + 0.4 * noise
@@ -54,7 +57,13 @@ def shaken(state: Any, seed: int) -> Any:
 
 
 # Half the compile time, for programs that run once and are compared with a tolerance.
-quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+quick = partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +92,9 @@ def build(config: ModelConfig, seed: int = 0, compiler: Callable = quick) -> Bui
 
     @compiler
     def run(state, tokens_BT, positions_BT, cache=None, segments_BT=None):
-        logits, cache, _ = nnx.merge(graph, state)(tokens_BT, positions_BT, cache=cache, segments_BT=segments_BT)
+        logits, cache, _ = nnx.merge(graph, state)(
+            tokens_BT, positions_BT, cache=cache, segments_BT=segments_BT
+        )
         return logits, cache
 
     return Built(config, graph, shaken(state, seed), run)
@@ -104,13 +115,17 @@ PLACES = places(2, 9)
 
 
 def loss_of(built: Built, dropout_seed: int | None = None):
-    """Returns the cross-entropy of TOKENS against themselves shifted, as a function of the state."""
+    """Returns the cross-entropy of TOKENS against themselves shifted, as a function of the
+    state.
+    """
     tokens_BT = jnp.asarray(TOKENS)
 
     def loss(state):
         rngs = None if dropout_seed is None else nnx.Rngs(dropout=dropout_seed)
         logits, _, _ = built.model(state)(tokens_BT, PLACES, rngs=rngs)
         targets = jnp.roll(tokens_BT, -1, axis=1)
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1))
+        return -jnp.mean(
+            jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+        )
 
     return loss

@@ -1,6 +1,8 @@
-"""The tokens that a compressed cache keeps, in NumPy float64 and Python lists: one row, one key head, one query at a time.
+"""The tokens that a compressed cache keeps, in NumPy float64 and Python lists: one row, one key
+head, one query at a time.
 
-Written from the rules and deliberately slow. A list has one entry per cached token, without padding.
+Written from the rules and deliberately slow. A list has one entry per cached token, without
+padding.
 """
 
 import math
@@ -27,14 +29,16 @@ class HeadReference:
 
     Attributes:
       capacity: slots, C.
-      span: the width W of a sliding-window layer: a query at t attends to the positions after t − W.
+      span: the width W of a sliding-window layer: a query at t attends to the positions after t −
+        W.
       decay: g, the fraction of an importance that remains after one token ("snapkv+ema" only).
       window: how many of the last queries of a chunk count ("snapkv+ema" only).
-      recency: rank as if each of the 1 / (1 − g) queries that make up an importance had also paid 1 / age.
+      recency: rank as if each of the 1 / (1 − g) queries that make up an importance had also paid 1
+        / age.
       importance: the importance of a position in a head (the policy "random" only).
       slots: the filled slots in order; the empty ones follow them and are not in the list.
-      closest: the smallest relative difference between unequal ranks of a kept and an evicted token. A less precise calculation
-        keeps the same tokens if its error is smaller than this.
+      closest: the smallest relative difference between unequal ranks of a kept and an evicted
+        token. A less precise calculation keeps the same tokens if its error is smaller than this.
     """
 
     capacity: int
@@ -56,7 +60,9 @@ class HeadReference:
         """Returns the cached positions in ascending order."""
         return sorted(slot.position for slot in self.slots)
 
-    def prefill(self, q_TGH: Array, k_TH: Array, v_TH: Array, positions: Sequence[int]) -> tuple[Array, list[int]]:
+    def prefill(
+        self, q_TGH: Array, k_TH: Array, v_TH: Array, positions: Sequence[int]
+    ) -> tuple[Array, list[int]]:
         """Reads a chunk, whose padding has position −1.
 
         Returns:
@@ -67,17 +73,29 @@ class HeadReference:
         if not valid:
             return out_TGH, self.positions
         held = sorted(self.slots, key=lambda slot: slot.position)
-        new = [Slot(int(positions[t]), 0.0, np.asarray(k_TH[t], np.float64), np.asarray(v_TH[t], np.float64)) for t in valid]
+        new = [
+            Slot(
+                int(positions[t]),
+                0.0,
+                np.asarray(k_TH[t], np.float64),
+                np.asarray(v_TH[t], np.float64),
+            )
+            for t in valid
+        ]
         candidates = held + new
         for slot in candidates:
             slot.importance *= self._kept_share() ** len(valid)
         for t in valid:
-            weights_GS, out_TGH[t] = self._attend(np.asarray(q_TGH[t], np.float64), candidates, int(positions[t]))
+            weights_GS, out_TGH[t] = self._attend(
+                np.asarray(q_TGH[t], np.float64), candidates, int(positions[t])
+            )
             if t in valid[-self._counted(len(valid)) :]:
                 for slot, weight in zip(candidates, weights_GS.mean(axis=0), strict=True):
                     slot.importance += weight
         self._fix(candidates)
-        self._rank(candidates, new[-1].position, self.pool // 2 if self.policy == "snapkv+ema" else 0)
+        self._rank(
+            candidates, new[-1].position, self.pool // 2 if self.policy == "snapkv+ema" else 0
+        )
         self.slots = self._chosen(candidates, last=new[-1].position)
         return out_TGH, self.positions
 
@@ -93,9 +111,13 @@ class HeadReference:
         return out_GH[None], self.positions
 
     def _attend(self, q_GH: Array, slots: list[Slot], t: int) -> tuple[Array, Array]:
-        """Returns the softmax weights `[G, S]` of the query at t, 0 where masked, and the outputs `[G, H]`."""
+        """Returns the softmax weights `[G, S]` of the query at t, 0 where masked, and the outputs
+        `[G, H]`.
+        """
         weights_GS, out_GH = np.zeros((len(q_GH), len(slots))), np.zeros(q_GH.shape)
-        seen = [s for s, slot in enumerate(slots) if slot.position <= t and not self._outside(slot, t)]
+        seen = [
+            s for s, slot in enumerate(slots) if slot.position <= t and not self._outside(slot, t)
+        ]
         for g, q_H in enumerate(q_GH):
             scores = [math.fsum(q_H * slots[s].key) / math.sqrt(len(q_H)) for s in seen]
             powers = [math.exp(score - max(scores)) for score in scores]
@@ -105,11 +127,15 @@ class HeadReference:
         return weights_GS, out_GH
 
     def _outside(self, slot: Slot, t: int) -> bool:
-        """Returns whether the slot is before the sliding window of a query at t and of all later ones."""
+        """Returns whether the slot is before the sliding window of a query at t and of all later
+        ones.
+        """
         return self.span is not None and slot.position <= t - self.span
 
     def _protected(self, slot: Slot, t: int) -> bool:
-        return slot.position < self.sinks or slot.position > t - min(self.recent, self.capacity // 2)
+        return slot.position < self.sinks or slot.position > t - min(
+            self.recent, self.capacity // 2
+        )
 
     def _kept_share(self) -> float:
         return {"snapkv+ema": self.decay, "h2o": 1.0}.get(self.policy, 0.0)
@@ -119,8 +145,13 @@ class HeadReference:
         return {"snapkv+ema": self.window, "tova": 1}.get(self.policy, queries)
 
     def _rank(self, slots: list[Slot], t: int, reach: int = 0) -> None:
-        """Returns the ranks of the slots at t: the largest importance within `reach` slots, plus the recency term."""
-        importances, queries = [slot.importance for slot in slots], 1 / (1 - min(self._kept_share(), 0.999))
+        """Returns the ranks of the slots at t: the largest importance within `reach` slots, plus
+        the recency term.
+        """
+        importances, queries = (
+            [slot.importance for slot in slots],
+            1 / (1 - min(self._kept_share(), 0.999)),
+        )
         for place, slot in enumerate(slots):
             slot.rank = max(importances[max(place - reach, 0) : place + reach + 1])
             if self.recency:
@@ -135,7 +166,9 @@ class HeadReference:
                 slot.importance = float(self.importance(slot.position, self.head))
 
     def _chosen(self, candidates: list[Slot], last: int) -> list[Slot]:
-        """Returns the slots kept after a chunk: protected ones, then the most important, in ascending order of position."""
+        """Returns the slots kept after a chunk: protected ones, then the most important, in
+        ascending order of position.
+        """
         # The next query is at last + 1.
         inside = [slot for slot in candidates if not self._outside(slot, last + 1)]
         protected = [slot for slot in inside if self._protected(slot, last)]
@@ -146,7 +179,9 @@ class HeadReference:
         return sorted(protected[: self.capacity] + ranked[:room], key=lambda slot: slot.position)
 
     def _write(self, new: Slot) -> None:
-        """Writes to the first slot that is empty or before the window, else replaces the least important token."""
+        """Writes to the first slot that is empty or before the window, else replaces the least
+        important token.
+        """
         t = new.position
         passed = [s for s, slot in enumerate(self.slots) if self._outside(slot, t)]
         if passed:

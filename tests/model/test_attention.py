@@ -20,7 +20,9 @@ def changed(built: Built, row: int, place: int, **kwargs) -> np.ndarray:
     """Returns which logits `[B, T]` change in any bit if one token changes."""
     other = TOKENS.copy()
     other[row, place] = (other[row, place] + 1) % built.config.vocab_size
-    before, after = (built.run(built.state, tokens, PLACES, **kwargs)[0] for tokens in (TOKENS, other))
+    before, after = (
+        built.run(built.state, tokens, PLACES, **kwargs)[0] for tokens in (TOKENS, other)
+    )
     return (np.asarray(before) != np.asarray(after)).any(axis=-1)
 
 
@@ -55,23 +57,32 @@ def probe(scores_BNS, valid_BS):
 
 
 def compare_probe(built: Built, probed, slots, lengths=LENGTHS) -> None:
-    """Compares the scores of every layer with NumPy; `slots[layer][row]` holds the position in each key slot, or None."""
+    """Compares the scores of every layer with NumPy; `slots[layer][row]` holds the position in each
+    key slot, or None.
+    """
     for row, length in enumerate(lengths):
         _, expected = reference.forward(built.config, built.weights, TOKENS[row, :length])
         for layer, (scores_NS, sees_S) in enumerate(expected):
             ours_NS, valid_S = np.asarray(probed[layer][0][row]), np.asarray(probed[layer][1][row])
             held = slots[layer][row]
             assert ours_NS.shape == (built.config.n_heads, len(held))
-            wanted = [position is not None and position < length and bool(sees_S[position]) for position in held]
+            wanted = [
+                position is not None and position < length and bool(sees_S[position])
+                for position in held
+            ]
             np.testing.assert_array_equal(valid_S, wanted)
             assert valid_S.sum() == sees_S.sum()
             for slot in np.flatnonzero(valid_S):
-                np.testing.assert_allclose(ours_NS[:, slot], scores_NS[:, held[slot]], rtol=1e-4, atol=2e-5)
+                np.testing.assert_allclose(
+                    ours_NS[:, slot], scores_NS[:, held[slot]], rtol=1e-4, atol=2e-5
+                )
 
 
 @pytest.fixture(scope="module")
 def read():
-    """Returns a jitted call with the probe: (state, tokens, positions, cache) -> (probed, cache)."""
+    """Returns a jitted call with the probe: (state, tokens, positions, cache) -> (probed,
+    cache).
+    """
     built = build(PROBED)
 
     @quick
@@ -134,7 +145,9 @@ def test_probe_of_a_second_chunk(read):
 
 
 def test_without_a_probe_aux_is_empty():
-    _, cache, aux = jax.eval_shape(lambda: build(PROBED).model().hidden(jnp.asarray(TOKENS), jnp.asarray(PLACES)))
+    _, cache, aux = jax.eval_shape(
+        lambda: build(PROBED).model().hidden(jnp.asarray(TOKENS), jnp.asarray(PLACES))
+    )
     assert cache is None and aux == {}
 
 
@@ -156,7 +169,9 @@ def test_attention_and_gradients_equal_those_of_jax(window):
 
     def theirs(q, k, v):
         limit = None if window is None else (window - 1, 0)
-        out = jax.nn.dot_product_attention(q.reshape(2, 7, 6, 4), k, v, is_causal=True, local_window_size=limit)
+        out = jax.nn.dot_product_attention(
+            q.reshape(2, 7, 6, 4), k, v, is_causal=True, local_window_size=limit
+        )
         return jnp.sum(out.reshape(weight.shape) * weight)
 
     got, wanted = (quick(jax.value_and_grad(f, argnums=(0, 1, 2)))(q, k, v) for f in (ours, theirs))
@@ -165,10 +180,15 @@ def test_attention_and_gradients_equal_those_of_jax(window):
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_blocks_of_queries_equal_one_call(window):
-    """The output, the attention weight of each key, and the scores of the newest query equal those without blocks."""
+    """The output, the attention weight of each key, and the scores of the newest query equal those
+    without blocks.
+    """
     random = np.random.default_rng(0)
     B, T, S, K, G, H = 2, 150, 260, 2, 3, 8
-    q, k, v = (np.float32(random.standard_normal((B, n, *heads, H))) for n, heads in ((T, (K, G)), (S, (K,)), (S, (K,))))
+    q, k, v = (
+        np.float32(random.standard_normal((B, n, *heads, H)))
+        for n, heads in ((T, (K, G)), (S, (K,)), (S, (K,)))
+    )
     lengths = np.array([[140], [0]])  # the second row has no new tokens
     places = np.where(np.arange(T) < lengths, 100 + np.arange(T), -1)
 
@@ -181,10 +201,14 @@ def test_blocks_of_queries_equal_one_call(window):
     counted = places >= 120
     found, seen, valid = run(q, k, v, places, np.arange(S)[None, None], counted)
     np.testing.assert_allclose(found.out_BTKGH, seen.out_BTKGH, atol=1e-5)
-    np.testing.assert_allclose(found.received_BKS, np.einsum("bkgts,bt->bks", seen.weights_BKGTS, counted) / G, atol=1e-5)
+    np.testing.assert_allclose(
+        found.received_BKS, np.einsum("bkgts,bt->bks", seen.weights_BKGTS, counted) / G, atol=1e-5
+    )
     scores_BNS, valid_BS = map(np.asarray, found.probed)
     np.testing.assert_array_equal(valid_BS, np.asarray(valid)[[0, 1], 0, [139, 0]])
-    np.testing.assert_allclose(scores_BNS[0].reshape(K, G, S), np.asarray(seen.scores_BKGTS)[0, :, :, 139], atol=1e-5)
+    np.testing.assert_allclose(
+        scores_BNS[0].reshape(K, G, S), np.asarray(seen.scores_BKGTS)[0, :, :, 139], atol=1e-5
+    )
 
 
 def test_a_fully_masked_query_stays_finite():
@@ -204,13 +228,21 @@ def test_a_fully_masked_query_stays_finite():
     "changes",
     [
         {"qk_norm": True, "no_sink": True, "windows": (4, None)},
-        {"position": "learned", "norm": "layernorm", "activation": "geglu", "weight_tying": False, "windows": (None,)},
+        {
+            "position": "learned",
+            "norm": "layernorm",
+            "activation": "geglu",
+            "weight_tying": False,
+            "windows": (None,),
+        },
         {"position": "sinusoidal", "activation": "gelu", "kv_heads": 1, "windows": (2,)},
     ],
     ids=lambda changes: "-".join(changes),
 )
 def test_gradients_of_every_weight_equal_finite_differences(changes):
-    """Compares the gradient along a random direction in each weight array with a central difference in float64."""
+    """Compares the gradient along a random direction in each weight array with a central difference
+    in float64.
+    """
     built = build(config(**changes))
     grads = nnx.to_pure_dict(quick(jax.grad(loss_of(built)))(built.state))
     weights, random = built.weights, np.random.default_rng(1)
@@ -237,4 +269,8 @@ def test_gradients_of_every_weight_equal_finite_differences(changes):
         array[...] = original
         slope = (values[0] - values[1]) / 2e-5
         ours = float(np.sum(direction * np.asarray(slopes[path], np.float64)))
-        assert abs(ours - slope) < 1e-5 + 1e-4 * abs(slope), (jax.tree_util.keystr(path), ours, slope)
+        assert abs(ours - slope) < 1e-5 + 1e-4 * abs(slope), (
+            jax.tree_util.keystr(path),
+            ours,
+            slope,
+        )

@@ -1,4 +1,6 @@
-"""Compressed caches keep the tokens and give the outputs of the reference in Python lists, row by row and head by head."""
+"""Compressed caches keep the tokens and give the outputs of the reference in Python lists, row by
+row and head by head.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +15,12 @@ from hypothesis import strategies as st
 from dantinox.model import Compression
 from dantinox.model.cache import FullLayer
 from dantinox.model.cache_store import INT4_PACKED, Store
-from dantinox.model.compressed_cache import FUTURE, CompressedLayer, expected_attention, position_hash
+from dantinox.model.compressed_cache import (
+    FUTURE,
+    CompressedLayer,
+    expected_attention,
+    position_hash,
+)
 from dantinox.model.layers import Softmax
 from tests.error_texts import ERRORS
 
@@ -30,7 +37,9 @@ make_empty = jax.jit(CompressedLayer.empty, static_argnums=(0, 1, 2, 3, 4))
 
 @dataclass(frozen=True)
 class Layout:
-    """A layer: G query heads per key head, the key heads in groups `(heads, slots)`, the span of its sliding window."""
+    """A layer: G query heads per key head, the key heads in groups `(heads, slots)`, the span of
+    its sliding window.
+    """
 
     query_heads: int
     groups: tuple[tuple[int, int], ...]
@@ -71,8 +80,9 @@ class Layout:
         return [
             [
                 HeadReference(
-                    slots[head], policy, head, self.sinks, self.recent, self.window, self.pool, self.decays[head],
-                    self.span, policy == "snapkv+ema", lambda position, head: float(HASHES[head, position]),
+                    slots[head], policy, head, self.sinks, self.recent, self.window, self.pool,
+                    self.decays[head], self.span, policy == "snapkv+ema", lambda position,
+                    head: float(HASHES[head, position]),
                 )
                 for head in range(self.key_heads)
             ]
@@ -80,8 +90,9 @@ class Layout:
         ]  # fmt: skip
 
 
-# Layouts with 1, 2 and 4 query heads per key head. The first has the default settings. The window of the second covers as many
-# tokens as one group has slots and more than the other has. The window of the third covers more than either.
+# Layouts with 1, 2 and 4 query heads per key head. The first has the default settings. The window
+# of the second covers as many tokens as one group has slots and more than the other has. The window
+# of the third covers more than either.
 LAYOUTS = {
     "full": Layout(1, ((1, 16), (2, 8)), None, sinks=4, recent=16, window=32, pool=7),
     "short window": Layout(2, ((1, 12), (2, 8)), 12, sinks=2, recent=3, window=5, pool=3),
@@ -94,7 +105,9 @@ attend_two_pass = jax.jit(CompressedLayer.attend_two_pass, static_argnames="wind
 
 @dataclass
 class Text:
-    """Queries, keys and values of every position, and the number of tokens that each row has read."""
+    """Queries, keys and values of every position, and the number of tokens that each row has
+    read.
+    """
 
     q: np.ndarray  # [B, S, K, G, H]
     k: np.ndarray  # [B, S, K, H]
@@ -110,10 +123,14 @@ class Text:
         return cls(q, k, v, np.zeros(ROWS, int))
 
     def next(self, counts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the next `counts` tokens of every row and their positions, padded on the right to one token or a chunk."""
+        """Returns the next `counts` tokens of every row and their positions, padded on the right to
+        one token or a chunk.
+        """
         length = 1 if max(counts) <= 1 else CHUNK
         places_BT = self.read[:, None] + np.arange(length)
-        positions_BT = np.where(np.arange(length) < np.array(counts)[:, None], places_BT, -1).astype(np.int32)
+        positions_BT = np.where(
+            np.arange(length) < np.array(counts)[:, None], places_BT, -1
+        ).astype(np.int32)
         rows = np.arange(ROWS)[:, None]  # padding gets numbers too: those of position −1
         parts = [x[rows, positions_BT] for x in (self.q, self.k, self.v)]
         self.read += counts
@@ -121,7 +138,8 @@ class Text:
 
 
 def compare(policy: str, layout: Layout, seed: int, calls) -> float:
-    """Reads a sequence call by call through the cache and the references, and compares them after each call.
+    """Reads a sequence call by call through the cache and the references, and compares them after
+    each call.
 
     Returns:
       The fraction of heads compared to the end; the others had a decision too close for float32.
@@ -144,21 +162,39 @@ def compare(policy: str, layout: Layout, seed: int, calls) -> float:
                 where = f"row {row}, head {head}, {text.read[row]} tokens read"
                 wrong_TGH = np.abs(out_BTKGH[row, :, head] - expected_TGH)[positions_BT[row] >= 0]
                 assert wrong_TGH.max(initial=0) <= 2e-5, where
-                check_slots([None if x is None else x[row] for x in held[head]], reference, text, row, head, where)
-    return float(np.mean([reference.closest >= NEAR for heads in references for reference in heads]))
+                check_slots(
+                    [None if x is None else x[row] for x in held[head]],
+                    reference,
+                    text,
+                    row,
+                    head,
+                    where,
+                )
+    return float(
+        np.mean([reference.closest >= NEAR for heads in references for reference in heads])
+    )
 
 
 def heads_of(cache: CompressedLayer):
     """Returns positions `[B, S]`, importances, keys and values of each head, in NumPy."""
     for group in cache.groups:
-        leaves = group.position_BKS, group.importance_BKS, group.store.k_BKHS.swapaxes(2, 3), group.store.v_BKSH
+        leaves = (
+            group.position_BKS,
+            group.importance_BKS,
+            group.store.k_BKHS.swapaxes(2, 3),
+            group.store.v_BKSH,
+        )
         arrays = [None if leaf is None else np.asarray(leaf) for leaf in leaves]
         for head in range(group.position_BKS.shape[1]):
             yield [None if array is None else array[:, head] for array in arrays]
 
 
-def check_slots(held, reference: HeadReference, text: Text, row: int, head: int, where: str) -> None:
-    """Checks that positions equal those of the reference, with their own keys and values, bitwise."""
+def check_slots(
+    held, reference: HeadReference, text: Text, row: int, head: int, where: str
+) -> None:
+    """Checks that positions equal those of the reference, with their own keys and values,
+    bitwise.
+    """
     position_S, importance_S, key_SH, value_SH = held
     order = np.argsort(position_S, kind="stable")[np.sum(position_S < 0) :]
     kept = position_S[order]
@@ -166,16 +202,24 @@ def check_slots(held, reference: HeadReference, text: Text, row: int, head: int,
     assert np.array_equal(key_SH[order], text.k[row, kept, head]), where
     assert np.array_equal(value_SH[order], text.v[row, kept, head]), where
     if importance_S is not None:
-        expected = [slot.importance for slot in sorted(reference.slots, key=lambda slot: slot.position)]
-        np.testing.assert_allclose(importance_S[order], expected, rtol=1e-4, atol=1e-7, err_msg=where)
+        expected = [
+            slot.importance for slot in sorted(reference.slots, key=lambda slot: slot.position)
+        ]
+        np.testing.assert_allclose(
+            importance_S[order], expected, rtol=1e-4, atol=1e-7, err_msg=where
+        )
 
 
 @st.composite
 def readings(draw, parts=3):
-    """Draws prompts of 0 to 48 tokens in parts as the engine splits them, then steps in which some rows are idle."""
+    """Draws prompts of 0 to 48 tokens in parts as the engine splits them, then steps in which some
+    rows are idle.
+    """
     lengths = np.array([draw(st.integers(0, parts * CHUNK)) for _ in range(ROWS)])
     calls = [np.clip(lengths - CHUNK * part, 0, CHUNK) for part in range(parts)]
-    idle = draw(st.sets(st.tuples(st.integers(0, STEPS - 1), st.integers(0, ROWS - 1)), max_size=12))
+    idle = draw(
+        st.sets(st.tuples(st.integers(0, STEPS - 1), st.integers(0, ROWS - 1)), max_size=12)
+    )
     steps = [[int((step, row) not in idle) for row in range(ROWS)] for step in range(STEPS)]
     return [tuple(int(count) for count in counts) for counts in [*calls, *steps]]
 
@@ -215,23 +259,45 @@ def agrees(layout: str, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_chunks_of_any_length_and_between_steps(policy):
-    """Chunks that leave slots empty and continue later, and chunks after steps, when the slots are not in order."""
+    """Chunks that leave slots empty and continue later, and chunks after steps, when the slots are
+    not in order.
+    """
     step = (1, 1, 1)
-    calls = [(3, 0, 16), (9, 16, 2), *[step] * 9, (16, 2, 7), *[step] * 5, (5, 11, 0), (1, 0, 1), *[step] * 9]
-    assert np.mean([compare(policy, LAYOUTS["short window"], seed, calls) for seed in range(2)]) > 0.7
+    calls = [
+        (3, 0, 16),
+        (9, 16, 2),
+        *[step] * 9,
+        (16, 2, 7),
+        *[step] * 5,
+        (5, 11, 0),
+        (1, 0, 1),
+        *[step] * 9,
+    ]
+    assert (
+        np.mean([compare(policy, LAYOUTS["short window"], seed, calls) for seed in range(2)]) > 0.7
+    )
 
 
 def test_pooling_across_chunks():
     """The last cached token and the first new one are neighbors, whatever slots are empty.
 
-    Here the tokens have weights 1, 2, 1 and then 30, 1. For the last query of the first chunk 0, 1 and 2 have 2/4 after
-    pooling. For that of the second chunk 3 has 30/35, and so has 2.
+    Here the tokens have weights 1, 2, 1 and then 30, 1. For the last query of the first chunk 0, 1
+    and 2 have 2/4 after pooling. For that of the second chunk 3 has 30/35, and so has 2.
     """
-    compression = Compression(groups=(((1, 4),),), decays=((1.0,),), window=1, pool=3, sinks=0, recent=1)
+    compression = Compression(
+        groups=(((1, 4),),), decays=((1.0,),), window=1, pool=3, sinks=0, recent=1
+    )
     cache = make_empty(1, 1, compression, 0, jnp.float32)
     for weights, positions in (([1, 2, 1], [0, 1, 2]), ([30, 1, 1], [3, 4, -1])):
         k_BTKH = np.log(np.array(weights, np.float32))[None, :, None, None]
-        _, cache, _ = attend(cache, np.ones((*k_BTKH.shape, 1), np.float32), k_BTKH, k_BTKH, np.array([positions]), None)
+        _, cache, _ = attend(
+            cache,
+            np.ones((*k_BTKH.shape, 1), np.float32),
+            k_BTKH,
+            k_BTKH,
+            np.array([positions]),
+            None,
+        )
     assert cache.groups[0].position_BKS.ravel().tolist() == [0, 2, 3, 4]
 
 
@@ -259,12 +325,15 @@ def test_an_idle_row_writes_nothing_and_affects_no_other_row(policy, count):
 
 
 @pytest.mark.parametrize("count", [1, CHUNK])
-@pytest.mark.parametrize("layout, policy", [*QUICK, pytest.param("long window", "snapkv+ema", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout, policy", [*QUICK, pytest.param("long window", "snapkv+ema", marks=pytest.mark.slow)]
+)
 def test_only_visible_slots_affect_the_output(layout, policy, count):
-    """Another key or value in a slot changes the next output of a head if and only if new tokens attend to the slot.
+    """Another key or value in a slot changes the next output of a head if and only if new tokens
+    attend to the slot.
 
-    They do not if it is empty, before the window, or if its token is evicted in this step. Checked slot by slot, for keys and
-    values.
+    They do not if it is empty, before the window, or if its token is evicted in this step. Checked
+    slot by slot, for keys and values.
     """
     layout = LAYOUTS[layout]
     before, text = after_reading(policy, layout, [(16, 16, 5), *[(1, 1, 0)] * 5])
@@ -280,17 +349,25 @@ def test_only_visible_slots_affect_the_output(layout, policy, count):
     for slot in range(max(slots for _, slots in layout.groups)):
         expected_BK = np.concatenate([x[:, :, min(slot, x.shape[2] - 1)] for x in seen], axis=1)
         for side in ("k_BKHS", "v_BKSH"):
-            changed = CompressedLayer(tuple(with_other(group, side, slot) for group in before.groups))
+            changed = CompressedLayer(
+                tuple(with_other(group, side, slot) for group in before.groups)
+            )
             other_out, other, _ = attend(changed, q, k, v, positions_BT, layout.span)
             differs_BK = (np.asarray(out) != np.asarray(other_out)).any(axis=(1, 3, 4))
             np.testing.assert_array_equal(differs_BK, expected_BK, f"{side}, slot {slot}")
             for head, states in enumerate(zip(heads_of(after), heads_of(other), strict=True)):
-                for a, b in zip(*(state[:2] for state in states), strict=True):  # positions and importances
-                    assert a is None or np.array_equal(a[~expected_BK[:, head]], b[~expected_BK[:, head]])
+                for a, b in zip(
+                    *(state[:2] for state in states), strict=True
+                ):  # positions and importances
+                    assert a is None or np.array_equal(
+                        a[~expected_BK[:, head]], b[~expected_BK[:, head]]
+                    )
 
 
 def with_other(group, side: str, slot: int):
-    """Returns the group with another key or value in a slot, or in its last slot if it has fewer."""
+    """Returns the group with another key or value in a slot, or in its last slot if it has
+    fewer.
+    """
     axis = 3 if side == "k_BKHS" else 2
     slot = min(slot, group.store.slots - 1)
     leaf = np.array(getattr(group.store, side))
@@ -309,7 +386,9 @@ def with_other(group, side: str, slot: int):
     ],
 )
 def test_low_precision_stores_are_close_to_float32(policy, dtype):
-    """Within 2 % of float32 (int4: 20 %), while they hold the same tokens: always, if importance does not use attention."""
+    """Within 2 % of float32 (int4: 20 %), while they hold the same tokens: always, if importance
+    does not use attention.
+    """
     layout = LAYOUTS["full"] if policy == "snapkv+ema" else LAYOUTS["short window"]
     text, caches = Text.of(layout, 3), [layout.empty(policy), layout.empty(policy, dtype)]
     bound = 0.2 if dtype == "int4" else 0.02
@@ -329,14 +408,21 @@ def test_low_precision_stores_are_close_to_float32(policy, dtype):
     assert np.mean(compared) > 0.5 if policy == "snapkv+ema" else np.mean(compared) == 1
 
 
-@pytest.mark.parametrize("policy", [POLICIES[0], *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES[1:])])
+@pytest.mark.parametrize(
+    "policy",
+    [POLICIES[0], *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES[1:])],
+)
 def test_ten_times_as_many_tokens_as_slots(policy):
-    """The shapes stay, and every head has the sinks, the most recent tokens, and no position twice."""
+    """The shapes stay, and every head has the sinks, the most recent tokens, and no position
+    twice.
+    """
     layout, random = LAYOUTS["full"], np.random.default_rng(0)
     cache = layout.empty(policy)
     shapes = jax.tree.map(jnp.shape, cache)
     for t in range(160):
-        q = random.standard_normal((ROWS, 1, layout.key_heads, layout.query_heads, SIZE), np.float32)
+        q = random.standard_normal(
+            (ROWS, 1, layout.key_heads, layout.query_heads, SIZE), np.float32
+        )
         k, v = random.standard_normal((2, ROWS, 1, layout.key_heads, SIZE), np.float32)
         _, cache, _ = attend(cache, q, k, v, np.full((ROWS, 1), t, np.int32), None)
         if t % 20 < 19:
@@ -350,12 +436,20 @@ def test_ten_times_as_many_tokens_as_slots(policy):
 
 
 def test_probe():
-    """The softmax of the probed scores, where valid, gives the output; the scores fill the largest group."""
+    """The softmax of the probed scores, where valid, gives the output; the scores fill the largest
+    group.
+    """
     layout = LAYOUTS["short window"]
     before, text = after_reading("h2o", layout, [(16, 3, 0), (1, 1, 0)])
     *qkv, positions_B1 = text.next((1, 1, 1))
-    out_B1KGH, after, (scores_BNS, valid_BNS) = attend(before, *qkv, positions_B1, layout.span, probe=both)
-    scores = np.where(valid_BNS, scores_BNS, -np.inf).astype(float).reshape(ROWS, layout.key_heads, 2, 12)
+    out_B1KGH, after, (scores_BNS, valid_BNS) = attend(
+        before, *qkv, positions_B1, layout.span, probe=both
+    )
+    scores = (
+        np.where(valid_BNS, scores_BNS, -np.inf)
+        .astype(float)
+        .reshape(ROWS, layout.key_heads, 2, 12)
+    )
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     for head, (_, _, _, value_BSH) in enumerate(heads_of(after)):
@@ -370,7 +464,9 @@ def both(scores_BNS, valid_BNS):
 
 
 def test_hash():
-    """The finalizer of MurmurHash3 of position · 0x9E3779B1 + head · 0x85EBCA77, with Python integers."""
+    """The finalizer of MurmurHash3 of position · 0x9E3779B1 + head · 0x85EBCA77, with Python
+    integers.
+    """
     for head in range(3):
         for position in (0, 1, 77, HASHES.shape[1] - 1):
             x = (position * 0x9E3779B1 + head * 0x85EBCA77) % 2**32
@@ -399,7 +495,9 @@ expected = jax.jit(expected_attention, static_argnums=(5, 6, 7))
 
 
 def test_expected_attention_equals_its_closed_form():
-    """float64 matrices: a rotation per position, the mean of those after the prompt, a Gaussian of unrotated queries."""
+    """float64 matrices: a rotation per position, the mean of those after the prompt, a Gaussian of
+    unrotated queries.
+    """
     B, T, K, G, H, R, theta, sinks = 2, 11, 2, 3, 6, 4, 50.0, 2
     random = np.random.default_rng(5)
     q, k, v = (random.standard_normal((B, T, K, *size)) for size in ((G, H), (H,), (H,)))
@@ -409,7 +507,10 @@ def test_expected_attention_equals_its_closed_form():
         matrix = np.eye(H)
         for i in range(R // 2):
             angle = position * theta ** (-2 * i / R)
-            matrix[np.ix_([i, i + R // 2], [i, i + R // 2])] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+            matrix[np.ix_([i, i + R // 2], [i, i + R // 2])] = [
+                [np.cos(angle), -np.sin(angle)],
+                [np.sin(angle), np.cos(angle)],
+            ]
         return matrix
 
     positions_BT = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1)
@@ -423,9 +524,14 @@ def test_expected_attention_equals_its_closed_form():
             norms = np.linalg.norm(v[b, own, head], axis=-1)
             for g in range(G):
                 mean = mean_rotation @ q[b, own, head, g].mean(axis=0)
-                covariance = mean_rotation @ np.cov(q[b, own, head, g].T, bias=True) @ mean_rotation.T
+                covariance = (
+                    mean_rotation @ np.cov(q[b, own, head, g].T, bias=True) @ mean_rotation.T
+                )
                 keys = k[b, own, head]
-                powers = np.exp(keys @ mean / np.sqrt(H) + np.einsum("sh,hi,si->s", keys, covariance, keys) / (2 * H))
+                powers = np.exp(
+                    keys @ mean / np.sqrt(H)
+                    + np.einsum("sh,hi,si->s", keys, covariance, keys) / (2 * H)
+                )
                 wanted_BKT[b, head, own] += powers / powers.sum() / G * norms / norms.mean()
     position_BKT = np.broadcast_to(positions_BT[:, None], (B, K, T))
     rq, rk, rv = (np.asarray(x, np.float32) for x in (rotated, k, v))
@@ -435,20 +541,29 @@ def test_expected_attention_equals_its_closed_form():
 
 @pytest.mark.parametrize("policy", ["expected_attention", "kvzip"])
 def test_a_prompt_keeps_the_tokens_with_the_highest_scores(policy):
-    """In two parts, with rows of different length; the outputs equal plain attention over the earlier cache."""
+    """In two parts, with rows of different length; the outputs equal plain attention over the
+    earlier cache.
+    """
     B, T, K, G, H, C, sinks, recent = 2, 12, 2, 2, 8, 9, 2, 3
     prompt = {"expected_attention": "expected", "kvzip": "reconstruction"}[policy]
-    compression = Compression((((K, C),),), ((0.9,) * K,), None, 1, None, prompt, ((100.0, None),), H, True, sinks, recent)
+    compression = Compression(
+        (((K, C),),), ((0.9,) * K,), None, 1, None, prompt, ((100.0, None),), H, True, sinks, recent
+    )
     random = np.random.default_rng(7)
     cache = make_empty(B, H, compression, 0, jnp.float32)
     counts, read = [np.array([12, 9]), np.array([5, 12])], np.zeros(B, int)
     held = [[[] for _ in range(K)] for _ in range(B)]  # (position, score, key, value) of each head
     for count in counts:
-        q, k, v = (random.standard_normal((B, 2 * T, K, *size), np.float32) for size in ((G, H), (H,), (H,)))
+        q, k, v = (
+            random.standard_normal((B, 2 * T, K, *size), np.float32)
+            for size in ((G, H), (H,), (H,))
+        )
         once = np.where(np.arange(T) < count[:, None], read[:, None] + np.arange(T), -1)
         again = np.where(once >= 0, once + count[:, None], -1)
         if policy == "kvzip":
-            out, cache, _ = attend_two_pass(cache, q, k, v, np.concatenate([once, again], axis=1), None)
+            out, cache, _ = attend_two_pass(
+                cache, q, k, v, np.concatenate([once, again], axis=1), None
+            )
         else:
             out, cache, _ = attend(cache, q[:, :T], k[:, :T], v[:, :T], once, None)
         out, weighted = np.asarray(out), None
@@ -457,10 +572,18 @@ def test_a_prompt_keeps_the_tokens_with_the_highest_scores(policy):
             held_p = np.full((B, K, C + T), -1)
             for b in range(B):
                 for head in range(K):
-                    rows = held[b][head] + [(once[b, t], 0, k[b, t, head], v[b, t, head]) for t in range(count[b])]
+                    rows = held[b][head] + [
+                        (once[b, t], 0, k[b, t, head], v[b, t, head]) for t in range(count[b])
+                    ]
                     for s, row in enumerate(rows):
-                        held_p[b, head, s], held_k[b, s, head], held_v[b, s, head] = row[0], row[2], row[3]
-            weighted = np.asarray(expected(q[:, :T], once, held_k, held_v, held_p, (100.0, None), H, sinks))
+                        held_p[b, head, s], held_k[b, s, head], held_v[b, s, head] = (
+                            row[0],
+                            row[2],
+                            row[3],
+                        )
+            weighted = np.asarray(
+                expected(q[:, :T], once, held_k, held_v, held_p, (100.0, None), H, sinks)
+            )
         for b in range(B):
             for head in range(K):
                 old = held[b][head]
@@ -482,21 +605,32 @@ def test_a_prompt_keeps_the_tokens_with_the_highest_scores(policy):
                 n = len(old) + count[b]
                 index = [*range(len(old)), *range(len(old), len(old) + count[b])]
                 before = [*(row[1] for row in old), *[0.0] * count[b]]
-                score = np.maximum(before, best[index]) if policy == "kvzip" else 10 * weighted[b, head, :n]
+                score = (
+                    np.maximum(before, best[index])
+                    if policy == "kvzip"
+                    else 10 * weighted[b, head, :n]
+                )
                 last = positions[index].max()
                 protected = (positions[index] < sinks) | (positions[index] > last - recent)
                 order = np.lexsort((np.arange(n), -np.where(protected, np.inf, score)))[:C]
-                held[b][head] = [(positions[index[i]], score[i], keys[index[i]], values[index[i]]) for i in sorted(order)]
+                held[b][head] = [
+                    (positions[index[i]], score[i], keys[index[i]], values[index[i]])
+                    for i in sorted(order)
+                ]
         read += count
         for head, (position_BS, importance_BS, *_) in enumerate(heads_of(cache)):
             for b in range(B):
                 kept = np.argsort(position_BS[b])[np.sum(position_BS[b] < 0) :]
                 assert position_BS[b, kept].tolist() == [row[0] for row in held[b][head]]
-                np.testing.assert_allclose(importance_BS[b, kept], [row[1] for row in held[b][head]], rtol=1e-3, atol=1e-6)
+                np.testing.assert_allclose(
+                    importance_BS[b, kept], [row[1] for row in held[b][head]], rtol=1e-3, atol=1e-6
+                )
 
 
 def test_a_two_pass_cache_refuses_a_single_pass():
     compression = Compression((((1, 8),),), ((0.9,),), prompt="reconstruction")
     x, positions_BT = np.zeros((1, 4, 1, 2), np.float32), np.arange(4)[None]
     with pytest.raises(ValueError, match=ERRORS["needs_two_passes_over_a"]):
-        make_empty(1, 2, compression, 0, jnp.float32).attend(x[:, :, :, None], x, x, positions_BT, None)
+        make_empty(1, 2, compression, 0, jnp.float32).attend(
+            x[:, :, :, None], x, x, positions_BT, None
+        )

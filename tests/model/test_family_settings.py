@@ -1,4 +1,6 @@
-"""Adapters and compressed caches with rare model settings, against merged weights, full attention and NumPy."""
+"""Adapters and compressed caches with rare model settings, against merged weights, full attention
+and NumPy.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -63,14 +65,22 @@ VARIANTS = {
 def each(quick: str):
     """Tests one variant in the default run and all others in the slow one."""
     return pytest.mark.parametrize(
-        "name", [name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+        "name",
+        [
+            name if name == quick else pytest.param(name, marks=pytest.mark.slow)
+            for name in VARIANTS
+        ],
     )
 
 
 def run_of(model):
     """Returns the compiled logits of a model, (tokens, positions, cache) -> (logits, cache)."""
     build, shapes = abstract_model(model)
-    run = quick(lambda weights, tokens, positions, cache=None: build(weights)(tokens, positions, cache=cache)[:2])
+    run = quick(
+        lambda weights, tokens, positions, cache=None: build(weights)(
+            tokens, positions, cache=cache
+        )[:2]
+    )
     return run, {path: np.asarray(leaf) for path, leaf in drawn(shapes).items()}
 
 
@@ -95,7 +105,9 @@ def drawn(shapes):
 
 
 def nested(weights):
-    """Returns the weights as nested dicts in float64, layers by index, as the reference reads them."""
+    """Returns the weights as nested dicts in float64, layers by index, as the reference reads
+    them.
+    """
     result: dict = {}
     for path, array in weights.items():
         *parents, name = path.split("/")
@@ -126,8 +138,13 @@ def test_adapters_equal_merged_weights(name):
     tokens_BT, positions_BT = texts((2, 9)), positions_of(2, 9)
     logits_BTV = np.asarray(run(weights, tokens_BT, positions_BT)[0])
     run, _ = run_of(plain)
-    both = base, {path: merge_adapters(array, changes.get(path, [])) for path, array in base.items()}
-    before_BTV, after_BTV = (np.asarray(run(weights, tokens_BT, positions_BT)[0]) for weights in both)
+    both = (
+        base,
+        {path: merge_adapters(array, changes.get(path, [])) for path, array in base.items()},
+    )
+    before_BTV, after_BTV = (
+        np.asarray(run(weights, tokens_BT, positions_BT)[0]) for weights in both
+    )
     largest = np.abs(after_BTV).max()
     assert np.abs(logits_BTV - after_BTV).max() <= 1e-5 * largest
     assert np.abs(logits_BTV - before_BTV).max() > 0.1 * largest
@@ -138,8 +155,8 @@ make_empty = jax.jit(make_cache, static_argnums=(0, 1, 2, 3, 4))
 
 
 def decoded(model, run, weights, tokens_T, slots):
-    """Returns logits of a prompt and of the tokens after it, one by one, through a compressed cache with this many slots per
-    head.
+    """Returns logits of a prompt and of the tokens after it, one by one, through a compressed cache
+    with this many slots per head.
     """
     rule = Compression(
         groups=(tuple((1, held) for held in slots),) * model.num_blocks,
@@ -153,7 +170,9 @@ def decoded(model, run, weights, tokens_T, slots):
     cache, parts = make_empty(model, 1, 32, "float32", rule), []
     assert cache.compressed
     for start, stop in [(0, PROMPT), *((t, t + 1) for t in range(PROMPT, len(tokens_T)))]:
-        logits_BTV, cache = run(weights, tokens_T[None, start:stop], positions_of(1, stop - start, start), cache)
+        logits_BTV, cache = run(
+            weights, tokens_T[None, start:stop], positions_of(1, stop - start, start), cache
+        )
         parts.append(np.asarray(logits_BTV[0]))
     return np.concatenate(parts)
 
@@ -180,7 +199,18 @@ def test_compressed_caches_equal_the_reference(name):
     slots = 8, 6
     heads = [
         [
-            HeadReference(held, "snapkv+ema", head, SINKS, RECENT, WINDOW, POOL, DECAYS[head], window, recency=True)
+            HeadReference(
+                held,
+                "snapkv+ema",
+                head,
+                SINKS,
+                RECENT,
+                WINDOW,
+                POOL,
+                DECAYS[head],
+                window,
+                recency=True,
+            )
             for head, held in enumerate(slots)
         ]
         for window in model.windows
@@ -188,11 +218,17 @@ def test_compressed_caches_equal_the_reference(name):
 
     def attend(model, layer, x_TD, weights, positions, segments, keys):
         q_TKGH, k_TKH, v_TKH = reference.projected(model, layer, x_TD, weights, positions, keys)
-        q_TKGH = q_TKGH * np.sqrt(model.head_size)  # the caches divide by the square root of the head size
+        q_TKGH = q_TKGH * np.sqrt(
+            model.head_size
+        )  # the caches divide by the square root of the head size
         out_TKGH = np.zeros_like(q_TKGH)
         for head, held in enumerate(heads[layer]):
             q, k, v = q_TKGH[:, head], k_TKH[:, head], v_TKH[:, head]
-            step = held.prefill(q, k, v, positions) if len(positions) > 1 else held.decode(q[0], k[0], v[0], positions[0])
+            step = (
+                held.prefill(q, k, v, positions)
+                if len(positions) > 1
+                else held.decode(q[0], k[0], v[0], positions[0])
+            )
             out_TKGH[:, head] = step[0]
         out_TD = np.einsum("TKGH,KGHD->TD", out_TKGH, weights["out"]["kernel"])
         return out_TD + weights["out"].get("bias", 0), None, None
@@ -200,11 +236,17 @@ def test_compressed_caches_equal_the_reference(name):
     ends = [0, *range(PROMPT, len(tokens_T) + 1)]
     expected_TV = np.concatenate(
         [
-            reference.forward(model, nested(weights), tokens_T[start:stop], np.arange(start, stop), attend=attend)[0]
+            reference.forward(
+                model, nested(weights), tokens_T[start:stop], np.arange(start, stop), attend=attend
+            )[0]
             for start, stop in pairwise(ends)
         ]
     )
-    assert min(head.closest for layer in heads for head in layer) > NEAR, "choose another text: a decision is too close"
+    assert min(head.closest for layer in heads for head in layer) > NEAR, (
+        "choose another text: a decision is too close"
+    )
     found_TV = decoded(model, run, weights, tokens_T, slots)
     np.testing.assert_allclose(found_TV, expected_TV, atol=2e-5 * largest)
-    assert np.abs(found_TV[PROMPT:] - whole_TV[PROMPT:]).max() > 1e-2 * largest, "nothing was evicted"
+    assert np.abs(found_TV[PROMPT:] - whole_TV[PROMPT:]).max() > 1e-2 * largest, (
+        "nothing was evicted"
+    )

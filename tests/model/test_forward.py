@@ -48,11 +48,19 @@ GRID = {
     "output gate": {"no_sink": True, "kv_heads": 1},
     "qk-norm": {"qk_norm": True},
     "qk-norm, no rotation": {"qk_norm": True, "position": "learned", "kv_heads": 4},
-    "sinks and caps": {"sink_logits": True, "softcap": 1.5, "final_softcap": 2.0, "windows": (4, None)},
+    "sinks and caps": {
+        "sink_logits": True,
+        "softcap": 1.5,
+        "final_softcap": 2.0,
+        "windows": (4, None),
+    },
     "linear": {"rope_scaling": RopeScaling("linear", 3.0)},
     "llama3": {"rope_scaling": RopeScaling("llama3", 8.0, 100, 2.0, 5.0), "head_size": 24},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 300, beta_fast=8.0), "head_size": 24},
-    "yarn, blended anywhere": {"rope_scaling": RopeScaling("yarn", 4.0, 300, beta_fast=8.0, truncate=False), "head_size": 24},
+    "yarn, blended anywhere": {
+        "rope_scaling": RopeScaling("yarn", 4.0, 300, beta_fast=8.0, truncate=False),
+        "head_size": 24,
+    },
     "latents": {"latent": LatentConfig(5, 2, 4), "kv_heads": 4},
     "latents, yarn": {
         "latent": LatentConfig(5, 4, 4, norm_epsilon=0.3),
@@ -74,7 +82,15 @@ GRID = {
     },
     "experts with biases, in groups, a gated shared layer": {
         "experts": ExpertsConfig(
-            6, 2, shared_dim=10, shared_gate=True, scaling=1.7, logit_bias=True, groups=3, top_groups=2, group_score="max"
+            6,
+            2,
+            shared_dim=10,
+            shared_gate=True,
+            scaling=1.7,
+            logit_bias=True,
+            groups=3,
+            top_groups=2,
+            group_score="max",
         ),
         "activation": "clamped_swiglu",
         "swiglu_limit": 0.8,
@@ -83,17 +99,30 @@ GRID = {
     },
     "experts after a dense layer, in groups by their best two": {
         "experts": ExpertsConfig(
-            8, 3, 16, "sigmoid", bias=True, groups=4, top_groups=2, group_score="top2", dense_layers=(0,), dense_dim=24
+            8,
+            3,
+            16,
+            "sigmoid",
+            bias=True,
+            groups=4,
+            top_groups=2,
+            group_score="top2",
+            dense_layers=(0,),
+            dense_dim=24,
         ),
         "windows": (None, None),
     },
-    "shared keys, experts": SHARED
-    | {
-        "experts": ExpertsConfig(5, 2, shared_dim=10, branch_norms=True, dense_layers=(0,), dense_dim=24),
-        "per_layer_dim": 3,
-        "layer_scalar": True,
-        "double_wide_mlp": True,
-    },
+    "shared keys, experts": (
+        SHARED
+        | {
+            "experts": ExpertsConfig(
+                5, 2, shared_dim=10, branch_norms=True, dense_layers=(0,), dense_dim=24
+            ),
+            "per_layer_dim": 3,
+            "layer_scalar": True,
+            "double_wide_mlp": True,
+        }
+    ),
     "biases": {
         "qkv_bias": True,
         "out_bias": True,
@@ -103,10 +132,28 @@ GRID = {
         "head_bias": True,
         "final_softcap": 5.0,
     },
-    "biases, plain": {"mlp_bias": True, "activation": "gelu", "norm": "layernorm", "position": "learned", "qkv_bias": True},
-    "norms behind, of all heads": {"norm_placement": "after", "qk_norm": True, "qk_norm_scope": "layer"},
-    "norms on both sides, centered at zero": {"norm_placement": "both", "norm_zero_centered": True, "qk_norm": True},
-    "layernorms on both sides": {"norm_placement": "both", "norm": "layernorm", "experts": ExpertsConfig(3, 2)},
+    "biases, plain": {
+        "mlp_bias": True,
+        "activation": "gelu",
+        "norm": "layernorm",
+        "position": "learned",
+        "qkv_bias": True,
+    },
+    "norms behind, of all heads": {
+        "norm_placement": "after",
+        "qk_norm": True,
+        "qk_norm_scope": "layer",
+    },
+    "norms on both sides, centered at zero": {
+        "norm_placement": "both",
+        "norm_zero_centered": True,
+        "qk_norm": True,
+    },
+    "layernorms on both sides": {
+        "norm_placement": "both",
+        "norm": "layernorm",
+        "experts": ExpertsConfig(3, 2),
+    },
     "scaled embeddings and scores": {
         "scale_embeddings": True,
         "query_pre_attn_scalar": 7.0,
@@ -122,7 +169,10 @@ GRID = {
         "rope_local_theta": 50.0,
         "rope_scaling": RopeScaling("linear", 3.0),
     },
-    "longrope": {"rope_scaling": RopeScaling("longrope", 4.0, 300, factors=(1.5, 7.0)), "head_size": 4},
+    "longrope": {
+        "rope_scaling": RopeScaling("longrope", 4.0, 300, factors=(1.5, 7.0)),
+        "head_size": 4,
+    },
     "large epsilon": {"norm_epsilon": 0.3, "qk_norm": True},
     "large epsilon, layernorm": {"norm_epsilon": 0.3, "norm": "layernorm", "activation": "gelu"},
     "parallel blocks, multipliers": {
@@ -133,7 +183,12 @@ GRID = {
         "embedding_multiplier": 2.5,
         "logits_scaling": 1.7,
     },
-    "norms without scales": {"norm_scale": False, "norm_embeddings": True, "qk_norm": True, "qk_norm_after_rope": True},
+    "norms without scales": {
+        "norm_scale": False,
+        "norm_embeddings": True,
+        "qk_norm": True,
+        "qk_norm_after_rope": True,
+    },
     "norms of rotated heads, queries that grow": {
         "norm_embeddings": True,
         "norm": "layernorm",
@@ -154,12 +209,28 @@ GRID = {
         "partial_rotary_factor": 0.67,
         "query_pre_attn_scalar": 1.0,
     },
-    "shared keys, per-layer inputs": SHARED | {"per_layer_dim": 3, "layer_scalar": True, "double_wide_mlp": True},
+    "shared keys, per-layer inputs": (
+        SHARED | {"per_layer_dim": 3, "layer_scalar": True, "double_wide_mlp": True}
+    ),
     "sub-norms, squared reglu": {"sub_norms": True, "activation": "squared_reglu"},
-    "sub-norms of a plain layer": {"sub_norms": True, "activation": "gelu", "mlp_bias": True, "out_bias": True},
+    "sub-norms of a plain layer": {
+        "sub_norms": True,
+        "activation": "gelu",
+        "mlp_bias": True,
+        "out_bias": True,
+    },
     "ternary": {"projections": "ternary", "qkv_bias": True},
-    "ternary with sub-norms": {"projections": "ternary", "sub_norms": True, "activation": "squared_reglu", "no_sink": True},
-    "ternary experts": {"projections": "ternary", "experts": ExpertsConfig(5, 2, shared_dim=10), "activation": "relu2"},
+    "ternary with sub-norms": {
+        "projections": "ternary",
+        "sub_norms": True,
+        "activation": "squared_reglu",
+        "no_sink": True,
+    },
+    "ternary experts": {
+        "projections": "ternary",
+        "experts": ExpertsConfig(5, 2, shared_dim=10),
+        "activation": "relu2",
+    },
     "everything": {
         "position": "sinusoidal",
         "qk_norm": True,
@@ -173,15 +244,22 @@ GRID = {
 }
 
 
-def difference(model_config: ModelConfig, seed: int = 0, segments_BT=None, positions_BT=None) -> float:
-    """Returns the largest difference between our logits and those of the reference, over the largest logit."""
+def difference(
+    model_config: ModelConfig, seed: int = 0, segments_BT=None, positions_BT=None
+) -> float:
+    """Returns the largest difference between our logits and those of the reference, over the
+    largest logit.
+    """
     built = build(model_config, seed)
     tokens_BT = texts((2, 9), seed)
     positions_BT = places(2, 9) if positions_BT is None else positions_BT
     ours, _ = built.run(built.state, tokens_BT, positions_BT, segments_BT=segments_BT)
     rows = segments_BT if segments_BT is not None else [None, None]
     theirs = np.array(
-        [reference.forward(model_config, built.weights, *row)[0] for row in zip(tokens_BT, positions_BT, rows, strict=True)]
+        [
+            reference.forward(model_config, built.weights, *row)[0]
+            for row in zip(tokens_BT, positions_BT, rows, strict=True)
+        ]
     )
     return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
 
@@ -217,13 +295,20 @@ REPEATED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in REPEATED else name for name in GRID])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in REPEATED else name for name in GRID],
+)
 def test_logits(name):
-    assert difference(config(**ONE_LAYER | GRID[name]), SEEDS.get(name, 0)) < TOLERANCES.get(name, TOLERANCE)
+    assert difference(config(**ONE_LAYER | GRID[name]), SEEDS.get(name, 0)) < TOLERANCES.get(
+        name, TOLERANCE
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, changes in GRID.items() if "windows" not in changes])
+@pytest.mark.parametrize(
+    "name", [name for name, changes in GRID.items() if "windows" not in changes]
+)
 def test_logits_of_two_layers(name):
     assert difference(config(**GRID[name])) < TOLERANCE
 
@@ -251,7 +336,9 @@ def test_positions_may_restart_in_every_document():
 def test_rotations():
     """Queries of all kinds of rotations at near and far positions; angles are float32."""
     rotations = {name: changes for name, changes in GRID.items() if "rope_scaling" in changes}
-    kinds = {name: changes["rope_scaling"] for name, changes in rotations.items() if len(changes) <= 2}
+    kinds = {
+        name: changes["rope_scaling"] for name, changes in rotations.items() if len(changes) <= 2
+    }
     assert len(kinds) == 6
     kinds["plain"] = None
     sizes = {name: 4 if name == "longrope" else 24 for name in kinds}
@@ -260,13 +347,20 @@ def test_rotations():
 
     @jax.jit
     def run(x):
-        return {name: rotate(x[name], rotary_angles(positions_1T, sizes[name], 1e4, kinds[name])) for name in kinds}
+        return {
+            name: rotate(x[name], rotary_angles(positions_1T, sizes[name], 1e4, kinds[name]))
+            for name in kinds
+        }
 
     for name, y_1T1H in run(x).items():
         for t, position in enumerate(positions_1T[0]):
-            wanted_H = reference.rotary(np.float64(x[name][0, t, 0]), int(position), 1e4, kinds[name])
+            wanted_H = reference.rotary(
+                np.float64(x[name][0, t, 0]), int(position), 1e4, kinds[name]
+            )
             tolerance = 1e-5 + 5e-7 * position  # of numbers up to 4
-            np.testing.assert_allclose(np.asarray(y_1T1H)[0, t, 0], wanted_H, atol=tolerance, err_msg=name)
+            np.testing.assert_allclose(
+                np.asarray(y_1T1H)[0, t, 0], wanted_H, atol=tolerance, err_msg=name
+            )
 
 
 def test_far_positions():
@@ -284,11 +378,24 @@ def test_rotary_positions_are_relative():
 
 
 def test_logits_from_a_settings_tree():
-    """`context_window: c` means that a sliding layer attends to c earlier keys; layer_types repeats over the depth."""
+    """`context_window: c` means that a sliding layer attends to c earlier keys; layer_types repeats
+    over the depth.
+    """
     settings_tree = Config.model_validate(
         {
-            "model": {"dim": 12, "n_heads": 2, "num_blocks": 3, "hidden_dim": 8, "max_context": 16, "dtype": "float32"},
-            "attention": {"sliding_window": True, "context_window": 2, "layer_types": ("sliding", "full")},
+            "model": {
+                "dim": 12,
+                "n_heads": 2,
+                "num_blocks": 3,
+                "hidden_dim": 8,
+                "max_context": 16,
+                "dtype": "float32",
+            },
+            "attention": {
+                "sliding_window": True,
+                "context_window": 2,
+                "layer_types": ("sliding", "full"),
+            },
         }
     )
     architecture = settings_tree.architecture(19)
@@ -307,7 +414,9 @@ def configs(draw) -> ModelConfig:
         n_heads=kv_heads * draw(st.integers(1, 3)),
         head_size=2 * draw(st.integers(1, 4)),
         hidden_dim=draw(st.integers(1, 20)),
-        windows=tuple(draw(st.lists(st.none() | st.integers(1, 12), min_size=depth, max_size=depth))),
+        windows=tuple(
+            draw(st.lists(st.none() | st.integers(1, 12), min_size=depth, max_size=depth))
+        ),
         position=draw(st.sampled_from(["rope", "learned", "sinusoidal", "none"])),
         rope_theta=draw(st.sampled_from([10.0, 1e4, 1e6])),
         activation=draw(st.sampled_from(["swiglu", "geglu", "gelu", "relu2"])),
@@ -336,10 +445,16 @@ def test_logits_of_any_configuration(model_config, seed):
 )
 def test_equal_layers_of_a_cached_model_are_traced_once(changes, traces, monkeypatch):
     calls, call = [], Block.__call__
-    monkeypatch.setattr(Block, "__call__", lambda self, *args: calls.append(self) or call(self, *args))
+    monkeypatch.setattr(
+        Block, "__call__", lambda self, *args: calls.append(self) or call(self, *args)
+    )
     # No other test has a program of layers of this size, so nothing is traced yet.
     model_config, x_BT = config(**changes), np.zeros((1, 7), np.int32)
     build_model, shapes = abstract_model(model_config)
     cache = jax.eval_shape(lambda: make_cache(model_config, 1, 8, "float32"))
-    jax.eval_shape(lambda parameters, cache: build_model(parameters).hidden(x_BT, x_BT, cache=cache)[0], shapes, cache)
+    jax.eval_shape(
+        lambda parameters, cache: build_model(parameters).hidden(x_BT, x_BT, cache=cache)[0],
+        shapes,
+        cache,
+    )
     assert len(calls) == traces

@@ -1,6 +1,7 @@
 """The reference of compressed caches against cases computed by hand.
 
-Heads have size 1, with key log(w) and query 1: the attention to a token is w over the sum of all visible w, whatever the value.
+Heads have size 1, with key log(w) and query 1: the attention to a token is w over the sum of all
+visible w, whatever the value.
 """
 
 import numpy as np
@@ -26,7 +27,9 @@ def importances(head):
 
 
 def test_attention():
-    """w = 1, 3 and 4 give 1, then (0·1 + 1·3)/4, then (0·1 + 1·3 + 2·4)/8; a second query head has the reverse preference."""
+    """w = 1, 3 and 4 give 1, then (0·1 + 1·3)/4, then (0·1 + 1·3 + 2·4)/8; a second query head has
+    the reverse preference.
+    """
     head = HeadReference(8, "h2o")
     keys, values = np.log([[1.0], [3.0], [4.0]]), np.array([[0.0], [1.0], [2.0]])
     q_TGH = np.ones((3, 2, 1)) * [[1.0], [-1.0]]
@@ -34,13 +37,17 @@ def test_attention():
     inverse = [0, (1 / 3) / (4 / 3), (1 / 3 + 2 / 4) / (1 + 1 / 3 + 1 / 4)]
     np.testing.assert_allclose(out_TGH[:, :, 0].T, [[0, 3 / 4, 11 / 8], inverse])
     assert kept == [0, 1, 2]
-    # The attention to the first token: 1, 1/4 and 3/4, 1/8 and 12/19, halved for the mean of the group.
+    # The attention to the first token: 1, 1/4 and 3/4, 1/8 and 12/19, halved for the mean of the
+    # group.
     assert importances(head)[0] == pytest.approx(1 + (1 / 4 + 3 / 4) / 2 + (1 / 8 + 12 / 19) / 2)
 
 
 def test_scores_are_divided_by_the_root_of_the_head_size():
     head = HeadReference(8, "h2o")
-    q_TGH, keys = np.full((2, 1, 4), 1.0), np.log([[1.0] * 4, [3.0] * 4])  # the dot products are 4·log w, divided by 2: w²
+    q_TGH, keys = (
+        np.full((2, 1, 4), 1.0),
+        np.log([[1.0] * 4, [3.0] * 4]),
+    )  # the dot products are 4·log w, divided by 2: w²
     out_TGH, _ = head.prefill(q_TGH, keys, np.array([[0.0] * 4, [1.0] * 4]), [0, 1])
     np.testing.assert_allclose(out_TGH[1, 0], [9 / 10] * 4)
 
@@ -49,7 +56,16 @@ def test_streaming_keeps_sinks_and_the_latest():
     head = HeadReference(8, "streaming", sinks=2, recent=3)
     assert read(head, [1] * 12)[1] == [0, 1, 6, 7, 8, 9, 10, 11]
     assert decode_token(head, 1, 12)[1] == [0, 1, 7, 8, 9, 10, 11, 12]
-    assert [slot.position for slot in head.slots] == [0, 1, 12, 7, 8, 9, 10, 11], "it replaces the evicted token"
+    assert [slot.position for slot in head.slots] == [
+        0,
+        1,
+        12,
+        7,
+        8,
+        9,
+        10,
+        11,
+    ], "it replaces the evicted token"
 
 
 def test_tova_uses_the_last_query():
@@ -63,8 +79,13 @@ def test_tova_uses_the_last_query():
     head.slots[2].importance = 0.01
     out_TGH, kept = decode_token(head, 12, 7)
     assert kept == [0, 2, 6, 7]
-    np.testing.assert_allclose(importances(head), np.array([1, 9, 12, 3]) / 25), "all from this query"
-    assert out_TGH.shape == (1, 1, 1) and out_TGH[0, 0, 0] == pytest.approx((2 * 9 + 6 * 3 + 7 * 12) / 25)
+    (
+        np.testing.assert_allclose(importances(head), np.array([1, 9, 12, 3]) / 25),
+        "all from this query",
+    )
+    assert out_TGH.shape == (1, 1, 1) and out_TGH[0, 0, 0] == pytest.approx(
+        (2 * 9 + 6 * 3 + 7 * 12) / 25
+    )
 
 
 def test_h2o_sums_over_all_queries():
@@ -97,7 +118,9 @@ def test_snapkv_decays():
     decode_token(head, 4, 2)
     np.testing.assert_allclose(importances(head), [1 / 8 + 1 / 8, 3 / 8 + 3 / 8, 4 / 8])
     read(head, [4, 4], start=3)  # after two tokens a quarter remains
-    np.testing.assert_allclose(importances(head), [1 / 16 + 1 / 16, 3 / 16 + 3 / 16, 1 / 8 + 4 / 16, 4 / 16, 4 / 16])
+    np.testing.assert_allclose(
+        importances(head), [1 / 16 + 1 / 16, 3 / 16 + 3 / 16, 1 / 8 + 4 / 16, 4 / 16, 4 / 16]
+    )
 
 
 def test_pooling_goes_by_order_of_cached_tokens():
@@ -110,9 +133,13 @@ def test_pooling_goes_by_order_of_cached_tokens():
 
 
 def test_newer_tokens_rank_higher():
-    """g = 0.5: an importance consists of two queries, so 2 / age is added to 16, 8, 4, 2, 1 parts of 31."""
+    """g = 0.5: an importance consists of two queries, so 2 / age is added to 16, 8, 4, 2, 1 parts
+    of 31.
+    """
     for recency, kept in ((False, [0, 1, 4]), (True, [0, 3, 4])):
-        head = HeadReference(3, "snapkv+ema", sinks=0, recent=1, window=1, pool=1, decay=0.5, recency=recency)
+        head = HeadReference(
+            3, "snapkv+ema", sinks=0, recent=1, window=1, pool=1, decay=0.5, recency=recency
+        )
         assert read(head, [16, 8, 4, 2, 1])[1] == kept
 
 
@@ -126,7 +153,10 @@ def test_random_depends_on_position_and_head():
         return (7 * position + 3 * head) % 10
 
     # The hashes of 0 … 9 in head 0 are 0741852963, in head 1 3074185296.
-    for head, kept, later in ((0, [0, 1, 4, 7, 9], [0, 1, 4, 7, 10]), (1, [0, 2, 5, 8, 9], [0, 2, 5, 8, 10])):
+    for head, kept, later in (
+        (0, [0, 1, 4, 7, 9], [0, 1, 4, 7, 10]),
+        (1, [0, 2, 5, 8, 9], [0, 2, 5, 8, 10]),
+    ):
         reference = HeadReference(5, "random", head, sinks=1, recent=1, importance=hashed)
         assert read(reference, [1] * 10)[1] == kept
         assert importances(reference) == [hashed(position, head) for position in kept]
@@ -150,7 +180,9 @@ def test_a_sliding_window():
 
 
 def test_a_compressed_sliding_window():
-    """Three slots under a window of five: tokens before the window go first, then the least important."""
+    """Three slots under a window of five: tokens before the window go first, then the least
+    important.
+    """
     head = HeadReference(3, "h2o", sinks=0, recent=1, span=5)
     assert read(head, [9, 8, 1, 1])[1] == [0, 1, 3]
     assert decode_token(head, 1, 4)[1] == [0, 1, 4]
@@ -168,7 +200,11 @@ def test_ties_go_to_the_first_slot():
 
 def test_padding_and_finished_rows():
     head, other = HeadReference(4, "h2o", recent=1), HeadReference(4, "h2o", recent=1)
-    q_TGH, keys, values = np.ones((5, 1, 1)), np.log([[2.0], [9.0], [3.0], [9.0], [4.0]]), np.arange(5.0)[:, None]
+    q_TGH, keys, values = (
+        np.ones((5, 1, 1)),
+        np.log([[2.0], [9.0], [3.0], [9.0], [4.0]]),
+        np.arange(5.0)[:, None],
+    )
     out_TGH, kept = head.prefill(q_TGH, keys, values, [0, -1, 1, -1, 2])
     alone_TGH, _ = other.prefill(q_TGH[::2], keys[::2], values[::2], [0, 1, 2])
     np.testing.assert_array_equal(out_TGH[::2], alone_TGH)

@@ -29,7 +29,8 @@ def test_dropout_rate_and_scale():
     kept = y != 0
     assert abs(kept.mean() - 0.7) < 4 * (0.3 * 0.7 / x.size) ** 0.5
     np.testing.assert_allclose(y[kept], x[kept] / 0.7, rtol=1e-6)
-    # Dropout is independent of the value, so the mean stays: its deviation is that of 200,000 draws.
+    # Dropout is independent of the value, so the mean stays: its deviation is that of 200,000
+    # draws.
     assert abs(y.mean() - x.mean()) < 4 * 5.1 * (0.3 / 0.7 / x.size) ** 0.5
 
 
@@ -38,12 +39,16 @@ def test_dropout_is_off_without_a_key_or_a_rate():
     np.testing.assert_array_equal(dropout(x, 0.5, None), x)
     np.testing.assert_array_equal(dropout(x, 0.0, jax.random.key(0)), x)
     narrow = jax.ShapeDtypeStruct((10,), jnp.bfloat16)
-    assert jax.eval_shape(lambda x: dropout(x, 0.5, jax.random.key(0)), narrow).dtype == jnp.bfloat16
+    assert (
+        jax.eval_shape(lambda x: dropout(x, 0.5, jax.random.key(0)), narrow).dtype == jnp.bfloat16
+    )
 
 
 @cache
 def streams(built: Built, with_dropout: bool):
-    """Returns a jitted function of (state, tokens, key): the residual stream after the embedding and after each block."""
+    """Returns a jitted function of (state, tokens, key): the residual stream after the embedding
+    and after each block.
+    """
 
     @quick
     def run(state, tokens_BT, key):
@@ -71,7 +76,10 @@ def residuals(built: Built, tokens, seed: int | None, state=None) -> list[np.nda
 
 
 def test_dropout_in_the_model_is_off_without_rngs_and_set_by_its_key():
-    with_rate, without = build(config(dropout_rate=0.4, windows=(None,))), build(config(windows=(None,)))
+    with_rate, without = (
+        build(config(dropout_rate=0.4, windows=(None,))),
+        build(config(windows=(None,))),
+    )
     off = residuals(with_rate, TOKENS, None)
     np.testing.assert_array_equal(off, residuals(without, TOKENS, None))
     np.testing.assert_array_equal(off, residuals(without, TOKENS, 3))
@@ -85,13 +93,19 @@ def with_zeros(state, *names: str):
     """Returns the state with every weight under one of the names set to zero."""
 
     def zero(path, leaf):
-        return np.zeros_like(leaf) if set(names) & {getattr(key, "key", None) for key in path} else leaf
+        return (
+            np.zeros_like(leaf)
+            if set(names) & {getattr(key, "key", None) for key in path}
+            else leaf
+        )
 
     return jax.tree_util.tree_map_with_path(zero, state)
 
 
 def test_dropout_masks_at_every_site():
-    """The embedding and both branches of each block are dropped at the rate, each with its own mask."""
+    """The embedding and both branches of each block are dropped at the rate, each with its own
+    mask.
+    """
     rate, built, tokens = 0.25, build(config(dropout_rate=0.25, dim=64)), texts((8, 32))
     sites = []
     for silent in ("attention", "ffn"):
@@ -99,18 +113,26 @@ def test_dropout_masks_at_every_site():
         stream, block = residuals(built, tokens, 5, state), built.model(state).blocks[0]
         embedding, first, second = stream[0], *np.diff(stream, axis=0)
         table_VD = np.asarray(built.state["embed"][...])
-        np.testing.assert_allclose(embedding, np.where(embedding != 0, table_VD[tokens] / (1 - rate), 0), rtol=1e-6)
+        np.testing.assert_allclose(
+            embedding, np.where(embedding != 0, table_VD[tokens] / (1 - rate), 0), rtol=1e-6
+        )
         if silent == "attention":
-            branch = np.asarray(jax.jit(lambda block, x: block.ffn(block.norm2(x), SINGLE_DEVICE))(block, embedding))
+            branch = np.asarray(
+                jax.jit(lambda block, x: block.ffn(block.norm2(x), SINGLE_DEVICE))(block, embedding)
+            )
         else:
 
             @jax.jit
             def attend(block, x, positions_BT):
                 angles = rotary_angles(positions_BT, 4, 1e4)
-                return block.attention(block.norm1(x), positions_BT, angles, NoCache(), None, SINGLE_DEVICE)[0]
+                return block.attention(
+                    block.norm1(x), positions_BT, angles, NoCache(), None, SINGLE_DEVICE
+                )[0]
 
             branch = np.asarray(attend(block, embedding, places(8, 32)))
-        np.testing.assert_allclose(first, np.where(first != 0, branch / (1 - rate), 0), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            first, np.where(first != 0, branch / (1 - rate), 0), rtol=1e-3, atol=1e-4
+        )
         sites += [first != 0, second != 0]
     sites.append(embedding != 0)
     deviation = (rate * (1 - rate) / embedding.size) ** 0.5
@@ -130,12 +152,16 @@ def count(state) -> int:
 def closed_form(c) -> int:
     """Returns the number of parameters by the definition of the architecture."""
     norm = c.dim * (2 if c.norm == "layernorm" else 1)
-    attention_weights = c.dim * c.head_size * (c.n_heads + 2 * c.kv_heads) + c.n_heads * c.head_size * c.dim
+    attention_weights = (
+        c.dim * c.head_size * (c.n_heads + 2 * c.kv_heads) + c.n_heads * c.head_size * c.dim
+    )
     gate = c.dim * c.n_heads * c.head_size if c.no_sink else 0
     qk_norm = 2 * c.head_size if c.qk_norm else 0
     ffn = c.dim * c.hidden_dim * (3 if c.activation in ("swiglu", "geglu") else 2)
     block = 2 * norm + attention_weights + gate + qk_norm + ffn
-    tables = c.vocab_size * c.dim * (1 if c.weight_tying else 2) + (c.max_context * c.dim if c.position == "learned" else 0)
+    tables = c.vocab_size * c.dim * (1 if c.weight_tying else 2) + (
+        c.max_context * c.dim if c.position == "learned" else 0
+    )
     return tables + c.num_blocks * block + norm
 
 
@@ -144,7 +170,13 @@ def closed_form(c) -> int:
     [
         {},
         {"weight_tying": False, "activation": "gelu", "kv_heads": 1},
-        {"position": "learned", "norm": "layernorm", "no_sink": True, "qk_norm": True, "windows": (3, None, 1)},
+        {
+            "position": "learned",
+            "norm": "layernorm",
+            "no_sink": True,
+            "qk_norm": True,
+            "windows": (3, None, 1),
+        },
         {"position": "sinusoidal", "activation": "relu2", "head_size": 7, "kv_heads": 4},
     ],
 )
@@ -154,8 +186,18 @@ def test_number_of_parameters(changes):
 
 
 def test_initial_weights():
-    """Kernels are normal with deviation 1/sqrt(fan in), over sqrt(2 L) where they write to the residual stream."""
-    c = config(dim=64, head_size=16, hidden_dim=96, no_sink=True, weight_tying=False, position="learned", vocab_size=200)
+    """Kernels are normal with deviation 1/sqrt(fan in), over sqrt(2 L) where they write to the
+    residual stream.
+    """
+    c = config(
+        dim=64,
+        head_size=16,
+        hidden_dim=96,
+        no_sink=True,
+        weight_tying=False,
+        position="learned",
+        vocab_size=200,
+    )
     make = quick(lambda seed: nnx.state(Transformer(c, rngs=nnx.Rngs(jax.random.key(seed)))))
     graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(c, rngs=nnx.Rngs(0))))
     model, other = (nnx.merge(graph, make(seed)) for seed in (0, 1))
@@ -175,13 +217,21 @@ def test_initial_weights():
         values = np.asarray(kernel[...])
         assert abs(values.std() / std - 1) < 5 / (2 * values.size) ** 0.5
         assert abs(values.mean()) < 5 * std / values.size**0.5
-    assert all(np.all(np.asarray(norm.scale[...]) == 1) for norm in (block.norm1, block.norm2, model.norm_f))
+    assert all(
+        np.all(np.asarray(norm.scale[...]) == 1)
+        for norm in (block.norm1, block.norm2, model.norm_f)
+    )
     assert not np.array_equal(model.embed[...], other.embed[...])
-    assert not np.array_equal(block.attention.qkv.kernel[...], model.blocks[0].attention.qkv.kernel[...])
+    assert not np.array_equal(
+        block.attention.qkv.kernel[...], model.blocks[0].attention.qkv.kernel[...]
+    )
 
 
 def test_a_tied_table_is_one_parameter_with_both_gradients():
-    tied, untied = build(config(windows=(None,))), build(config(weight_tying=False, windows=(None,)))
+    tied, untied = (
+        build(config(windows=(None,))),
+        build(config(weight_tying=False, windows=(None,))),
+    )
     assert "head" not in nnx.to_pure_dict(tied.state)
     state = nnx.to_pure_dict(tied.state)
     both = jax.tree.map(lambda leaf: leaf, untied.state)
@@ -190,7 +240,9 @@ def test_a_tied_table_is_one_parameter_with_both_gradients():
     two = nnx.to_pure_dict(quick(jax.grad(loss_of(untied)))(both))
     embed, head = np.asarray(two["embed"]), np.asarray(two["head"]["kernel"])
     assert np.abs(embed).max() > 1e-3 and np.abs(head).max() > 1e-3
-    np.testing.assert_allclose(one["embed"], embed + head.T, rtol=1e-4, atol=1e-5 * np.abs(embed + head.T).max())
+    np.testing.assert_allclose(
+        one["embed"], embed + head.T, rtol=1e-4, atol=1e-5 * np.abs(embed + head.T).max()
+    )
 
 
 # Rematerialization
@@ -211,14 +263,20 @@ SHARED = {"windows": (4, 4), "kv_shared_layers": 1, "per_layer_dim": 3}
 def test_remat_changes_neither_loss_nor_gradients(changes, remats):
     def results(remat):
         built = build(config(remat=remat, dropout_rate=0.2, **changes))
-        return jax.tree.map(np.asarray, quick(jax.value_and_grad(loss_of(built, dropout_seed=7)))(built.state))
+        return jax.tree.map(
+            np.asarray, quick(jax.value_and_grad(loss_of(built, dropout_seed=7)))(built.state)
+        )
 
     plain_loss, plain = results("none")
     for remat in remats:
         # Other programs may add in another order: a few epsilons (1.2e-7) of the largest gradient.
         loss, gradients = results(remat)
         np.testing.assert_allclose(loss, plain_loss, rtol=1e-6)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()), gradients, plain)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()),
+            gradients,
+            plain,
+        )
 
 
 @pytest.mark.parametrize(
@@ -227,7 +285,9 @@ def test_remat_changes_neither_loss_nor_gradients(changes, remats):
     ids=["plain", "shared keys"],
 )
 def test_remat_repeats_products_in_the_backward_pass(changes):
-    """Full rematerialization repeats those of the blocks; `dots` repeats only those of attention."""
+    """Full rematerialization repeats those of the blocks; `dots` repeats only those of
+    attention.
+    """
 
     def count(remat):
         built = build(config(remat=remat, dropout_rate=0.2, **changes))
@@ -242,7 +302,9 @@ def test_remat_repeats_products_in_the_backward_pass(changes):
 
 @cache
 def bfloat16_results(weight_tying: bool):
-    """Returns, in bfloat16, the model, its last hidden state, its logits and the gradient of their sum."""
+    """Returns, in bfloat16, the model, its last hidden state, its logits and the gradient of their
+    sum.
+    """
     built = build(config(dtype="bfloat16", weight_tying=weight_tying, windows=(None,)))
 
     def total(state):
@@ -274,13 +336,21 @@ def test_bfloat16_logits_are_sums_in_float32(weight_tying):
 
 def test_compute_dtype():
     computed = {
-        (dtype, on): compute_dtype(ModelConfig(9, 8, 1, 1, 8, 1, 8, 4, (None,), dtype=dtype, platform=on)).name
+        (dtype, on): (
+            compute_dtype(
+                ModelConfig(9, 8, 1, 1, 8, 1, 8, 4, (None,), dtype=dtype, platform=on)
+            ).name
+        )
         for dtype in ("auto", "float32", "bfloat16")
         for on in ("auto", "cpu", "gpu", "tpu")
     }
     assert {computed["float32", on] for on in PLATFORMS} == {"float32"}
     assert {computed["bfloat16", on] for on in PLATFORMS} == {"bfloat16"}
-    assert [computed["auto", on] for on in ("cpu", "gpu", "tpu")] == ["float32", "bfloat16", "bfloat16"]
+    assert [computed["auto", on] for on in ("cpu", "gpu", "tpu")] == [
+        "float32",
+        "bfloat16",
+        "bfloat16",
+    ]
     assert computed["auto", "auto"] == computed["auto", jax.default_backend()]
 
 
@@ -305,6 +375,8 @@ def test_logits_of_any_leading_axes(weight_tying):
     x_BTD = np.float32(np.random.default_rng(0).standard_normal((2, 9, 12)))
     head_DV = built.weights["embed"].T if weight_tying else built.weights["head"]["kernel"]
     parts = x_BTD, x_BTD[:, -1], x_BTD[0, 0]
-    found = quick(lambda state, parts: [built.model(state).logits(part) for part in parts])(built.state, parts)
+    found = quick(lambda state, parts: [built.model(state).logits(part) for part in parts])(
+        built.state, parts
+    )
     for part, logits in zip(parts, found, strict=True):
         np.testing.assert_allclose(logits, np.float64(part) @ head_DV, rtol=1e-4, atol=1e-5)

@@ -15,11 +15,17 @@ dequantize = jax.jit(dequantize_nf4, static_argnames="shape_in")
 
 
 def reference_codes(w_IO):
-    """The index of the nearest value of every weight, by its distance to all 16, and the magnitudes of the blocks."""
+    """The index of the nearest value of every weight, by its distance to all 16, and the magnitudes
+    of the blocks.
+    """
     blocks = [w_IO[start : start + 64].astype(np.float32) for start in range(0, len(w_IO), 64)]
     magnitudes = np.array([np.abs(block).max(axis=0) for block in blocks])
-    normalized = np.concatenate([b / np.where(m > 0, m, 1) for b, m in zip(blocks, magnitudes, strict=True)])
-    distance = np.abs(normalized[..., None].astype(np.float64) - np.float32(NF4_VALUES).astype(np.float64))
+    normalized = np.concatenate(
+        [b / np.where(m > 0, m, 1) for b, m in zip(blocks, magnitudes, strict=True)]
+    )
+    distance = np.abs(
+        normalized[..., None].astype(np.float64) - np.float32(NF4_VALUES).astype(np.float64)
+    )
     return distance.argmin(axis=-1), magnitudes
 
 
@@ -47,13 +53,21 @@ def test_codes_and_magnitudes_equal_those_of_bitsandbytes():
     magnitudes = PEER["magnitudes"].reshape(5, 3).T
     step = parts["scale_step"][0]
     assert np.abs(dequantized_magnitudes(parts) - magnitudes).max() <= step / 2 * 1.00001
-    without = {"scale": parts["scale"] * 0, "scale_step": parts["scale_step"] * 0, "scale_mean": np.float32(1)}
+    without = {
+        "scale": parts["scale"] * 0,
+        "scale_step": parts["scale_step"] * 0,
+        "scale_mean": np.float32(1),
+    }
     values = np.asarray(dequantize(parts["codes"], **without, shape_in=(192,)))
-    np.testing.assert_array_equal(values * np.repeat(magnitudes, 64, axis=0), PEER["dequantized_OI"].T)
+    np.testing.assert_array_equal(
+        values * np.repeat(magnitudes, 64, axis=0), PEER["dequantized_OI"].T
+    )
 
 
 @pytest.mark.parametrize(
-    ("shape_in", "shape_out"), [((128,), (2, 3, 7)), ((3, 50), (300,)), ((5,), (2,))], ids=["blocks", "padded", "small"]
+    ("shape_in", "shape_out"),
+    [((128,), (2, 3, 7)), ((3, 50), (300,)), ((5,), (2,))],
+    ids=["blocks", "padded", "small"],
 )
 def test_codes_and_values_equal_those_of_numpy(shape_in, shape_out):
     inputs, outputs = int(np.prod(shape_in)), int(np.prod(shape_out))
@@ -77,12 +91,16 @@ def test_codes_and_values_equal_those_of_numpy(shape_in, shape_out):
     assert fused.shape == w.shape and fused.dtype == jnp.float32
     np.testing.assert_allclose(fused, expected.reshape(w.shape), rtol=1e-6, atol=1e-6)
     if w.size == 10:  # every operation without jit is a program
-        found = dequantize_nf4(**{name: jnp.asarray(a) for name, a in parts.items()}, shape_in=shape_in)
+        found = dequantize_nf4(
+            **{name: jnp.asarray(a) for name, a in parts.items()}, shape_in=shape_in
+        )
         np.testing.assert_array_equal(found.reshape(inputs, outputs), expected)
 
 
 def test_error_and_size_of_a_normal_matrix():
-    """The error of a weight is at most half the largest gap of the values, plus that of the magnitudes."""
+    """The error of a weight is at most half the largest gap of the values, plus that of the
+    magnitudes.
+    """
     w = np.random.default_rng(1).standard_normal((1024, 768)).astype(np.float32)
     parts = quantize_nf4(w, 1)
     found = np.asarray(dequantize(**parts, shape_in=(1024,)))
@@ -91,19 +109,26 @@ def test_error_and_size_of_a_normal_matrix():
     assert np.all(np.abs(found - w) <= bound * 1.00001)
     relative = np.sqrt(np.mean((found - w) ** 2) / np.mean(w**2))
     assert 0.08 < relative < 0.1, relative  # .091
-    assert sum(a.nbytes for a in parts.values()) / w.nbytes == pytest.approx((4 + 8 / 64 + 32 / (64 * 256)) / 32, rel=1e-4)
+    assert sum(a.nbytes for a in parts.values()) / w.nbytes == pytest.approx(
+        (4 + 8 / 64 + 32 / (64 * 256)) / 32, rel=1e-4
+    )
 
 
 def test_zeros_stay_zero():
     w = np.zeros((64, 3), np.float32)
     w[:, 1] = 0.5
-    for parts in (quantize_nf4(w, 1), {name: np.asarray(a) for name, a in zero_nf4(64, (3,)).items()}):
+    for parts in (
+        quantize_nf4(w, 1),
+        {name: np.asarray(a) for name, a in zero_nf4(64, (3,)).items()},
+    ):
         assert not np.any(np.asarray(dequantize(**parts, shape_in=(64,)))[:, ::2])
 
 
 def test_product_and_its_derivative_use_the_dequantized_matrix_which_no_pass_keeps():
     random = np.random.default_rng(2)
-    w, x, d_y = (random.standard_normal(s).astype(np.float32) for s in ((2, 96, 4, 5), (3, 2, 96), (3, 4, 5)))
+    w, x, d_y = (
+        random.standard_normal(s).astype(np.float32) for s in ((2, 96, 4, 5), (3, 2, 96), (3, 4, 5))
+    )
     parts = quantize_nf4(w, 2)
     wide = np.asarray(dequantize(**parts, shape_in=(2, 96)), np.float64)
 

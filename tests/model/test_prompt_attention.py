@@ -15,10 +15,16 @@ B, T, K, G, H, SLOTS = 2, 5, 2, 3, 8, 2500  # segments of 128, 192, 896 and 1284
 
 
 def filled_store(random, used, dtype=jnp.float32):
-    """Returns a store with random keys and values in all slots, whose rows have used so many of them."""
+    """Returns a store with random keys and values in all slots, whose rows have used so many of
+    them.
+    """
     store = SegmentedStore.empty(B, SLOTS, lambda slots: Store.empty(B, K, (H, H), slots, dtype))
     k, v = random.normal(size=(2, B, SLOTS, K, H)).astype(np.float32)
-    store = store.write(jnp.asarray(k), jnp.asarray(v), jnp.broadcast_to(jnp.arange(SLOTS)[None, :, None], (B, SLOTS, 1)))
+    store = store.write(
+        jnp.asarray(k),
+        jnp.asarray(v),
+        jnp.broadcast_to(jnp.arange(SLOTS)[None, :, None], (B, SLOTS, 1)),
+    )
     return SegmentedStore(store.segments, jnp.asarray(used, jnp.int32)), k, v
 
 
@@ -35,10 +41,14 @@ def expected(q, k, v, positions, window, cap, sinks):
 
 
 @pytest.mark.parametrize(
-    ("window", "cap", "sinks"), [(None, None, False), (300, None, True), (None, 5.0, False)], ids=["plain", "window", "cap"]
+    ("window", "cap", "sinks"),
+    [(None, None, False), (300, None, True), (None, 5.0, False)],
+    ids=["plain", "window", "cap"],
 )
 def test_blocks_give_the_softmax_over_all_keys(window, cap, sinks):
-    """The rows end in different segments; a query is padding. The error grows with the number of blocks, at most ten here."""
+    """The rows end in different segments; a query is padding. The error grows with the number of
+    blocks, at most ten here.
+    """
     random = np.random.default_rng(0)
     used = [70, 2400]
     store, k, v = filled_store(random, used)
@@ -46,8 +56,12 @@ def test_blocks_give_the_softmax_over_all_keys(window, cap, sinks):
     positions = np.array(used)[:, None] - T + np.arange(T)
     positions[0, 4] = -1
     sinks_KG = random.normal(size=(K, G)).astype(np.float32) if sinks else None
-    found = jax.jit(partial(attend_in_blocks, window=window, softmax=Softmax(cap, sinks_KG)))(q, store, positions)
-    np.testing.assert_allclose(found, expected(q, k, v, positions, window, cap, sinks_KG), rtol=0, atol=1e-5)
+    found = jax.jit(partial(attend_in_blocks, window=window, softmax=Softmax(cap, sinks_KG)))(
+        q, store, positions
+    )
+    np.testing.assert_allclose(
+        found, expected(q, k, v, positions, window, cap, sinks_KG), rtol=0, atol=1e-5
+    )
 
 
 def test_the_length_of_other_rows_changes_no_bit():
@@ -57,8 +71,12 @@ def test_the_length_of_other_rows_changes_no_bit():
     attend = jax.jit(partial(attend_in_blocks, window=None, softmax=Softmax()))
     (short, _, _), segments = filled_store(np.random.default_rng(2), [100, 8]), {}
     for used in (8, MAX_BLOCK, SLOTS):
-        segments[used] = np.asarray(attend(q, SegmentedStore(short.segments, jnp.asarray([100, used])), positions))[0]
+        segments[used] = np.asarray(
+            attend(q, SegmentedStore(short.segments, jnp.asarray([100, used])), positions)
+        )[0]
     np.testing.assert_array_equal(segments[8], segments[MAX_BLOCK])
     np.testing.assert_array_equal(segments[8], segments[SLOTS])
-    alone = attend(q[:1], SegmentedStore(short.segments, short.used_B, row=jnp.int32(0)), positions[:1])
+    alone = attend(
+        q[:1], SegmentedStore(short.segments, short.used_B, row=jnp.int32(0)), positions[:1]
+    )
     np.testing.assert_allclose(alone[0], segments[8], rtol=0, atol=1e-6)

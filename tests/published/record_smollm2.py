@@ -1,9 +1,11 @@
-"""Records the results of transformers and llama.cpp for the file of `dantinox import smollm2`, for test_smollm2.py.
+"""Records the results of transformers and llama.cpp for the file of `dantinox import smollm2`, for
+test_smollm2.py.
 
     python -m tests.published.record_smollm2 MODEL.gguf FLOAT32.gguf
 
-MODEL.gguf is the published file, FLOAT32.gguf its export with `dantinox export --format gguf`. It needs torch, transformers,
-gguf and llama-cpp-python. Token ids are those of llama.cpp: transformers' reader of GGUF does not split digits.
+MODEL.gguf is the published file, FLOAT32.gguf its export with `dantinox export --format gguf`. It
+needs torch, transformers, gguf and llama-cpp-python. Token ids are those of llama.cpp:
+transformers' reader of GGUF does not split digits.
 """
 
 import hashlib
@@ -33,17 +35,23 @@ def main(published: Path, float32: Path) -> None:
 
     with torch.no_grad():
         found = {
-            "versions": {name.__name__: name.__version__ for name in (transformers, torch, llama_cpp)},
+            "versions": {
+                name.__name__: name.__version__ for name in (transformers, torch, llama_cpp)
+            },
             "lines": [encode(line) for line in LINES],
             "texts": [describe_text(model, encode(text)) for text in TEXTS],
             "greedy": [continue_greedily(model, peer, encode(prompt)) for prompt in PROMPTS],
             "conversations": [render_conversation(peer, messages) for messages in CONVERSATIONS],
         }
-    Path(__file__).with_name("smollm2.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    Path(__file__).with_name("smollm2.json").write_text(
+        json.dumps(found, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def describe_text(model, ids: list[int]) -> dict:
-    """Returns a text's tokens and mean loss, its most likely next tokens, and the largest logits at some positions."""
+    """Returns a text's tokens and mean loss, its most likely next tokens, and the largest logits at
+    some positions.
+    """
     logits = model(torch.tensor([ids])).logits[0].numpy()
     places = np.unique(np.linspace(0, len(ids) - 1, PLACES).astype(int))
     top = np.argsort(-logits[places], axis=1)[:, :TOP]
@@ -61,7 +69,9 @@ def describe_text(model, ids: list[int]) -> dict:
 
 def continue_greedily(model, peer, ids: list[int]) -> dict:
     """Returns the greedy tokens of both libraries. Stop tokens do not end the generation."""
-    tokens = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0)
+    tokens = model.generate(
+        torch.tensor([ids]), do_sample=False, max_new_tokens=NEW, eos_token_id=-1, pad_token_id=0
+    )
     peer.reset()
     peer_tokens = list(itertools.islice(peer.generate(ids, temp=0.0, repeat_penalty=1.0), NEW))
     return {"transformers": tokens[0, len(ids) :].tolist(), "llama.cpp": peer_tokens}

@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct from the package of `dantinox import smollm2`, compared with transformers and llama.cpp.
+"""SmolLM2-135M-Instruct from the package of `dantinox import smollm2`, compared with transformers
+and llama.cpp.
 
     make real
 
@@ -64,10 +65,18 @@ def test_import_prints_the_model_and_the_next_commands(imported):
     weights = "272 tensors, 98.4 MB read, 96.6 MB written in quantized blocks (Q4_1, Q8_0)"
     for part in ("llama: 30 layers, width 576, 135M parameters", weights, "8,192 tokens"):
         assert part in printed
-    assert "<|im_end|> <|endoftext|>" in printed and "temperature 0.2, top_p 0.9, min_p 0.05" in printed
+    assert (
+        "<|im_end|> <|endoftext|>" in printed
+        and "temperature 0.2, top_p 0.9, min_p 0.05" in printed
+    )
     assert f"  dantinox chat {path}\n" in printed
     generation = load_run_config(open_run(path)).generation
-    assert (generation.temperature, generation.top_p, generation.min_p, generation.max_new_tokens) == (0.2, 0.9, 0.05, 512)
+    assert (
+        generation.temperature,
+        generation.top_p,
+        generation.min_p,
+        generation.max_new_tokens,
+    ) == (0.2, 0.9, 0.05, 512)
 
 
 def test_tokens_equal_those_of_llama_cpp(model):
@@ -84,7 +93,9 @@ def test_conversations_equal_those_of_transformers(model, imported):
     for messages, found in zip(CONVERSATIONS, RECORD["conversations"], strict=True):
         assert template.text(messages, generation_prompt=True) == found["text"]
     assert model.tokenizer.token_to_id("<|im_end|>") in template.end_ids
-    count = template.encode(CONVERSATIONS[2], generation_prompt=True).count(model.tokenizer.token_to_id("<|im_end|>"))
+    count = template.encode(CONVERSATIONS[2], generation_prompt=True).count(
+        model.tokenizer.token_to_id("<|im_end|>")
+    )
     assert count == 4, "system, user, assistant, user: special tokens in a message are text"
 
 
@@ -95,7 +106,9 @@ def test_logits_equal_those_of_transformers(model):
         chosen = np.take_along_axis(logits[right["places"]], np.array(right["top"]), 1)
         np.testing.assert_allclose(chosen, right["logits"], atol=5e-4)
         logp = np.asarray(jax.nn.log_softmax(logits[:-1].astype(np.float64)))
-        assert -logp[np.arange(len(ids) - 1), ids[1:]].mean() == pytest.approx(right["nats"], abs=1e-4)
+        assert -logp[np.arange(len(ids) - 1), ids[1:]].mean() == pytest.approx(
+            right["nats"], abs=1e-4
+        )
         assert digest(logits.argmax(-1)) == right["likeliest"]
 
 
@@ -107,9 +120,10 @@ def test_greedy_tokens_equal_those_of_transformers_and_llama_cpp(model):
 
 
 STRATEGIES = {
-    "temperature": {"temperature": 0.7}, "top_k": {"top_k": 40}, "top_p": {"top_p": 0.9}, "min_p": {"min_p": 0.05},
-    "typical": {"typical": 0.9}, "top_n_sigma": {"top_n_sigma": 1.0}, "repetition": {"repetition_penalty": 1.2},
-    "dry": {"dry_multiplier": 0.8}, "xtc": {"xtc_probability": 0.5}, "mirostat": {"mirostat": 2},
+    "temperature": {"temperature": 0.7}, "top_k": {"top_k": 40}, "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.05}, "typical": {"typical": 0.9}, "top_n_sigma": {"top_n_sigma": 1.0},
+    "repetition": {"repetition_penalty": 1.2}, "dry": {"dry_multiplier": 0.8},
+    "xtc": {"xtc_probability": 0.5}, "mirostat": {"mirostat": 2},
     "entropy": {"strategy": "entropy"},
 }  # fmt: skip
 
@@ -131,33 +145,54 @@ def test_compressed_caches_have_their_size_and_keep_short_sequences(model):
     prompt = TEXTS[7][:1400]
     full = model.generate(prompt, greedy=True, max_new_tokens=24)
     for more in ({"kv_policy": "streaming"}, {"kv_dtype": "int8"}):
-        small = model.generate(prompt, greedy=True, max_new_tokens=24, kv_budget=0.5, kv_signal="uniform", **more)
+        small = model.generate(
+            prompt, greedy=True, max_new_tokens=24, kv_budget=0.5, kv_signal="uniform", **more
+        )
         share = 0.5 * (0.28 if "kv_dtype" in more else 1)
         assert small.stats["cache"]["bytes"] <= share * 1.06 * full.stats["cache"]["full_bytes"]
         assert len(small.tokens) == 24
-    short = model.generate(PROMPTS[0], greedy=True, max_new_tokens=6, kv_budget_tokens=64, kv_signal="uniform")
+    short = model.generate(
+        PROMPTS[0], greedy=True, max_new_tokens=6, kv_budget_tokens=64, kv_signal="uniform"
+    )
     assert short.tokens == RECORD["greedy"][0]["transformers"][:6]
 
 
 def test_adapters_are_trained_merged_and_exported(model, imported, tmp_path):
-    """Six steps of LoRA lower the loss on the training text. After merge, export and import, all tensors are equal."""
+    """Six steps of LoRA lower the loss on the training text. After merge, export and import, all
+    tensors are equal.
+    """
     text = tmp_path / "text.txt"
     text.write_text("The password of the north tower is marmalade.\n" * 60, encoding="utf-8")
     adapters = tmp_path / "adapters"
     train = {
-        "training.init_from": imported[0], "run_dir": adapters, "data.path": text, "training.steps": 6, "model.max_context": 32,
-        "training.batch_size": 2, "lora.rank": 4, "training.lr": 0.02, "training.warmup_steps": 0, "training.eval_every": 6,
+        "training.init_from": imported[0], "run_dir": adapters, "data.path": text,
+        "training.steps": 6, "model.max_context": 32, "training.batch_size": 2, "lora.rank": 4,
+        "training.lr": 0.02, "training.warmup_steps": 0, "training.eval_every": 6,
     }  # fmt: skip
-    assert main(["train", *(word for key, value in train.items() for word in (f"--{key}", str(value)))]) == 0
+    assert (
+        main(
+            ["train", *(word for key, value in train.items() for word in (f"--{key}", str(value)))]
+        )
+        == 0
+    )
     assert main(["merge-lora", str(adapters), "--run_dir", str(tmp_path / "merged")]) == 0
-    assert main(["export", str(tmp_path / "merged"), str(tmp_path / "x.gguf"), "--format", "gguf"]) == 0
+    assert (
+        main(["export", str(tmp_path / "merged"), str(tmp_path / "x.gguf"), "--format", "gguf"])
+        == 0
+    )
     assert main(["import", str(tmp_path / "x.gguf"), "--run_dir", str(tmp_path / "back")]) == 0
     back, merged = dantinox.load(tmp_path / "back"), dantinox.load(tmp_path / "merged")
-    for expected, found in zip(*(jax.tree.leaves(nnx.state(one.model)) for one in (merged, back)), strict=True):
+    for expected, found in zip(
+        *(jax.tree.leaves(nnx.state(one.model)) for one in (merged, back)), strict=True
+    ):
         assert np.array_equal(expected, found)
     ids = [model.tokenizer.encode("The password of the north tower is marmalade.")]
     before, after = (
-        float(jax.nn.log_softmax(next(logits_of(one, ids)))[np.arange(len(ids[0]) - 1), ids[0][1:]].mean())
+        float(
+            jax.nn.log_softmax(next(logits_of(one, ids)))[
+                np.arange(len(ids[0]) - 1), ids[0][1:]
+            ].mean()
+        )
         for one in (model, back)
     )
     assert after > before + 0.5
@@ -165,7 +200,14 @@ def test_adapters_are_trained_merged_and_exported(model, imported, tmp_path):
 
 def test_server_response_equals_the_output_of_the_command(imported, capsys):
     """The greedy response of a chat completion equals the output of `generate --chat`."""
-    command = ["generate", str(imported[0]), "--chat", "--prompt", "What is the capital of France?", "--greedy"]
+    command = [
+        "generate",
+        str(imported[0]),
+        "--chat",
+        "--prompt",
+        "What is the capital of France?",
+        "--greedy",
+    ]
     assert main(command) == 0
     assert capsys.readouterr().out == PARIS + "\n"
     assert server_response(imported[0]) == PARIS
@@ -178,7 +220,9 @@ def server_response(run):
 
     command = [sys.executable, "-c", "from dantinox.cli import entry; entry()"]
     process = subprocess.Popen(
-        [*command, "serve", str(run), "--port", "0", "--slots", "1", "--context", "256"], stdout=subprocess.PIPE, text=True
+        [*command, "serve", str(run), "--port", "0", "--slots", "1", "--context", "256"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     stop = threading.Timer(300, process.kill)
     stop.start()
@@ -187,7 +231,9 @@ def server_response(run):
         url = line.split(" is served at ")[1].split()[0]
         body = {"model": "smol", "temperature": 0, "messages": CONVERSATIONS[0]}
         request = urllib.request.Request(
-            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+            f"{url}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read())["choices"][0]["message"]["content"]

@@ -1,17 +1,23 @@
-"""Synthetic trace documents for tests of the page: of any length, with every strategy and consistent numbers."""
+"""Synthetic trace documents for tests of the page: of any length, with every strategy and
+consistent numbers.
+"""
 
 import numpy as np
 
 from dantinox.sampling.entropy_router import RULES, RouterConfig
 
 TEXT = (
-    "Nel mezzo del cammin di nostra vita\nmi ritrovai per una selva oscura,\nché la diritta via era smarrita.\n\n"
-    "Ahi quanto a dir qual era è cosa dura\nesta selva selvaggia e aspra e forte\nche nel pensier rinova la paura!\n\n"
-    "Tant' è amara che poco è più morte;\nma per trattar del ben ch'i' vi trovai,\ndirò de l'altre cose ch'i' v'ho scorte.\n\n"
-    "Io non so ben ridir com' i' v'intrai,\ntant' era pien di sonno a quel punto\nche la verace via abbandonai.\n\n"
-    "\tλόγος, «ψυχή» — naïve 🌿 <b>&amp;</b>\n\n"
+    "Nel mezzo del cammin di nostra vita\nmi ritrovai per una selva oscura,\nché la diritta via era"
+    " smarrita.\n\nAhi quanto a dir qual era è cosa dura\nesta selva selvaggia e aspra e forte\nche"
+    " nel pensier rinova la paura!\n\nTant' è amara che poco è più morte;\nma per trattar del ben"
+    " ch'i' vi trovai,\ndirò de l'altre cose ch'i' v'ho scorte.\n\nIo non so ben ridir com' i'"
+    " v'intrai,\ntant' era pien di sonno a quel punto\nche la verace via abbandonai.\n\n\tλόγος,"
+    " «ψυχή» — naïve 🌿 <b>&amp;</b>\n\n"
 )
-HOSTILE = '</script><script>window.ran = 1</script><!-- <img src=x onerror="window.ran = 1"> \' \u202e \u2028 \x00'
+HOSTILE = (
+    '</script><script>window.ran = 1</script><!-- <img src=x onerror="window.ran = 1"> \' \u202e'
+    " \u2028 \x00"
+)
 ATTENTION = (
     "attn_entropy",
     "attn_entropy_norm",
@@ -30,7 +36,9 @@ def router_numbers() -> dict[str, float]:
 
 
 def pieces(rng: np.random.Generator, count: int) -> list[str]:
-    """Splits text into parts of words with a leading space, as tokenizers do; some pieces are parts of a character."""
+    """Splits text into parts of words with a leading space, as tokenizers do; some pieces are parts
+    of a character.
+    """
     found: list[str] = []
     text = TEXT * (1 + 4 * count // len(TEXT))
     at = 0
@@ -45,7 +53,8 @@ def pieces(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def logits_of(rng: np.random.Generator, hard: float) -> np.ndarray:
-    """Draws logits of one of five shapes: certain, one likely token with a tail, many equal, flat with a tail, in between.
+    """Draws logits of one of five shapes: certain, one likely token with a tail, many equal, flat
+    with a tail, in between.
 
     Args:
       hard: 0 to 1; a higher value makes the certain shapes rarer.
@@ -64,13 +73,20 @@ def logits_of(rng: np.random.Generator, hard: float) -> np.ndarray:
 def select_strategy(H: float, V: float, router: dict[str, float]) -> str:
     values = {"entropy": H, "varentropy": V}
     for name, rule in RULES.items():
-        if all((values[m] < router[t]) if r == "<" else (values[m] > router[t]) for m, r, t in rule):
+        if all(
+            (values[m] < router[t]) if r == "<" else (values[m] > router[t]) for m, r, t in rule
+        ):
             return name
     return "adaptive"
 
 
 def token(
-    rng: np.random.Generator, text: str, hard: float, words: list[str], router: dict[str, float], alternatives: int
+    rng: np.random.Generator,
+    text: str,
+    hard: float,
+    words: list[str],
+    router: dict[str, float],
+    alternatives: int,
 ) -> dict:
     logits = logits_of(rng, hard)
     logp = logits - np.log(np.sum(np.exp(logits)))
@@ -78,7 +94,13 @@ def token(
     H = float(-np.sum(p * np.log2(p)))
     V = float(np.sum(p * (np.log2(p) + H) ** 2))
     name = select_strategy(H, V, router)
-    T = {"greedy": 0.0, "clarify": 1.1, "explore": 1.2, "resample": 2.1, "adaptive": 0.666 * (1 + 0.3 * (H + V) / 2)}[name]
+    T = {
+        "greedy": 0.0,
+        "clarify": 1.1,
+        "explore": 1.2,
+        "resample": 2.1,
+        "adaptive": 0.666 * (1 + 0.3 * (H + V) / 2),
+    }[name]
     order = np.argsort(-logp)
     keep = order[:1] if T == 0 else order[: int(rng.integers(1, 28))]
     sampled = np.full(VOCABULARY, -np.inf)
@@ -88,19 +110,23 @@ def token(
     forced = name == "clarify" and bool(rng.random() < 0.3)
     rank = 40 if forced else rank
     chosen = int(order[rank])
-    ids = {int(i): words[int(i)] for i in order[:alternatives]} | ({chosen: text} if rank < alternatives else {})
+    ids = {int(i): words[int(i)] for i in order[:alternatives]} | (
+        {chosen: text} if rank < alternatives else {}
+    )
     after = {i: None if np.isinf(sampled[i]) else float(sampled[i]) for i in [*ids, chosen]}
     agreement = float(rng.beta(4, 3 + 4 * hard))
     return {
         "id": chosen, "text": text, "entropy": H, "varentropy": V,
-        "attn_entropy": float(rng.gamma(20, 0.05 + 0.2 * hard)), "attn_entropy_norm": float(rng.beta(4, 4)),
-        "attn_varentropy": float(rng.gamma(2, 0.4)), "attn_disagreement": 1 - agreement,
-        "attn_agreement": agreement, "interaction_strength": float(rng.gamma(3, 0.5)),
-        "strategy": name, "temperature": float(T), "top_p": 0.9, "top_k": 2**30 if name == "resample" else 27, "min_p": 0.0,
-        "forced": forced, "survivors": len(keep), "rank": rank,
-        "logprob": float(logp[chosen]), "logprob_sampled": after[chosen],
+        "attn_entropy": float(rng.gamma(20, 0.05 + 0.2 * hard)),
+        "attn_entropy_norm": float(rng.beta(4, 4)), "attn_varentropy": float(rng.gamma(2, 0.4)),
+        "attn_disagreement": 1 - agreement, "attn_agreement": agreement,
+        "interaction_strength": float(rng.gamma(3, 0.5)), "strategy": name, "temperature": float(T),
+        "top_p": 0.9, "top_k": 2**30 if name == "resample" else 27, "min_p": 0.0, "forced": forced,
+        "survivors": len(keep), "rank": rank, "logprob": float(logp[chosen]),
+        "logprob_sampled": after[chosen],
         "alternatives": [
-            {"id": i, "text": word, "logprob": float(logp[i]), "logprob_sampled": after[i]} for i, word in ids.items()
+            {"id": i, "text": word, "logprob": float(logp[i]), "logprob_sampled": after[i]} for i,
+            word in ids.items()
         ],
     }  # fmt: skip
 
@@ -108,12 +134,21 @@ def token(
 ROUTED = ("strategy", "temperature", "top_p", "top_k", "min_p", "forced")
 
 
-def candidates_of(rng: np.random.Generator, token: dict, words: list[str], count: int) -> list[dict]:
+def candidates_of(
+    rng: np.random.Generator, token: dict, words: list[str], count: int
+) -> list[dict]:
     """Returns the candidates of an adaptive token, including the chosen one."""
-    ids = [token["id"], *map(int, rng.integers(0, VOCABULARY, count - 1))] if token["strategy"] == "adaptive" else []
+    ids = (
+        [token["id"], *map(int, rng.integers(0, VOCABULARY, count - 1))]
+        if token["strategy"] == "adaptive"
+        else []
+    )
     logprobs = [token["logprob"] - k for k in range(len(ids))]
     texts = [token["text"] if i == token["id"] else words[i] for i in ids]
-    drawn = [{"id": i, "text": text, "logprob": p, "score": p + 0.25} for i, text, p in zip(ids, texts, logprobs, strict=True)]
+    drawn = [
+        {"id": i, "text": text, "logprob": p, "score": p + 0.25}
+        for i, text, p in zip(ids, texts, logprobs, strict=True)
+    ]
     return drawn[::-1]
 
 
@@ -132,20 +167,28 @@ def trace(
     texts = pieces(rng, count)
     words = pieces(rng, VOCABULARY)
     waves = 0.5 + 0.35 * np.sin(np.arange(count) / 90) * np.sin(np.arange(count) / 37)
-    hard = [min(1, wave + 0.25) if text[:1] in " \n" else 0.5 * wave for wave, text in zip(waves, texts, strict=True)]
-    tokens = [token(rng, text, share, words, router, alternatives) for text, share in zip(texts, hard, strict=True)]
+    hard = [
+        min(1, wave + 0.25) if text[:1] in " \n" else 0.5 * wave
+        for wave, text in zip(waves, texts, strict=True)
+    ]
+    tokens = [
+        token(rng, text, share, words, router, alternatives)
+        for text, share in zip(texts, hard, strict=True)
+    ]
     if candidates:
         for one in tokens:
             one["candidates"] = candidates_of(rng, one, words, candidates)
     left_out = (() if attention else ATTENTION) + (() if routed else ROUTED)
     return {
-        "prompt": "Così nel mio parlar ", "text": "".join(texts), "seed": seed, "finish_reason": "length",
-        "strategy": "entropy" if routed else "chain", "settings": {"max_new_tokens": count, "stop": ["\n\n\n"]},
+        "prompt": "Così nel mio parlar ", "text": "".join(texts), "seed": seed,
+        "finish_reason": "length", "strategy": "entropy" if routed else "chain",
+        "settings": {"max_new_tokens": count, "stop": ["\n\n\n"]},
         "router": router if routed else None,
         "stats": {
-            "prompt_tokens": 6, "new_tokens": count, "seconds": 11.532, "first_token_seconds": 0.0213,
-            "compile_seconds": 3.2, "decode_tok_per_s": 173.4,
+            "prompt_tokens": 6, "new_tokens": count, "seconds": 11.532,
+            "first_token_seconds": 0.0213, "compile_seconds": 3.2, "decode_tok_per_s": 173.4,
         },
         "vocab_size": VOCABULARY,
-        "tokens": [{name: value for name, value in one.items() if name not in left_out} for one in tokens],
+        "tokens": [{name: value for name,
+                    value in one.items() if name not in left_out} for one in tokens],
     }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Tests the console: plain lines for scripts, a live display that escapes all text, nothing on stdout."""
+"""Tests the console: plain lines for scripts, a live display that escapes all text, nothing on
+stdout.
+"""
 
 import io
 import re
@@ -32,7 +34,15 @@ ROW = {
 def show_on_both(action) -> tuple[str, str]:
     """Returns the output of the plain and of the live console for one action."""
     plain, live = io.StringIO(), io.StringIO()
-    screen = Screen(file=live, force_terminal=True, width=100, height=30, color_system=None, markup=False, emoji=False)
+    screen = Screen(
+        file=live,
+        force_terminal=True,
+        width=100,
+        height=30,
+        color_system=None,
+        markup=False,
+        emoji=False,
+    )
     for console in (Console(plain), LiveConsole(live, screen)):
         with console:
             console.start(2000, step=10)
@@ -42,14 +52,21 @@ def show_on_both(action) -> tuple[str, str]:
 
 def test_plain_lines_are_key_value_pairs():
     plain, _ = show_on_both(lambda console: console.interval(ROW))
-    expected = "step 20 train_loss 2.0000 lr 0.0003 tokens 15360 tokens_per_s 18640 memory_gb 0.41 seconds_left 1m23s\n"
+    expected = (
+        "step 20 train_loss 2.0000 lr 0.0003 tokens 15360 tokens_per_s 18640 memory_gb 0.41"
+        " seconds_left 1m23s\n"
+    )
     assert plain == expected
     words = plain.split()
     assert dict(zip(words[::2], words[1::2], strict=True)).keys() == ROW.keys()
 
 
 def test_a_missing_value_is_omitted():
-    plain, _ = show_on_both(lambda console: console.evaluation({"step": 20, "train_loss": None, "val_loss": float("nan")}))
+    plain, _ = show_on_both(
+        lambda console: console.evaluation(
+            {"step": 20, "train_loss": None, "val_loss": float("nan")}
+        )
+    )
     assert plain == "step 20 val_loss nan\n"
 
 
@@ -66,7 +83,8 @@ def test_the_best_evaluation_is_marked():
 
     _, live = show_on_both(evaluations)
     marked = {
-        loss: any(f"val {loss}" in line and "best" in line for line in live.splitlines()) for loss in ("2.0", "1.5", "1.8")
+        loss: any(f"val {loss}" in line and "best" in line for line in live.splitlines())
+        for loss in ("2.0", "1.5", "1.8")
     }
     assert marked == {"2.0": True, "1.5": True, "1.8": False}
 
@@ -75,20 +93,35 @@ def test_the_best_reward_is_marked():
     """Rows of training with rewards; the first is that of the starting weights."""
 
     def evaluations(console):
-        console.evaluation({"step": 0, "train_loss_since_eval": None, "val_loss": None, "reward": None, "val_reward": 0.25})
+        console.evaluation(
+            {
+                "step": 0,
+                "train_loss_since_eval": None,
+                "val_loss": None,
+                "reward": None,
+                "val_reward": 0.25,
+            }
+        )
         for step, reward in ((10, 0.75), (20, 0.5)):
-            console.evaluation({"step": step, "val_loss": None, "reward": 0.125, "val_reward": reward})
+            console.evaluation(
+                {"step": step, "val_loss": None, "reward": 0.125, "val_reward": reward}
+            )
 
     plain, live = show_on_both(evaluations)
     lines = [line for line in live.splitlines() if "val reward" in line]
     assert ["best so far" in line for line in lines] == [True, True, False]
     assert "reward 0.125 · val reward 0.750" in lines[1]
-    assert plain.splitlines()[:2] == ["step 0 val_reward 0.25", "step 10 reward 0.125 val_reward 0.75"]
+    assert plain.splitlines()[:2] == [
+        "step 0 val_reward 0.25",
+        "step 10 reward 0.125 val_reward 0.75",
+    ]
 
 
 @pytest.mark.parametrize("text", ["[bold]KING[/bold]", "[/]", "a :smile: b", "[red", "[link=x]y"])
 def test_generated_text_is_not_interpreted_as_markup(text):
-    for shown in show_on_both(lambda console: console.sample(text, 20)) + show_on_both(lambda console: console.note(text)):
+    for shown in show_on_both(lambda console: console.sample(text, 20)) + show_on_both(
+        lambda console: console.note(text)
+    ):
         assert text in shown
 
 
@@ -112,8 +145,9 @@ def test_a_closed_pipe_does_not_stop_the_run():
 
 def test_piped_output_is_plain_goes_to_stderr_and_needs_no_rich():
     code = (
-        "import sys; from dantinox.report import open_console; c = open_console(); c.start(5); c.note('hi'); c.close();"
-        "assert 'rich' not in sys.modules and 'matplotlib' not in sys.modules and 'jax' not in sys.modules"
+        "import sys; from dantinox.report import open_console; c = open_console(); c.start(5);"
+        " c.note('hi'); c.close();assert 'rich' not in sys.modules and 'matplotlib' not in"
+        " sys.modules and 'jax' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "hi\n")
@@ -137,13 +171,17 @@ def test_a_stage_is_announced_once_and_has_a_bar_on_a_terminal():
                 console.stage(name, done, 80_000)
 
     plain, live = show_on_both(stages)
-    assert plain == "training the tokenizer: 80.0k characters\nencoding the corpus: 80.0k characters\n"
+    assert (
+        plain == "training the tokenizer: 80.0k characters\nencoding the corpus: 80.0k characters\n"
+    )
     assert all(line in live for line in plain.splitlines()) and "100%" in live
 
 
 @pytest.mark.parametrize("first", [0, 400_000])
 def test_a_long_stage_shows_the_time_left(monkeypatch, first):
-    """100,000 of a million characters need 10 s. The time is estimated from those that this process has encoded."""
+    """100,000 of a million characters need 10 s. The time is estimated from those that this process
+    has encoded.
+    """
     seconds = 0.0
     for module in (report_console, report_live):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: seconds))
@@ -155,10 +193,16 @@ def test_a_long_stage_shows_the_time_left(monkeypatch, first):
             console.stage("encoding the corpus", done, 1_000_000)
 
     plain, live = show_on_both(stage)
-    shown = [f"{done}k of 1.00M characters, {left} left" for done, left in [(300, "1m10s"), (600, "40s"), (900, "10s")]]
+    shown = [
+        f"{done}k of 1.00M characters, {left} left"
+        for done, left in [(300, "1m10s"), (600, "40s"), (900, "10s")]
+    ]
     if first:
         shown = ["700k of 1.00M characters, 30s left", "1.00M of 1.00M characters, 0s left"]
-    assert plain.splitlines() == ["encoding the corpus: 1.00M characters", *(f"encoding the corpus: {line}" for line in shown)]
+    assert plain.splitlines() == [
+        "encoding the corpus: 1.00M characters",
+        *(f"encoding the corpus: {line}" for line in shown),
+    ]
     assert live.count("encoding the corpus") == 1 and "0s left" in live
 
 
@@ -229,15 +273,24 @@ def test_a_notebook_gets_a_bar_that_is_updated_in_place(monkeypatch, capsys):
         console.evaluation({"step": 20, "val_loss": 1.5})
     assert [raw for _, raw in shown] == [True, True]
     assert shown[0][0].startswith("step 10/40 " + "█" * 7 + "░" * 23)
-    assert shown[1][0] == "step 20/40 " + "█" * 15 + "░" * 15 + f" {format_headline(ROW)} · 1m23s left"
+    assert (
+        shown[1][0] == "step 20/40 " + "█" * 15 + "░" * 15 + f" {format_headline(ROW)} · 1m23s left"
+    )
     assert capsys.readouterr().err == "step 20 val_loss 1.5000\n"
     ipython.get_ipython = lambda: None  # IPython is imported but not in use
     assert type(open_console()) is Console
 
 
 def test_the_training_loss_of_an_evaluation_has_its_own_name():
-    plain, live = show_on_both(lambda console: console.evaluation({"step": 20, "train_loss_since_eval": 1.25, "val_loss": 1.5}))
-    assert plain == "step 20 train_loss_since_eval 1.2500 val_loss 1.5000\n" and "mean loss 1.2500 · val 1.5000" in live
+    plain, live = show_on_both(
+        lambda console: console.evaluation(
+            {"step": 20, "train_loss_since_eval": 1.25, "val_loss": 1.5}
+        )
+    )
+    assert (
+        plain == "step 20 train_loss_since_eval 1.2500 val_loss 1.5000\n"
+        and "mean loss 1.2500 · val 1.5000" in live
+    )
 
 
 def test_progress_shows_the_completed_share_and_the_remaining_time(monkeypatch):
@@ -265,6 +318,8 @@ def test_the_last_line_is_repeated_after_an_interval_without_lines():
         progress("reading: 2 of 5 files")
         assert repeated.wait(30)
     count = len(lines)
-    assert lines[0] == "reading: 2 of 5 files" and re.fullmatch(r"reading: 2 of 5 files \(for .*s\)", lines[1])
+    assert lines[0] == "reading: 2 of 5 files" and re.fullmatch(
+        r"reading: 2 of 5 files \(for .*s\)", lines[1]
+    )
     time.sleep(0.1)
     assert len(lines) == count, "no line is shown after the work"

@@ -1,4 +1,6 @@
-"""Tests shaded text at the terminal: parses its colors, recovers the text, and checks that no text controls the terminal."""
+"""Tests shaded text at the terminal: parses its colors, recovers the text, and checks that no text
+controls the terminal.
+"""
 
 import io
 import math
@@ -10,32 +12,51 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from dantinox.report.entropy_view import escape_character, shade_256, shade_rgb, show_entropy, terminal_colors
+from dantinox.report.entropy_view import (
+    escape_character,
+    shade_256,
+    shade_rgb,
+    show_entropy,
+    terminal_colors,
+)
 
 SGR = re.compile(r"\x1b\[([0-9;]*)m")
 SUPERSCRIPTS = "ᵍᶜᵉʳᵃ"
 # All characters that a model may generate, except the signs that the view adds.
 LETTERS = st.characters(exclude_characters=SUPERSCRIPTS + "↵⇥◌")
-TYPICAL = st.sampled_from([*"abc d\n", " ", "漢", "è", "e\u0301", "👩\u200d👩\u200d👧", "☺\ufe0f", "🇮🇹", "กำ", "\t"])
+TYPICAL = st.sampled_from(
+    [*"abc d\n", " ", "漢", "è", "e\u0301", "👩\u200d👩\u200d👧", "☺\ufe0f", "🇮🇹", "กำ", "\t"]
+)
 WORDS = st.text(LETTERS, max_size=6) | TYPICAL
 STRATEGIES = ["greedy", "clarify", "explore", "resample", "adaptive"]
 
 
 def token(text, entropy=1.0, strategy=None, **others):
-    plain = {"id": 0, "text": text, "entropy": entropy, "varentropy": 0.5, "survivors": 3, "rank": 0, "logprob": -1.0}
+    plain = {
+        "id": 0,
+        "text": text,
+        "entropy": entropy,
+        "varentropy": 0.5,
+        "survivors": 3,
+        "rank": 0,
+        "logprob": -1.0,
+    }
     routed = {} if strategy is None else {"strategy": strategy, "temperature": 0.5, "forced": False}
     return plain | routed | {"logprob_sampled": -0.5, "alternatives": []} | others
 
 
 def document(tokens, prompt="", seed=3):
     return {
-        "prompt": prompt, "text": "".join(t["text"] for t in tokens), "seed": seed, "finish_reason": "length",
-        "strategy": "chain", "settings": {}, "router": None, "stats": {"prompt_tokens": 1}, "vocab_size": 64, "tokens": tokens,
+        "prompt": prompt, "text": "".join(t["text"] for t in tokens), "seed": seed,
+        "finish_reason": "length", "strategy": "chain", "settings": {}, "router": None,
+        "stats": {"prompt_tokens": 1}, "vocab_size": 64, "tokens": tokens,
     }  # fmt: skip
 
 
 def body(tokens, prompt="", width=80, colors="truecolor"):
-    """Returns the lines of the text, without the legend before the first empty line and the totals after the last one."""
+    """Returns the lines of the text, without the legend before the first empty line and the totals
+    after the last one.
+    """
     lines = list(show_entropy([document(tokens, prompt)], width, colors))
     first = lines.index("")
     last = len(lines) - 1 - lines[::-1].index("")
@@ -58,7 +79,10 @@ def strip_styles(lines):
 
 def luminance(rgb):
     """Returns the relative luminance of WCAG 2."""
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in rgb)]
+    linear = [
+        c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (value / 255 for value in rgb)
+    ]
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
@@ -109,9 +133,11 @@ def test_every_character_has_the_shade_of_its_token_and_the_prompt_has_none():
 
 def test_tokens_that_form_one_character_show_the_highest_entropy():
     for before in ([1.0, 4.0], [4.0, 1.0], [1.0, 4.0, 2.0]):
-        parts = [token("", entropy, "explore" if entropy == 4 else "adaptive") for entropy in before]
+        parts = [
+            token("", entropy, "explore" if entropy == 4 else "adaptive") for entropy in before
+        ]
         (line,) = body([*parts, token("漢", 0.1, "greedy"), token("", 8.0)])
-        (mark, character) = parse_styles(line)
+        mark, character = parse_styles(line)
         assert mark == ("ᵉ", "1")
         assert front_and_back(character[1], "truecolor")[1] == shade_rgb(4.0)
 
@@ -127,7 +153,9 @@ def test_a_combining_mark_stays_with_its_letter():
 def test_a_strategy_is_marked_where_it_starts():
     tokens = [token(f" {name}", 1.0, name) for name in STRATEGIES for _ in range(2)]
     shown = "".join(strip_styles(body(tokens, width=200)))
-    assert shown == "".join(f"{mark} {name} {name}" for mark, name in zip(SUPERSCRIPTS, STRATEGIES, strict=True))
+    assert shown == "".join(
+        f"{mark} {name} {name}" for mark, name in zip(SUPERSCRIPTS, STRATEGIES, strict=True)
+    )
     legend = next(show_entropy([document(tokens[:4])], 200, "truecolor"))
     assert "ᵍ greedy  ᶜ clarify" in SGR.sub("", legend) and "explore" not in legend
 
@@ -151,7 +179,11 @@ def test_a_text_without_the_router_has_no_strategies():
     assert lines[-1] == "2 tokens, mean entropy 1.00 ± 0.00 bits, perplexity 2.72"
 
 
-@given(st.lists(st.tuples(WORDS, st.floats(0, 12), st.sampled_from(STRATEGIES)), max_size=8), WORDS, st.integers(20, 60))
+@given(
+    st.lists(st.tuples(WORDS, st.floats(0, 12), st.sampled_from(STRATEGIES)), max_size=8),
+    WORDS,
+    st.integers(20, 60),
+)
 def test_the_text_is_recovered(pieces, prompt, width):
     tokens = [token(*piece) for piece in pieces]
     text = prompt + "".join(t["text"] for t in tokens)
@@ -164,7 +196,11 @@ def test_the_text_is_recovered(pieces, prompt, width):
         assert all(cell_len(line) <= width and sum(map(cell_len, line)) <= width for line in lines)
 
 
-@given(st.lists(st.tuples(WORDS, st.floats(0, 12)), max_size=8), WORDS, st.sampled_from(["truecolor", "256", "none"]))
+@given(
+    st.lists(st.tuples(WORDS, st.floats(0, 12)), max_size=8),
+    WORDS,
+    st.sampled_from(["truecolor", "256", "none"]),
+)
 def test_no_text_controls_the_terminal(pieces, prompt, colors):
     for line in body([token(*piece) for piece in pieces], prompt, 40, colors):
         kinds = {unicodedata.category(c) for c in SGR.sub("", line) if c not in "\u200c\u200d"}
@@ -199,14 +235,16 @@ def test_lines_are_broken_after_spaces_and_within_the_width(text, lines):
 
 
 def test_a_mark_has_its_own_cell():
-    (first, second) = strip_styles(body([token("x" * 19, 1.0, "greedy"), token("y", 1.0, "explore")], width=20))
+    first, second = strip_styles(
+        body([token("x" * 19, 1.0, "greedy"), token("y", 1.0, "explore")], width=20)
+    )
     assert (first, second) == ("ᵍ" + "x" * 19, "ᵉy")
 
 
 def test_without_colors_digits_and_letters_are_below_the_text():
     tokens = [
-        token(" di", 0.2, "greedy"), token(" nos", 1.6, "greedy"), token("tra", 2.5, "adaptive"), token("漢", 14.0, "adaptive"),
-        token("\n", 0.0, "greedy"), token("vita", None, "greedy"),
+        token(" di", 0.2, "greedy"), token(" nos", 1.6, "greedy"), token("tra", 2.5, "adaptive"),
+        token("漢", 14.0, "adaptive"), token("\n", 0.0, "greedy"), token("vita", None, "greedy"),
     ]  # fmt: skip
     assert body(tokens, prompt="cammin", colors="none") == [
         "cammin di nostra漢↵",
@@ -233,10 +271,13 @@ def test_totals_summarize_the_tokens():
         token("d", 2.0, "clarify", logprob=math.log(0.25), temperature=1.0, forced=True),
     ]
     expected = (
-        "4 tokens, mean entropy 2.00 ± 0.71 bits, perplexity 4.00, adaptive 50\u00a0%, greedy 25\u00a0%, clarify 25\u00a0%, "
-        "1 forced, "
+        "4 tokens, mean entropy 2.00 ± 0.71 bits, perplexity 4.00, adaptive 50\u00a0%, greedy"
+        " 25\u00a0%, clarify 25\u00a0%, 1 forced, "
     )
-    assert list(show_entropy([document(tokens)], 200, "none"))[-1] == expected + "mean temperature 1.00"
+    assert (
+        list(show_entropy([document(tokens)], 200, "none"))[-1]
+        == expected + "mean temperature 1.00"
+    )
 
 
 def test_missing_and_infinite_numbers_are_handled():
@@ -248,7 +289,9 @@ def test_missing_and_infinite_numbers_are_handled():
 
 
 def test_several_samples_have_headings():
-    lines = list(show_entropy([document([token("a")], seed=5), document([token("b")], seed=6)], 80, "none"))
+    lines = list(
+        show_entropy([document([token("a")], seed=5), document([token("b")], seed=6)], 80, "none")
+    )
     assert "sample 1 of 2, seed 5" in lines and "sample 2 of 2, seed 6" in lines
     assert sum("entropy in bits" in line for line in lines) == 1
 

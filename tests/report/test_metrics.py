@@ -1,4 +1,6 @@
-"""Tests metric files: numbers read back bitwise, and a truncated and continued log equals that of an uninterrupted run."""
+"""Tests metric files: numbers read back bitwise, and a truncated and continued log equals that of
+an uninterrupted run.
+"""
 
 import errno
 import json
@@ -81,7 +83,9 @@ def test_a_log_of_an_older_version_keeps_its_columns(log):
     older = metrics.HEADER.removesuffix(",mfu,muon_lr,reward,val_reward")
     log.path_csv.write_text(f"{older}\n")
     log.evaluation({"step": 1, "val_loss": 2.0, "mfu": 0.5})
-    assert read_csv(log.path_csv) == [{"step": 1, "val_loss": 2.0}] and log.path_csv.read_text().startswith(f"{older}\n1,")
+    assert read_csv(log.path_csv) == [
+        {"step": 1, "val_loss": 2.0}
+    ] and log.path_csv.read_text().startswith(f"{older}\n1,")
 
 
 @pytest.mark.parametrize("step", [0, 9, 10, 19, 20, 25, 39, 40])
@@ -98,7 +102,9 @@ def test_a_truncated_and_continued_log_equals_the_uninterrupted_one(tmp_path, st
 
 
 def test_a_log_truncated_at_any_byte_is_repaired(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics.os, "fsync", lambda number: None)  # called hundreds of times: do not wait for the disk
+    monkeypatch.setattr(
+        metrics.os, "fsync", lambda number: None
+    )  # called hundreds of times: do not wait for the disk
     whole = MetricsLog(tmp_path / "whole.csv", tmp_path / "whole.jsonl")
     fill(whole, range(10, 41, 10))
     csv_bytes, json_bytes = whole.path_csv.read_bytes(), whole.path_jsonl.read_bytes()
@@ -107,7 +113,9 @@ def test_a_log_truncated_at_any_byte_is_repaired(tmp_path, monkeypatch):
         damaged.path_csv.write_bytes(csv_bytes[:size])
         damaged.truncate(20)
         rest = damaged.path_csv.read_bytes()
-        assert csv_bytes.startswith(rest) and (not rest or rest.endswith(b"\n")) and len(rest) <= size
+        assert (
+            csv_bytes.startswith(rest) and (not rest or rest.endswith(b"\n")) and len(rest) <= size
+        )
     for size in range(len(json_bytes)):
         damaged.path_jsonl.write_bytes(json_bytes[:size] + b"\0\0\0")
         damaged.truncate(40)
@@ -150,7 +158,10 @@ def test_a_file_that_is_not_a_log_raises_a_user_error(log):
 
 def test_columns_equal_the_rows_of_a_log_of_several_blocks(log, monkeypatch):
     monkeypatch.setattr(metrics, "BLOCK_BYTES", 100)
-    rows = [{"step": i, "train_loss": 1 / i, "tokens": 100 * i} | ({"val_reward": -i} if i % 2 else {}) for i in range(1, 9)]
+    rows = [
+        {"step": i, "train_loss": 1 / i, "tokens": 100 * i} | ({"val_reward": -i} if i % 2 else {})
+        for i in range(1, 9)
+    ]
     for row in rows:
         log.evaluation(row)
         log.event("interval", row | {"train_loss": float("nan")})
@@ -163,12 +174,17 @@ def test_columns_equal_the_rows_of_a_log_of_several_blocks(log, monkeypatch):
     intervals = jsonl_columns(log.path_jsonl, "interval", names)
     for name in names:
         np.testing.assert_array_equal(evaluations[name], wanted[name])
-        np.testing.assert_array_equal(intervals[name], [np.nan] * 8 if name == "train_loss" else wanted[name])
+        np.testing.assert_array_equal(
+            intervals[name], [np.nan] * 8 if name == "train_loss" else wanted[name]
+        )
     assert csv_columns(log.path_csv, ("unknown",))["unknown"].shape == (8,)
 
 
 def test_columns_of_a_missing_log_are_empty(tmp_path):
-    for columns in (csv_columns(tmp_path / "no.csv", ("step",)), jsonl_columns(tmp_path / "no.jsonl", "interval", ("step",))):
+    for columns in (
+        csv_columns(tmp_path / "no.csv", ("step",)),
+        jsonl_columns(tmp_path / "no.jsonl", "interval", ("step",)),
+    ):
         assert columns["step"].shape == (0,)
 
 
@@ -176,21 +192,33 @@ def test_a_named_pipe_is_no_log(log):
     """Reading it would never end."""
     os.mkfifo(log.path_csv)
     os.mkfifo(log.path_jsonl)
-    readers = [lambda: csv_columns(log.path_csv, ("step",)), lambda: jsonl_columns(log.path_jsonl, "interval", ("step",))]
-    readers += [lambda: read_csv(log.path_csv), lambda: read_jsonl(log.path_jsonl), lambda: log.truncate(1)]
+    readers = [
+        lambda: csv_columns(log.path_csv, ("step",)),
+        lambda: jsonl_columns(log.path_jsonl, "interval", ("step",)),
+    ]
+    readers += [
+        lambda: read_csv(log.path_csv),
+        lambda: read_jsonl(log.path_jsonl),
+        lambda: log.truncate(1),
+    ]
     for read in readers:
         with pytest.raises(UserError, match=ERRORS["is_not_a_regular_file"]):
             read()
 
 
-@pytest.mark.parametrize("content", [b"step,loss\n1,abc\n", b"step\n1,2,3\n", b"step,loss\n1\n2,3,4\n", b"step\n\xff\xfe\n"])
+@pytest.mark.parametrize(
+    "content",
+    [b"step,loss\n1,abc\n", b"step\n1,2,3\n", b"step,loss\n1\n2,3,4\n", b"step\n\xff\xfe\n"],
+)
 def test_columns_of_a_damaged_log_raise_a_user_error(log, content):
     log.path_csv.write_bytes(content)
     with pytest.raises(UserError, match=ERRORS["is_not_a_training_log"]):
         csv_columns(log.path_csv, ("step", "loss"))
 
 
-@pytest.mark.parametrize("content", [b"{\n", b"[1]\n", b'{"kind": "interval", "step": "x"}\n', b"{}, {}]\n", b"\xff\n"])
+@pytest.mark.parametrize(
+    "content", [b"{\n", b"[1]\n", b'{"kind": "interval", "step": "x"}\n', b"{}, {}]\n", b"\xff\n"]
+)
 def test_columns_of_damaged_json_lines_raise_a_user_error(log, content):
     log.path_jsonl.write_bytes(content)
     with pytest.raises(UserError, match=ERRORS["is_not_json_lines"]):

@@ -1,4 +1,6 @@
-"""Tests the file of the report: it has every number, runs only the package's own script, and is small."""
+"""Tests the file of the report: it has every number, runs only the package's own script, and is
+small.
+"""
 
 import base64
 import hashlib
@@ -78,7 +80,14 @@ def approximate(value):
 
 
 @pytest.mark.parametrize(
-    "kind", [{}, {"attention": False}, {"routed": False, "attention": False}, {"alternatives": 0}, {"candidates": 12}]
+    "kind",
+    [
+        {},
+        {"attention": False},
+        {"routed": False, "attention": False},
+        {"alternatives": 0},
+        {"candidates": 12},
+    ],
 )
 def test_the_file_has_every_number_of_the_document(kind):
     documents = [trace(60, **kind), trace(7, seed=8, **kind)]
@@ -88,26 +97,42 @@ def test_the_file_has_every_number_of_the_document(kind):
         assert len(found) == len(document["tokens"])
         for token, rebuilt in zip(document["tokens"], found, strict=True):
             lists = {
-                kind: [{name: approximate(value) for name, value in one.items()} for one in token.get(kind, [])]
+                kind: [
+                    {name: approximate(value) for name, value in one.items()}
+                    for one in token.get(kind, [])
+                ]
                 for kind in LISTS
             }
             assert rebuilt == {name: approximate(value) for name, value in token.items()} | lists
         rest = {name: value for name, value in document.items() if name != "tokens"}
-        assert {name: data["samples"][s][name] for name in rest} == rest | {"router": expected_router(document)}
+        assert {name: data["samples"][s][name] for name in rest} == rest | {
+            "router": expected_router(document)
+        }
 
 
 def expected_router(document):
     numbers = document["router"]
-    return numbers and {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    return numbers and {
+        name: value if math.isfinite(value) else None for name, value in numbers.items()
+    }
 
 
 def test_metrics_with_thresholds_keep_every_bit_of_float32():
     document = trace(1)
-    values = [float(value) for value in np.float32([0.1, np.nextafter(np.float32(0.1), np.float32(1)), 4.9999995])]
-    document["tokens"] = [{**document["tokens"][0], "entropy": value, "varentropy": value} for value in values]
+    values = [
+        float(value)
+        for value in np.float32([0.1, np.nextafter(np.float32(0.1), np.float32(1)), 4.9999995])
+    ]
+    document["tokens"] = [
+        {**document["tokens"][0], "entropy": value, "varentropy": value} for value in values
+    ]
     found = tokens_of(data_of(report_page([document])))
-    assert [np.float32(token["entropy"]) for token in found] == [np.float32(value) for value in values]
-    assert [np.float32(token["varentropy"]) for token in found] == [np.float32(value) for value in values]
+    assert [np.float32(token["entropy"]) for token in found] == [
+        np.float32(value) for value in values
+    ]
+    assert [np.float32(token["varentropy"]) for token in found] == [
+        np.float32(value) for value in values
+    ]
 
 
 def test_a_report_of_2000_tokens_with_ten_alternatives_is_below_1_5_megabytes():
@@ -118,7 +143,9 @@ def test_a_report_without_repeated_words_is_below_1_5_megabytes():
     document = trace(2000)
     for i, token in enumerate(document["tokens"]):
         for a, other in enumerate(token["alternatives"]):
-            other.update(id=10 * i + a, text=f" parola{10 * i + a}", logprob_sampled=other["logprob"])
+            other.update(
+                id=10 * i + a, text=f" parola{10 * i + a}", logprob_sampled=other["logprob"]
+            )
     assert len(report_page([document]).encode()) < 1_500_000
 
 
@@ -143,7 +170,13 @@ def strings(value):
     """Returns every string in a JSON value, including keys."""
     if isinstance(value, str):
         return {value}
-    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    parts = (
+        [*value.keys(), *value.values()]
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list)
+        else []
+    )
     return set().union(*map(strings, parts))
 
 
@@ -165,7 +198,11 @@ def test_nonfinite_numbers_become_null(number):
     token = tokens_of(data)[1]
     assert data["samples"][0]["router"]["temperature_max"] is None
     assert data["samples"][0]["settings"] == {"logit_bias": {"a": None}}
-    assert (token["logprob"], token["temperature"], token["alternatives"][0]["logprob"]) == (None, None, None)
+    assert (token["logprob"], token["temperature"], token["alternatives"][0]["logprob"]) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_the_page_has_no_external_reference():
@@ -174,7 +211,9 @@ def test_the_page_has_no_external_reference():
     elements = Elements(html)
     assert [one[1]["href"] for one in elements.all("link")] == ["data:,"]
     assert not [
-        one for one in elements.found if "src" in one[1] or "style" in one[1] or any(a.startswith("on") for a in one[1])
+        one
+        for one in elements.found
+        if "src" in one[1] or "style" in one[1] or any(a.startswith("on") for a in one[1])
     ]
 
 
@@ -183,12 +222,15 @@ def test_only_the_script_and_the_style_of_the_package_are_allowed():
     (policy,) = elements.all("meta", **{"http-equiv": "Content-Security-Policy"})
     directives = dict(part.strip().split(" ", 1) for part in policy[1]["content"].split(";"))
     (style,) = elements.all("style")
-    (_, script) = elements.all("script")
+    _, script = elements.all("script")
     assert directives["default-src"] == "'none'"
     for name, source in (("style-src", style[2]), ("script-src", script[2])):
         digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
         assert directives[name] == f"'sha256-{digest}'"
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|\bFunction\(|fetch\(|XMLHttp", script[2])
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|\bFunction\(|fetch\(|XMLHttp",
+        script[2],
+    )
 
 
 def test_a_report_without_samples_raises():
@@ -197,8 +239,14 @@ def test_a_report_without_samples_raises():
 
 
 def test_a_wheel_contains_the_files_of_the_page():
-    globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["dantinox"]
+    globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["dantinox"]
     package = ROOT / "dantinox"
-    parts = [path.relative_to(package) for path in package.rglob("*") if path.suffix in (".html", ".css", ".js")]
+    parts = [
+        path.relative_to(package)
+        for path in package.rglob("*")
+        if path.suffix in (".html", ".css", ".js")
+    ]
     assert len(parts) >= 5
     assert all(any(PurePath(part).match(glob) for glob in globs) for part in parts)

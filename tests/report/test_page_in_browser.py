@@ -1,4 +1,6 @@
-"""Tests the report in a browser: clicks, keys and choices, and that no text runs as code and no request leaves the page."""
+"""Tests the report in a browser: clicks, keys and choices, and that no text runs as code and no
+request leaves the page.
+"""
 
 import itertools
 import json
@@ -21,9 +23,13 @@ pytestmark = pytest.mark.browser
 def browser():
     from selenium import webdriver as driver
 
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    binary = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     service = shutil.which("chromedriver")
-    assert binary and service, "chromium and chromedriver are needed: apt-get install chromium chromium-driver"
+    assert binary and service, (
+        "chromium and chromedriver are needed: apt-get install chromium chromium-driver"
+    )
     options = driver.ChromeOptions()
     options.binary_location = binary
     for argument in (
@@ -43,7 +49,9 @@ def browser():
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """Opens documents as a page; at the end the browser must have logged no error and no network request."""
+    """Opens documents as a page; at the end the browser must have logged no error and no network
+    request.
+    """
 
     def open_page(*documents):
         path = tmp_path / "page.html"
@@ -56,7 +64,11 @@ def opened(browser, tmp_path):
     yield open_page
     assert browser.get_log("browser") == []
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    urls = [
+        event["params"]["request"]["url"]
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+    ]
     assert {url.split(":")[0] for url in urls} <= {"file", "about", "data"}
     assert len([url for url in urls if url.startswith("file:")]) <= 1
 
@@ -75,9 +87,16 @@ def token(browser, i):
 
 
 def selected(browser):
-    """Returns the index of the selected token, after checking that all parts of the page show the same one."""
-    (i,) = browser.execute_script("return state.nodes.flatMap((n, i) => n.getAttribute('aria-selected') === 'true' ? [i] : [])")
-    assert browser.execute_script("return state.nodes.flatMap((n, i) => n.tabIndex === 0 ? [i] : [])") == [i]
+    """Returns the index of the selected token, after checking that all parts of the page show the
+    same one.
+    """
+    (i,) = browser.execute_script(
+        "return state.nodes.flatMap((n, i) => n.getAttribute('aria-selected') === 'true' ? [i]"
+        " : [])"
+    )
+    assert browser.execute_script(
+        "return state.nodes.flatMap((n, i) => n.tabIndex === 0 ? [i] : [])"
+    ) == [i]
     assert f"Token {i + 1:,} of" in find(browser, ".place").text
     assert find(browser, "#strips").get_attribute("aria-valuenow") == str(i + 1)
     return i
@@ -107,7 +126,8 @@ def test_a_click_selects_one_of_two_thousand_tokens(opened, long_trace):
     browser = opened(long_trace)
     assert text_on_screen(browser) == long_trace["text"]
     line_breaks = browser.execute_script(
-        "return [...document.querySelectorAll('.token i')].filter((i) => i.textContent === '↵').length"
+        "return [...document.querySelectorAll('.token i')].filter((i) => i.textContent ==="
+        " '↵').length"
     )
     assert line_breaks == long_trace["text"].count("\n")
     assert selected(browser) == 0
@@ -119,7 +139,9 @@ def test_a_click_selects_one_of_two_thousand_tokens(opened, long_trace):
 def test_parts_of_a_long_text_have_the_same_lines_as_the_whole_text(opened, long_trace):
     browser = opened(long_trace)
     assert text_on_screen(browser) == long_trace["text"]
-    parts = browser.execute_script("return [...document.querySelectorAll('.part')].map((part) => part.textContent)")
+    parts = browser.execute_script(
+        "return [...document.querySelectorAll('.part')].map((part) => part.textContent)"
+    )
     assert len(parts) > 10 and all(part.endswith("\n") for part in parts[:-1])
     height = """
         document.querySelectorAll('.part').forEach((part) => {
@@ -132,10 +154,12 @@ def test_parts_of_a_long_text_have_the_same_lines_as_the_whole_text(opened, long
 
 def test_selecting_is_fast(opened, long_trace):
     browser = opened(long_trace)
-    load = browser.execute_script("return performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
+    load = browser.execute_script(
+        "return performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"
+    )
     per_token = browser.execute_script(
-        "const start = performance.now(); for (let i = 0; i < 50; i += 1) { select(i * 40); point(i * 40 + 3); }"
-        "return (performance.now() - start) / 50"
+        "const start = performance.now(); for (let i = 0; i < 50; i += 1) { select(i * 40); point(i"
+        " * 40 + 3); }return (performance.now() - start) / 50"
     )
     assert load < 5000 and per_token < 150  # milliseconds, generous for a busy machine
 
@@ -146,7 +170,9 @@ def test_the_page_can_be_used_by_keyboard(opened, long_trace):
     for _ in range(12):
         press(browser, "TAB")
         reached.append(
-            focused(browser).get_attribute("id") or focused(browser).get_attribute("class") or focused(browser).tag_name
+            focused(browser).get_attribute("id")
+            or focused(browser).get_attribute("class")
+            or focused(browser).tag_name
         )
         if reached[-1].startswith("token"):
             break
@@ -194,18 +220,29 @@ def test_tokens_are_shaded_by_the_chosen_metric(opened, long_trace):
         }[name]
         end = float(re.search(r"≥ ([\d.]+)", find(browser, "#legend .ticks").text)[1])
         assert np.quantile(expected, 0.97) <= end <= 2 * np.quantile(expected, 0.99)
-        np.testing.assert_allclose(shares[name], np.minimum(1, np.array(expected) / end) * 100, atol=0.51)
+        np.testing.assert_allclose(
+            shares[name], np.minimum(1, np.array(expected) / end) * 100, atol=0.51
+        )
     find(browser, "#colors input[value=strategy] + span").click()
-    shown = {name: find(browser, f".token.{name}").value_of_css_property("background-color") for name in STRATEGY_NAMES}
+    shown = {
+        name: find(browser, f".token.{name}").value_of_css_property("background-color")
+        for name in STRATEGY_NAMES
+    }
     assert len(set(shown.values())) == 5
 
 
 def test_every_token_has_the_glyph_of_its_strategy(opened, long_trace):
     browser = opened(long_trace)
-    signs = browser.execute_script("return state.nodes.map((node) => [node.dataset.glyph, node.className])")
-    by_name = {one["strategy"]: glyph for one, (glyph, _) in zip(long_trace["tokens"], signs, strict=True)}
+    signs = browser.execute_script(
+        "return state.nodes.map((node) => [node.dataset.glyph, node.className])"
+    )
+    by_name = {
+        one["strategy"]: glyph for one, (glyph, _) in zip(long_trace["tokens"], signs, strict=True)
+    }
     assert set(by_name) == set(STRATEGY_NAMES) and len(set(by_name.values())) == 5
-    assert all(one["strategy"] in kind for one, (_, kind) in zip(long_trace["tokens"], signs, strict=True))
+    assert all(
+        one["strategy"] in kind for one, (_, kind) in zip(long_trace["tokens"], signs, strict=True)
+    )
 
 
 def number_of(text):
@@ -227,49 +264,73 @@ def test_the_rules_are_listed_with_their_signed_margins(opened, long_trace):
             for metric, relation, threshold in conditions
         ]
         np.testing.assert_allclose(margins, expected, rtol=6e-3, atol=6e-4)
-        assert [row.find_element("css selector", ".left span").text == "✓" for row in rows] == [m > 0 for m in expected]
+        assert [row.find_element("css selector", ".left span").text == "✓" for row in rows] == [
+            m > 0 for m in expected
+        ]
         applied = browser.find_elements("css selector", ".rules tr.applied")
         assert name in applied[0].text and len(applied) == (2 if name in RULES else 1)
 
 
 def test_alternatives_show_both_distributions(opened, long_trace):
     browser = opened(long_trace)
-    i = next(i for i, one in enumerate(long_trace["tokens"]) if one["strategy"] == "explore" and 3 < one["survivors"] < 9)
+    i = next(
+        i
+        for i, one in enumerate(long_trace["tokens"])
+        if one["strategy"] == "explore" and 3 < one["survivors"] < 9
+    )
     browser.execute_script("select(arguments[0])", i)
     one = long_trace["tokens"][i]
     rows = browser.find_elements("css selector", ".alternatives tbody tr")
     for row, other in zip(rows, one["alternatives"], strict=False):
         _, before, after = (cell.text for cell in row.find_elements("css selector", "td"))
-        assert number_of(before) / 100 == pytest.approx(math.exp(other["logprob"]), rel=0.06, abs=6e-4)
+        assert number_of(before) / 100 == pytest.approx(
+            math.exp(other["logprob"]), rel=0.06, abs=6e-4
+        )
         if other["logprob_sampled"] is None:
             assert after == "×"
         else:
-            assert number_of(after) / 100 == pytest.approx(math.exp(other["logprob_sampled"]), rel=0.06, abs=6e-4)
+            assert number_of(after) / 100 == pytest.approx(
+                math.exp(other["logprob_sampled"]), rel=0.06, abs=6e-4
+            )
     (chosen,) = browser.find_elements("css selector", ".alternatives .is-chosen")
     assert chosen.text.endswith("%")
     light, dark = (bar.rect["width"] for bar in rows[0].find_elements("css selector", ".bars i"))
     first = one["alternatives"][0]
-    assert light / dark == pytest.approx(math.exp(first["logprob"] - first["logprob_sampled"]), rel=0.1)
+    assert light / dark == pytest.approx(
+        math.exp(first["logprob"] - first["logprob_sampled"]), rel=0.1
+    )
 
 
 def test_totals_shares_and_transitions(opened, long_trace):
     browser = opened(long_trace)
     tokens = long_trace["tokens"]
-    facts = dict(row.text.split("\n", 1) for row in browser.find_elements("css selector", "#totals > div"))
+    facts = dict(
+        row.text.split("\n", 1) for row in browser.find_elements("css selector", "#totals > div")
+    )
     perplexity = math.exp(-np.mean([one["logprob"] for one in tokens]))
     assert number_of(facts["Perplexity"].split()[0]) == pytest.approx(perplexity, rel=6e-3)
     entropies = [one["entropy"] for one in tokens]
     mean, _, deviation = facts["Mean entropy"].split()[:3]
     assert number_of(mean) == pytest.approx(np.mean(entropies), rel=6e-3)
     assert number_of(deviation) == pytest.approx(np.std(entropies), rel=6e-3)
-    assert facts["Speed"] == "173 tokens/s" and facts["Seed"] == "7" and facts["Length"].startswith("2,000 tokens")
+    assert (
+        facts["Speed"] == "173 tokens/s"
+        and facts["Seed"] == "7"
+        and facts["Length"].startswith("2,000 tokens")
+    )
     names = [one["strategy"] for one in tokens]
-    for name, row in zip(STRATEGY_NAMES, browser.find_elements("css selector", ".strategy-table tbody tr"), strict=True):
+    for name, row in zip(
+        STRATEGY_NAMES,
+        browser.find_elements("css selector", ".strategy-table tbody tr"),
+        strict=True,
+    ):
         count, share, *following = (cell.text for cell in row.find_elements("css selector", "td"))
         assert int(count) == names.count(name)
         assert number_of(share) == pytest.approx(100 * names.count(name) / 2000, abs=0.06)
         pairs = list(itertools.pairwise(names))
-        assert [int(times) for times in following] == [pairs.count((name, other)) for other in STRATEGY_NAMES]
+        assert [int(times) for times in following] == [
+            pairs.count((name, other)) for other in STRATEGY_NAMES
+        ]
 
 
 def test_a_click_in_a_plot_selects_a_token(opened, long_trace):
@@ -284,11 +345,14 @@ def test_a_click_in_a_plot_selects_a_token(opened, long_trace):
     assert selected(browser) == hovered
     i = max(range(2000), key=lambda i: long_trace["tokens"][i]["varentropy"])
     at = browser.execute_script(
-        "const {x, y} = mapAxes(); const t = state.sample.tokens[arguments[0]];"
-        "return [x.at(t.entropy) - byId('map').clientWidth / 2, y.at(t.varentropy) - byId('map').clientHeight / 2]",
+        "const {x, y} = mapAxes(); const t = state.sample.tokens[arguments[0]];return"
+        " [x.at(t.entropy) - byId('map').clientWidth / 2, y.at(t.varentropy) -"
+        " byId('map').clientHeight / 2]",
         i,
     )
-    ActionChains(browser).move_to_element_with_offset(find(browser, "#map"), *map(round, at)).click().perform()
+    ActionChains(browser).move_to_element_with_offset(
+        find(browser, "#map"), *map(round, at)
+    ).click().perform()
     assert selected(browser) == i
     frame, box = find(browser, "#text").rect, token(browser, i).rect
     assert frame["y"] <= box["y"] <= frame["y"] + frame["height"]
@@ -317,7 +381,11 @@ return state.nodes.some((_, i) => {
 def contrast(pair):
     """Returns the contrast ratio of WCAG 2 between two sRGB colors."""
     linear = [
-        np.where(np.array(c) / 255 <= 0.04045, np.array(c) / 255 / 12.92, ((np.array(c) / 255 + 0.055) / 1.055) ** 2.4)
+        np.where(
+            np.array(c) / 255 <= 0.04045,
+            np.array(c) / 255 / 12.92,
+            ((np.array(c) / 255 + 0.055) / 1.055) ** 2.4,
+        )
         for c in pair
     ]
     low, high = sorted(float(c @ [0.2126, 0.7152, 0.0722]) for c in linear)
@@ -357,7 +425,9 @@ def test_the_page_follows_the_system_theme_until_the_button_overrides_it(opened)
 
 def test_scripts_in_generated_text_do_not_run(opened):
     document = trace(12)
-    document["prompt"] = document["tokens"][3]["text"] = document["tokens"][4]["alternatives"][0]["text"] = HOSTILE
+    document["prompt"] = document["tokens"][3]["text"] = document["tokens"][4]["alternatives"][0][
+        "text"
+    ] = HOSTILE
     document["settings"] = {"stop": [HOSTILE]}
     browser = opened(document)
     for i in range(12):
@@ -374,8 +444,12 @@ def test_the_page_fits_the_width_of_the_window(opened, width):
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-        assert browser.execute_script("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        browser.execute_script(
+            "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
+        )
+        assert browser.execute_script(
+            "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        )
         assert not browser.execute_script(TOO_WIDE)
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
@@ -384,11 +458,17 @@ def test_the_page_fits_the_width_of_the_window(opened, width):
 def test_a_trace_without_the_router_shows_no_strategies(opened):
     browser = opened(trace(50, routed=False, attention=False))
     shown = find(browser, "body").text
-    assert "Strategies" not in shown and "greedy" not in shown and "Sampling parameters" not in shown
-    assert [radio.get_attribute("value") for radio in browser.find_elements("css selector", "#colors input")] == [
+    assert (
+        "Strategies" not in shown and "greedy" not in shown and "Sampling parameters" not in shown
+    )
+    assert [radio.get_attribute("value") for radio in browser.find_elements("css selector",
+        "#colors input")] == [
         "entropy", "varentropy", "surprisal",
     ]  # fmt: skip
-    strips = [value.get_attribute("data-of") for value in browser.find_elements("css selector", "#strips .value")]
+    strips = [
+        value.get_attribute("data-of")
+        for value in browser.find_elements("css selector", "#strips .value")
+    ]
     assert strips == ["entropy", "varentropy", "surprisal"]
     press(browser, "TAB", "TAB", "TAB", "ARROW_RIGHT")
     assert selected(browser) == 1
@@ -396,19 +476,27 @@ def test_a_trace_without_the_router_shows_no_strategies(opened):
 
 def test_missing_attention_metrics_are_omitted(opened):
     browser = opened(trace(50, attention=False))
-    assert "ttention" not in find(browser, "main").text and "Strategies" in find(browser, "main").text
+    assert (
+        "ttention" not in find(browser, "main").text and "Strategies" in find(browser, "main").text
+    )
 
 
 def test_the_attention_of_each_head_is_a_map(opened):
     document, layers, heads = trace(3, routed=False, attention=False), 4, 6
     names = ("entropy", "varentropy", "agreement", "strength")
     for n, record in enumerate(document["tokens"]):
-        record["heads"] = {name: np.arange(layers * heads).reshape(layers, heads).__add__(n).tolist() for name in names}
+        record["heads"] = {
+            name: np.arange(layers * heads).reshape(layers, heads).__add__(n).tolist()
+            for name in names
+        }
     browser = opened(document)
     assert len(browser.find_elements("css selector", ".heads figure")) == 4
     cells = browser.find_elements("css selector", ".heads figure:first-of-type .cells i")
     assert len(cells) == layers * heads and cells[6].get_attribute("title") == "layer 1, head 0: 6"
-    assert [float(cell.value_of_css_property("opacity")) for cell in (cells[0], cells[-1])] == [0, 1]
+    assert [float(cell.value_of_css_property("opacity")) for cell in (cells[0], cells[-1])] == [
+        0,
+        1,
+    ]
     press(browser, "TAB", "TAB", "TAB", "ARROW_RIGHT")
     assert "mean 12.5, largest 24 bits" in find(browser, ".heads").text
 
@@ -443,26 +531,39 @@ def test_tokens_that_were_not_drawn_are_underlined(opened):
     for place, token in enumerate(document["tokens"]):
         token["forced"] = 2 <= place < 5
     browser = opened(document)
-    lines = [node.value_of_css_property("text-decoration-line") for node in browser.find_elements("css selector", ".token")]
+    lines = [
+        node.value_of_css_property("text-decoration-line")
+        for node in browser.find_elements("css selector", ".token")
+    ]
     assert lines == ["none"] * 2 + ["underline"] * 3 + ["none"]
-    assert "forced" in browser.find_elements("css selector", ".token")[3].get_attribute("aria-label")
+    assert "forced" in browser.find_elements("css selector", ".token")[3].get_attribute(
+        "aria-label"
+    )
     assert "not sampled" in find(browser, "#legend").text
 
 
 def test_candidates_are_listed_in_the_order_of_their_draws(opened):
     document = trace(60, candidates=12)
     browser = opened(document)
-    adaptive = [i for i, one in enumerate(document["tokens"]) if one["strategy"] == "adaptive" and not one["forced"]]
+    adaptive = [
+        i
+        for i, one in enumerate(document["tokens"])
+        if one["strategy"] == "adaptive" and not one["forced"]
+    ]
     browser.execute_script("select(arguments[0])", adaptive[0])
     rows = browser.find_elements("css selector", ".candidates tbody tr")
     drawn = document["tokens"][adaptive[0]]["candidates"]
     assert len(rows) == 12
     for row, one in zip(rows, drawn, strict=True):
         before, score = (cell.text for cell in row.find_elements("css selector", "td"))
-        assert number_of(before) / 100 == pytest.approx(math.exp(one["logprob"]), rel=0.06, abs=6e-4)
+        assert number_of(before) / 100 == pytest.approx(
+            math.exp(one["logprob"]), rel=0.06, abs=6e-4
+        )
         assert number_of(score) == pytest.approx(one["score"], rel=6e-3, abs=6e-3)
     (chosen,) = browser.find_elements("css selector", ".candidates .is-chosen")
-    first = next(c for c, one in enumerate(drawn) if one["id"] == document["tokens"][adaptive[0]]["id"])
+    first = next(
+        c for c, one in enumerate(drawn) if one["id"] == document["tokens"][adaptive[0]]["id"]
+    )
     assert chosen.id == rows[first].id and "chosen" in chosen.text
     other = next(i for i, one in enumerate(document["tokens"]) if one["strategy"] != "adaptive")
     browser.execute_script("select(arguments[0])", other)

@@ -46,10 +46,17 @@ def test_several_runs_are_drawn_into_one_plot(log, tmp_path, by, monkeypatch):
     monkeypatch.setattr(Axes, "plot", lambda self, x, y, **_: lines.append((list(x), list(y))))
     monkeypatch.setattr(Axes, "legend", lambda *_, **__: None)
     for step, ms in ((10, 60_000), (20, 120_000)):
-        log.event("interval", {"step": step, "train_loss": 5 / step, "tokens": step * 1000, "ms_per_step": ms})
+        log.event(
+            "interval",
+            {"step": step, "train_loss": 5 / step, "tokens": step * 1000, "ms_per_step": ms},
+        )
     log.evaluation({"step": 15, "val_loss": 0.2, "tokens": 15_000})
     plot_runs(dict.fromkeys(["one", "two"], (log.path_csv, log.path_jsonl)), by, tmp_path / "a.png")
-    x_values = {"step": ([10, 20], [15]), "tokens": ([10_000, 20_000], [15_000]), "time": ([10, 30], [20])}[by]
+    x_values = {
+        "step": ([10, 20], [15]),
+        "tokens": ([10_000, 20_000], [15_000]),
+        "time": ([10, 30], [20]),
+    }[by]
     assert lines == [(x_values[0], [0.5, 0.25]), (x_values[1], [0.2])] * 2
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

@@ -15,32 +15,42 @@ TEXTS = st.text(max_size=8) | st.sampled_from(
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 OPTIONAL_NUMBERS = st.none() | NUMBERS
 INTEGERS = st.integers(0, 2**32)
-CANDIDATES = st.fixed_dictionaries({"id": INTEGERS, "text": TEXTS, "logprob": NUMBERS, "score": OPTIONAL_NUMBERS})
-ALTERNATIVES = st.fixed_dictionaries({"id": INTEGERS, "text": TEXTS, "logprob": NUMBERS, "logprob_sampled": OPTIONAL_NUMBERS})
+CANDIDATES = st.fixed_dictionaries(
+    {"id": INTEGERS, "text": TEXTS, "logprob": NUMBERS, "score": OPTIONAL_NUMBERS}
+)
+ALTERNATIVES = st.fixed_dictionaries(
+    {"id": INTEGERS, "text": TEXTS, "logprob": NUMBERS, "logprob_sampled": OPTIONAL_NUMBERS}
+)
 TOKENS = st.fixed_dictionaries(
     {
-        "id": INTEGERS, "text": TEXTS, "entropy": NUMBERS, "varentropy": NUMBERS, "survivors": INTEGERS, "rank": INTEGERS,
-        "logprob": NUMBERS, "logprob_sampled": OPTIONAL_NUMBERS, "alternatives": st.lists(ALTERNATIVES, max_size=2),
+        "id": INTEGERS, "text": TEXTS, "entropy": NUMBERS, "varentropy": NUMBERS,
+        "survivors": INTEGERS, "rank": INTEGERS, "logprob": NUMBERS,
+        "logprob_sampled": OPTIONAL_NUMBERS, "alternatives": st.lists(ALTERNATIVES, max_size=2),
     },
     optional={
-        "strategy": st.sampled_from(["greedy", "adaptive"]), "temperature": NUMBERS, "top_k": INTEGERS, "forced": st.booleans(),
-        "attn_entropy": NUMBERS, "interaction_strength": NUMBERS, "candidates": st.lists(CANDIDATES, max_size=2),
+        "strategy": st.sampled_from(["greedy", "adaptive"]), "temperature": NUMBERS,
+        "top_k": INTEGERS, "forced": st.booleans(), "attn_entropy": NUMBERS,
+        "interaction_strength": NUMBERS, "candidates": st.lists(CANDIDATES, max_size=2),
     },
 )  # fmt: skip
 DOCUMENTS = st.fixed_dictionaries(
     {
-        "prompt": TEXTS, "text": TEXTS, "seed": INTEGERS, "finish_reason": st.sampled_from(["eos", "stop", "length"]),
-        "strategy": st.sampled_from(["chain", "entropy"]), "settings": st.dictionaries(TEXTS, NUMBERS | TEXTS, max_size=2),
+        "prompt": TEXTS, "text": TEXTS, "seed": INTEGERS,
+        "finish_reason": st.sampled_from(["eos", "stop", "length"]),
+        "strategy": st.sampled_from(["chain", "entropy"]),
+        "settings": st.dictionaries(TEXTS, NUMBERS | TEXTS, max_size=2),
         "router": st.none() | st.dictionaries(TEXTS, NUMBERS, max_size=2), "vocab_size": INTEGERS,
-        "stats": st.fixed_dictionaries({"prompt_tokens": INTEGERS, "seconds": NUMBERS}), "tokens": st.lists(TOKENS, max_size=3),
+        "stats": st.fixed_dictionaries({"prompt_tokens": INTEGERS, "seconds": NUMBERS}),
+        "tokens": st.lists(TOKENS, max_size=3),
     }
 )  # fmt: skip
 
 
 def token(**changes):
     plain = {
-        "id": 7, "text": " di", "entropy": 0.5, "varentropy": 1.25, "strategy": "adaptive", "temperature": 0.7, "top_p": 0.9,
-        "top_k": 27, "min_p": 0.03, "forced": False, "survivors": 4, "rank": 0, "logprob": -0.25, "logprob_sampled": None,
+        "id": 7, "text": " di", "entropy": 0.5, "varentropy": 1.25, "strategy": "adaptive",
+        "temperature": 0.7, "top_p": 0.9, "top_k": 27, "min_p": 0.03, "forced": False,
+        "survivors": 4, "rank": 0, "logprob": -0.25, "logprob_sampled": None,
         "alternatives": [{"id": 7, "text": " di", "logprob": -0.25, "logprob_sampled": -0.125}],
     }  # fmt: skip
     return plain | changes
@@ -48,9 +58,9 @@ def token(**changes):
 
 def document(tokens=(), **changes):
     plain = {
-        "prompt": "Nel mezzo", "text": " di", "seed": 3, "finish_reason": "length", "strategy": "entropy",
-        "settings": {"strategy": "entropy"}, "router": {"low_entropy": 0.1}, "stats": {"prompt_tokens": 12, "new_tokens": 2},
-        "vocab_size": 64, "tokens": list(tokens),
+        "prompt": "Nel mezzo", "text": " di", "seed": 3, "finish_reason": "length",
+        "strategy": "entropy", "settings": {"strategy": "entropy"}, "router": {"low_entropy": 0.1},
+        "stats": {"prompt_tokens": 12, "new_tokens": 2}, "vocab_size": 64, "tokens": list(tokens),
     }  # fmt: skip
     return plain | changes
 
@@ -94,14 +104,21 @@ def test_documents_read_back_unchanged(file, documents):
 
 @given(st.lists(DOCUMENTS, max_size=2))
 def test_lines_have_no_line_separator_and_no_control_character(documents):
-    """A reader may split lines at Unicode separators, and a terminal may interpret control characters."""
+    """A reader may split lines at Unicode separators, and a terminal may interpret control
+    characters.
+    """
     for line in trace_lines(documents):
         assert line.splitlines() == [line]
-        assert not any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in line)
+        assert not any(
+            ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in line
+        )
 
 
 def test_each_line_has_its_position():
-    lines = [json.loads(line) for line in trace_lines([document([token(), token()]), document([token(text="x")])])]
+    lines = [
+        json.loads(line)
+        for line in trace_lines([document([token(), token()]), document([token(text="x")])])
+    ]
     assert [line["kind"] for line in lines] == ["sample", "token", "token", "sample", "token"]
     assert [line["sample"] for line in lines] == [0, 0, 0, 1, 1]
     assert [line.get("step") for line in lines] == [None, 0, 1, None, 0]
@@ -114,7 +131,13 @@ def test_each_line_has_its_position():
 
 def test_infinite_numbers_are_null():
     written = document(
-        [token(logprob=-math.inf, entropy=math.nan, alternatives=[token()["alternatives"][0] | {"logprob": -math.inf}])],
+        [
+            token(
+                logprob=-math.inf,
+                entropy=math.nan,
+                alternatives=[token()["alternatives"][0] | {"logprob": -math.inf}],
+            )
+        ],
         router={"temperature_max": math.inf},
         settings={"logit_bias": {"3": -math.inf}, "stop": ["a", "b"]},
     )

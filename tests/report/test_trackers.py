@@ -16,14 +16,31 @@ from tests.error_texts import ERRORS
 def open_log(folder, **settings):
     folder.mkdir(exist_ok=True)
     config = build_config({}, {f"logging.{key}": value for key, value in settings.items()})
-    return MetricsLog(folder / "training_log.csv", folder / "metrics.jsonl", trackers(config, folder))
+    return MetricsLog(
+        folder / "training_log.csv", folder / "metrics.jsonl", trackers(config, folder)
+    )
 
 
 def fill(log, steps, factor=1.0):
     for step in steps:
-        log.event("interval", {"step": step, "train_loss": factor / step, "lr": 1e-3, "expert_counts": [[1, 2]], "mfu": None})
+        log.event(
+            "interval",
+            {
+                "step": step,
+                "train_loss": factor / step,
+                "lr": 1e-3,
+                "expert_counts": [[1, 2]],
+                "mfu": None,
+            },
+        )
         if step % 20 == 0:
-            log.evaluation({"step": step, "train_loss": factor / step, "val_loss": float("nan") if step == 40 else 2 / step})
+            log.evaluation(
+                {
+                    "step": step,
+                    "train_loss": factor / step,
+                    "val_loss": float("nan") if step == 40 else 2 / step,
+                }
+            )
 
 
 def numbers_of(rows):
@@ -37,7 +54,9 @@ def numbers_of(rows):
 
 
 def events(folder):
-    """Yields the events of all files in order, read by the format's description: length, its CRC, data, its CRC."""
+    """Yields the events of all files in order, read by the format's description: length, its CRC,
+    data, its CRC.
+    """
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     for path in sorted((folder / "tensorboard").iterdir()):
         content = path.read_bytes()
@@ -53,7 +72,11 @@ def scalars(folder):
     for event in events(folder):
         if event.session_log.status == event.session_log.START:
             found = [(tag, step, value) for tag, step, value in found if step < event.step]
-        found += [(v.tag, event.step, v.simple_value) for v in event.summary.value if v.HasField("simple_value")]
+        found += [
+            (v.tag, event.step, v.simple_value)
+            for v in event.summary.value
+            if v.HasField("simple_value")
+        ]
     for tag, step, value in found:
         assert (tag, step) not in shown, "shown once"
         shown[tag, step] = value
@@ -62,11 +85,18 @@ def scalars(folder):
 
 def assert_shows(folder):
     expected = numbers_of(read_jsonl(folder / "metrics.jsonl"))
-    assert scalars(folder) == {key: np.float32(value) for key, value in expected.items()} and expected
+    assert (
+        scalars(folder) == {key: np.float32(value) for key, value in expected.items()} and expected
+    )
 
 
 def texts(folder, tag):
-    return [v.tensor.string_val[0].decode() for e in events(folder) for v in e.summary.value if v.tag.startswith(tag)]
+    return [
+        v.tensor.string_val[0].decode()
+        for e in events(folder)
+        for v in e.summary.value
+        if v.tag.startswith(tag)
+    ]
 
 
 def test_event_files_have_the_rows_of_a_killed_and_resumed_run(tmp_path):
@@ -114,8 +144,13 @@ class Wandb(ModuleType):
     def init(self, **options):
         if self.broken:
             raise RuntimeError("no API key\nlook there")
-        run = SimpleNamespace(id=options["id"] or f"id{len(self.runs)}", options=options, log=self.log, exit_code=None)
-        run.offline, run.starting_step = self.offline, self.rows[-1][0] + 1 if self.rows and not self.offline else 0
+        run = SimpleNamespace(
+            id=options["id"] or f"id{len(self.runs)}", options=options, log=self.log, exit_code=None
+        )
+        run.offline, run.starting_step = (
+            self.offline,
+            (self.rows[-1][0] + 1 if self.rows and not self.offline else 0),
+        )
         run.finish = lambda exit_code: setattr(run, "exit_code", exit_code)
         self.runs.append(run)
         return run
@@ -168,7 +203,12 @@ def test_a_resumed_run_continues_the_same_weights_and_biases_run(tmp_path, wandb
     first, second = wandb.runs
     assert (first.id, first.exit_code, second.id, second.exit_code) == ("id0", 0, "id0", 1)
     options = first.options
-    assert (options["id"], options["project"], options["name"], options["resume"]) == (None, "small", "run", "allow")
+    assert (options["id"], options["project"], options["name"], options["resume"]) == (
+        None,
+        "small",
+        "run",
+        "allow",
+    )
     assert options["config"]["training"]["lr"] == 3e-4 and options["dir"] == str(tmp_path / "run")
 
 
@@ -181,15 +221,28 @@ def test_a_weights_and_biases_failure_is_an_error_at_the_start_and_a_warning_lat
         with pytest.raises(UserError, match=ERRORS["cannot_start_no_api_key"]):
             log.truncate(0)
     assert [row["step"] for row in read_jsonl(log.path_jsonl)] == [] and wandb.rows == []
-    assert json.loads((tmp_path / "wandb" / "dantinox.json").read_text()) == {"id": "id0", "told": -1}
+    assert json.loads((tmp_path / "wandb" / "dantinox.json").read_text()) == {
+        "id": "id0",
+        "told": -1,
+    }
 
 
-@pytest.mark.parametrize(("setting", "library"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
-def test_a_missing_library_is_reported_before_the_run_is_created(tmp_path, monkeypatch, setting, library):
+@pytest.mark.parametrize(
+    ("setting", "library"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")]
+)
+def test_a_missing_library_is_reported_before_the_run_is_created(
+    tmp_path, monkeypatch, setting, library
+):
     from dantinox.training import launch
 
     for name in (library, "tensorboardX.event_file_writer"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=rf"^logging.{setting} needs {library}: in a checkout .*, pip install -e '.\[logs\]'$"):
-        launch(build_config({}, {f"logging.{setting}": True, "data.path": "nowhere.txt"}), run_dir=tmp_path / "run")
+    with pytest.raises(
+        UserError,
+        match=rf"^logging.{setting} needs {library}: in a checkout .*, pip install -e '.\[logs\]'$",
+    ):
+        launch(
+            build_config({}, {f"logging.{setting}": True, "data.path": "nowhere.txt"}),
+            run_dir=tmp_path / "run",
+        )
     assert not (tmp_path / "run").exists()

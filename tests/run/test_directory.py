@@ -32,7 +32,10 @@ def test_paths_are_absolute_and_follow_the_logging_section(tmp_path, monkeypatch
     run = create_run("runs/x")
     config = build_config({"logging": {"log_file": "log.csv"}})
     assert run.path == tmp_path / "runs" / "x"
-    assert (run.log(config), run.summary(config)) == (run.path / "log.csv", run.path / "model_summary.json")
+    assert (run.log(config), run.summary(config)) == (
+        run.path / "log.csv",
+        run.path / "model_summary.json",
+    )
 
 
 def test_two_runs_in_one_second_get_two_directories(tmp_path, monkeypatch):
@@ -52,9 +55,27 @@ def test_a_directory_with_only_a_lock_file_is_new(tmp_path):
     assert create_run(tmp_path).path == tmp_path
 
 
-STARTED = [".lock", "data/.lock", "data/.tokens.tmp", "data/.tokens.marks.tmp", "data/tokens.json", "data/tokens-0123.bin"]
-STARTED += ["data/.tokens.partial", "data/.tokens.partial.marks", "data/.tokens.partial.json", "data/.tokens.tokenizer.json"]
-STARTED += ["data/.dataset-0.jsonl", "manifest.txt", "tokenizer.json", ".config.yaml.tmp", "chat_template.jinja"]
+STARTED = [
+    ".lock",
+    "data/.lock",
+    "data/.tokens.tmp",
+    "data/.tokens.marks.tmp",
+    "data/tokens.json",
+    "data/tokens-0123.bin",
+]
+STARTED += [
+    "data/.tokens.partial",
+    "data/.tokens.partial.marks",
+    "data/.tokens.partial.json",
+    "data/.tokens.tokenizer.json",
+]
+STARTED += [
+    "data/.dataset-0.jsonl",
+    "manifest.txt",
+    "tokenizer.json",
+    ".config.yaml.tmp",
+    "chat_template.jinja",
+]
 
 
 def fill(folder, names):
@@ -68,12 +89,22 @@ def test_a_directory_with_what_a_killed_start_left_is_new(tmp_path):
         fill(tmp_path / str(count), STARTED[:count])
         run = create_run(tmp_path / str(count))
         clear_failed_start(run)
-        left = {path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if path.is_file()}
+        left = {
+            path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if path.is_file()
+        }
         assert left == {name for name in STARTED[:count] if name.startswith(("data/", "."))}
 
 
 @pytest.mark.parametrize(
-    "name", ["notes.txt", "data/corpus.txt", "config.yaml", "metrics.jsonl", "checkpoints/4/a", "samples/a"]
+    "name",
+    [
+        "notes.txt",
+        "data/corpus.txt",
+        "config.yaml",
+        "metrics.jsonl",
+        "checkpoints/4/a",
+        "samples/a",
+    ],
 )
 def test_a_directory_with_other_files_needs_resume(tmp_path, name):
     fill(tmp_path, [*STARTED, name])
@@ -91,7 +122,9 @@ def test_weights_without_checkpoints_cannot_be_resumed(tmp_path):
     with pytest.raises(UserError, match=ERRORS["no_checkpoints_to_fine_tune"]):
         check_resumable(tmp_path)
     run.metrics.touch()
-    assert check_resumable(tmp_path) == run.config, "a training that was killed before its first checkpoint"
+    assert check_resumable(tmp_path) == run.config, (
+        "a training that was killed before its first checkpoint"
+    )
     run.metrics.unlink()
     run.checkpoints.mkdir()
     assert check_resumable(tmp_path) == run.config
@@ -129,13 +162,20 @@ def test_open_run_names_missing_files_and_the_newest_run(tmp_path, monkeypatch):
     Path("runs/old/model_weights.msgpack").touch()
     assert "manifest.txt is missing" in sentence(open_run, "runs/old")
     Path("runs/old/tokenizer.json").touch()
-    assert accept_run(RunDirectory("runs/old")) == ["config.yaml", "model_weights.msgpack", "tokenizer.json"]
+    assert accept_run(RunDirectory("runs/old")) == [
+        "config.yaml",
+        "model_weights.msgpack",
+        "tokenizer.json",
+    ]
     assert open_run("runs/old").path == tmp_path / "runs" / "old"
     Path("runs/old/tokenizer.json").write_text("{}")
     assert open_run("runs/old", check=False).path == tmp_path / "runs" / "old"
     assert "tokenizer.json is damaged" in sentence(open_run, "runs/old")
     Path("runs/old/best_model_weights.msgpack").touch()
-    says = "runs/old is a run of DantinoX 0 (it has best_model_weights.msgpack): convert it with `dantinox import runs/old"
+    says = (
+        "runs/old is a run of DantinoX 0 (it has best_model_weights.msgpack): convert it with"
+        " `dantinox import runs/old"
+    )
     assert sentence(open_run, "runs/old").startswith(says)
 
 
@@ -159,7 +199,9 @@ with RunDirectory(Path(sys.argv[1])).lock():
 
 def test_the_lock_excludes_other_processes_and_ends_with_its_process(tmp_path):
     run = RunDirectory(tmp_path)
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=ERRORS["another_process_is_working_on"]), run.lock():

@@ -6,7 +6,14 @@ import pytest
 
 from dantinox.config import UserError
 from dantinox.run import DamagedFile, find_step_damage, write_file, write_step_manifest
-from dantinox.run.manifest import MANIFEST, check_files, describe_damage, find_log_damage, hash_file, read_manifest
+from dantinox.run.manifest import (
+    MANIFEST,
+    check_files,
+    describe_damage,
+    find_log_damage,
+    hash_file,
+    read_manifest,
+)
 from tests.error_texts import ERRORS
 
 
@@ -18,7 +25,9 @@ def test_a_manifest_is_json_with_its_own_sha256(tmp_path):
     assert record == {"format": 1, "versions": {"jax": "1"}, "files": {"a.txt": [[sha256, 3]]}}
     assert last == hashlib.sha256("".join(lines).encode()).hexdigest() + "\n"
     write_file(tmp_path, "b", b"")
-    assert read_manifest(tmp_path / MANIFEST)["files"]["b"] == [[hashlib.sha256(b"").hexdigest(), 0]]
+    assert read_manifest(tmp_path / MANIFEST)["files"]["b"] == [
+        [hashlib.sha256(b"").hexdigest(), 0]
+    ]
 
 
 def test_every_changed_byte_of_a_manifest_is_detected(tmp_path):
@@ -40,7 +49,10 @@ def test_files_of_any_size_are_hashed(tmp_path):
     (tmp_path / "a").write_bytes(content)
     assert hash_file(tmp_path / "a") == (hashlib.sha256(content).hexdigest(), len(content))
     for size in (0, 5, 1 << 20, len(content), len(content) + 1):
-        assert hash_file(tmp_path / "a", size) == (hashlib.sha256(content[:size]).hexdigest(), min(size, len(content)))
+        assert hash_file(tmp_path / "a", size) == (
+            hashlib.sha256(content[:size]).hexdigest(),
+            min(size, len(content)),
+        )
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
@@ -69,7 +81,9 @@ def test_file_and_entry_agree_after_a_crash(tmp_path, monkeypatch, old):
         monkeypatch.setattr("os.replace", original)
         if (folder / MANIFEST).exists():
             check_files(folder, ["a"])
-        assert not (folder / "a").exists() or (folder / "a").read_bytes() == (b"new" if crash > 1 else old)
+        assert not (folder / "a").exists() or (folder / "a").read_bytes() == (
+            b"new" if crash > 1 else old
+        )
         write_file(folder, "a", b"newer")
         assert len(read_manifest(folder / MANIFEST)["files"]["a"]) == 1
         check_files(folder, ["a"])
@@ -83,10 +97,13 @@ def test_each_kind_of_damage_is_described(tmp_path):
     path.write_text("contend")
     found = hashlib.sha256(b"contend").hexdigest()[:12]
     assert (
-        describe_damage(tmp_path, "a", entries) == f"{path} is damaged: its SHA-256 is {found}…, expected {entries[0][0][:12]}…"
+        describe_damage(tmp_path, "a", entries)
+        == f"{path} is damaged: its SHA-256 is {found}…, expected {entries[0][0][:12]}…"
     )
     path.write_text("conten")
-    assert describe_damage(tmp_path, "a", entries) == f"{path} is damaged: it has 6 bytes, expected 7"
+    assert (
+        describe_damage(tmp_path, "a", entries) == f"{path} is damaged: it has 6 bytes, expected 7"
+    )
     path.unlink()
     assert describe_damage(tmp_path, "a", entries) == f"{path} is missing"
     path.mkdir()
@@ -105,12 +122,16 @@ def test_a_step_manifest_covers_its_files_and_the_logs(tmp_path):
     assert list(find_log_damage(tmp_path, step)) == []
     log.write_bytes(b"row 0\nrow 2\n")
     (problem,) = find_log_damage(tmp_path, step)
-    assert problem.startswith(f"{log} is damaged: its SHA-256") and problem.endswith("(compared up to step 12)")
+    assert problem.startswith(f"{log} is damaged: its SHA-256") and problem.endswith(
+        "(compared up to step 12)"
+    )
     (step / "more").write_bytes(b"")
     assert list(find_step_damage(step)) == [f"{step / 'more'} is not listed in the manifest"]
     (step / "more").unlink()
     step.rename(step.with_name("13"))
-    assert list(find_step_damage(step.with_name("13"))) == [f"{step.with_name('13') / MANIFEST} belongs to step 12"]
+    assert list(find_step_damage(step.with_name("13"))) == [
+        f"{step.with_name('13') / MANIFEST} belongs to step 12"
+    ]
 
 
 def test_a_full_disk_raises_one_sentence_and_keeps_the_old_file(tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"""The router calibration file: its numbers are read or refused in one sentence; other weights print a warning."""
+"""The router calibration file: its numbers are read or refused in one sentence; other weights print
+a warning.
+"""
 
 import hashlib
 import json
@@ -30,7 +32,10 @@ NUMBERS = dict(zip(CALIBRATED_THRESHOLDS, (0.25, 0.0, 2, 3.5, 1.75, 1e-6, 4.5), 
 def calibrated(tmp_path) -> RunDirectory:
     run = RunDirectory(tmp_path)
     run.weights.write_bytes(b"some weights")
-    save_router_calibration(run, {"weights": weights_digest(run), "tokens": 9, "measured": NUMBERS, "shares": {"guide": {}}})
+    save_router_calibration(
+        run,
+        {"weights": weights_digest(run), "tokens": 9, "measured": NUMBERS, "shares": {"guide": {}}},
+    )
     return run
 
 
@@ -42,7 +47,12 @@ def test_a_calibration_round_trips(calibrated):
     assert calibrated.router.name == "router.json"
     assert stored["version"] == 1 and stored["tokens"] == 9 and stored["shares"] == {"guide": {}}
     assert stored["weights"] == hashlib.sha256(b"some weights").hexdigest()
-    assert RouterSection(router_preset="calibrated").numbers(load_router_calibration(calibrated))["high_entropy"] == 3.5
+    assert (
+        RouterSection(router_preset="calibrated").numbers(load_router_calibration(calibrated))[
+            "high_entropy"
+        ]
+        == 3.5
+    )
 
 
 def test_a_run_without_calibration_returns_none(tmp_path):
@@ -63,7 +73,9 @@ def test_unchanged_weights_are_hashed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "hash_file", lambda path: hashed.append(path) or hash_file(path))
     for content in (b"first", b"other"):  # equal size
         atomic_write(run.weights, content)
-        assert {weights_digest(RunDirectory(tmp_path)) for _ in range(3)} == {hashlib.sha256(content).hexdigest()}
+        assert {weights_digest(RunDirectory(tmp_path)) for _ in range(3)} == {
+            hashlib.sha256(content).hexdigest()
+        }
     assert hashed == [run.weights] * 2
 
 
@@ -76,17 +88,32 @@ def test_unchanged_weights_are_hashed_once(tmp_path, monkeypatch):
         (lambda record: record.pop("measured"), "measured"),
         (lambda record: record.update(measured=[1, 2]), "measured"),
         (lambda record: record["measured"].pop("clarify_entropy"), "measured: clarify_entropy"),
-        (lambda record: record["measured"].update(temperature_max=2.0), "measured: temperature_max"),
+        (
+            lambda record: record["measured"].update(temperature_max=2.0),
+            "measured: temperature_max",
+        ),
         (lambda record: record["measured"].update({"x\n" * 500: 2.0}), "measured: x"),
         (lambda record: record["measured"].update(low_entropy=-0.1), "measured: low_entropy"),
         (lambda record: record["measured"].update(low_entropy=None), "measured: low_entropy"),
         (lambda record: record["measured"].update(low_entropy="1"), "measured: low_entropy"),
         (lambda record: record["measured"].update(low_entropy=True), "measured: low_entropy"),
-        (lambda record: record["measured"].update(high_varentropy=float("nan")), "measured: high_varentropy"),
-        (lambda record: record["measured"].update(high_varentropy=float("inf")), "measured: high_varentropy"),
-        (lambda record: record["measured"].update(high_varentropy=10**400), "measured: high_varentropy"),
+        (
+            lambda record: record["measured"].update(high_varentropy=float("nan")),
+            "measured: high_varentropy",
+        ),
+        (
+            lambda record: record["measured"].update(high_varentropy=float("inf")),
+            "measured: high_varentropy",
+        ),
+        (
+            lambda record: record["measured"].update(high_varentropy=10**400),
+            "measured: high_varentropy",
+        ),
         (lambda record: record["measured"].update(entropy_scale=0), "measured: entropy_scale"),
-        (lambda record: record["measured"].update(varentropy_scale=float("nan")), "measured: varentropy_scale"),
+        (
+            lambda record: record["measured"].update(varentropy_scale=float("nan")),
+            "measured: varentropy_scale",
+        ),
     ],
 )
 def test_invalid_numbers_are_refused_by_name(calibrated, change, part):
@@ -141,5 +168,8 @@ def test_a_changed_number_is_detected_as_damage(calibrated):
     content = calibrated.router.read_text(encoding="utf-8")
     calibrated.router.write_text(content.replace("3.5", "3.6"), encoding="utf-8")
     message = sentence(load_router_calibration, calibrated)
-    assert f"the calibration {calibrated.router} is damaged: its SHA-256" in message and "dantinox calibrate" in message
+    assert (
+        f"the calibration {calibrated.router} is damaged: its SHA-256" in message
+        and "dantinox calibrate" in message
+    )
     assert any(str(calibrated.router) in problem for problem in verify_run(calibrated).damage)

@@ -139,14 +139,32 @@ HOSTILE = {
     "upper case": (upper_case, "its last line is not the SHA-256"),
     "last line twice": (last_line_twice, "its last line is not the SHA-256"),
     "no line end": (without_its_last_byte, "its last line is not the SHA-256"),
-    "an empty line more": (appended(lambda run: run.manifest, b"\n"), "its last line is not the SHA-256"),
-    "white space in the settings": (appended(lambda run: run.config, b" \n"), "config.yaml is damaged: it has"),
-    "bytes behind the weights": (appended(lambda run: run.weights, b"\0"), "model_weights.msgpack is damaged: it has"),
+    "an empty line more": (
+        appended(lambda run: run.manifest, b"\n"),
+        "its last line is not the SHA-256",
+    ),
+    "white space in the settings": (
+        appended(lambda run: run.config, b" \n"),
+        "config.yaml is damaged: it has",
+    ),
+    "bytes behind the weights": (
+        appended(lambda run: run.weights, b"\0"),
+        "model_weights.msgpack is damaged: it has",
+    ),
     "bytes behind the numbers": (appended(state, b"\0"), "12/state/d is damaged: it has"),
     "a pipe for numbers": (put_in_place_of(state, os.mkfifo), "12/state/d is not a regular file"),
-    "a pipe for a manifest": (put_in_place_of(step_manifest, os.mkfifo), "12/manifest.txt is not a regular file"),
-    "a folder for a manifest": (put_in_place_of(step_manifest, os.mkdir), "12/manifest.txt is not a regular file"),
-    "a device for numbers": (put_in_place_of(state, an_endless_link), "12/state/d is not a regular file"),
+    "a pipe for a manifest": (
+        put_in_place_of(step_manifest, os.mkfifo),
+        "12/manifest.txt is not a regular file",
+    ),
+    "a folder for a manifest": (
+        put_in_place_of(step_manifest, os.mkdir),
+        "12/manifest.txt is not a regular file",
+    ),
+    "a device for numbers": (
+        put_in_place_of(state, an_endless_link),
+        "12/state/d is not a regular file",
+    ),
     "a device for the weights": (
         put_in_place_of(lambda run: run.weights, an_endless_link),
         "weights.msgpack is not a regular file",
@@ -156,16 +174,34 @@ HOSTILE = {
         "manifest.txt is not a regular file",
     ),
     "a link to itself": (put_in_place_of(state, a_ring), "12/state/d is not a regular file"),
-    "a pipe for a log": (put_in_place_of(lambda run: run.log(Config()), os.mkfifo), "training_log.csv is not a regular file"),
+    "a pipe for a log": (
+        put_in_place_of(lambda run: run.log(Config()), os.mkfifo),
+        "training_log.csv is not a regular file",
+    ),
     "a link to a folder": (a_link_to_a_folder, "12/more is not listed in the manifest"),
     "a stray file in a step": (new_file("12/stray"), "12/stray is not listed in the manifest"),
-    "a manifest deeper in a step": (new_file("12/state/manifest.txt"), "12/state/manifest.txt is not listed in the manifest"),
-    "a stray file beside steps": (new_file("stray"), "checkpoints/stray is not listed in the manifest"),
+    "a manifest deeper in a step": (
+        new_file("12/state/manifest.txt"),
+        "12/state/manifest.txt is not listed in the manifest",
+    ),
+    "a stray file beside steps": (
+        new_file("stray"),
+        "checkpoints/stray is not listed in the manifest",
+    ),
     "a file in place of a step": (new_file("20"), "checkpoints/20 is not listed in the manifest"),
     "a stray folder": (new_file("best/state"), "checkpoints/best is not listed in the manifest"),
-    "a step by another spelling": (new_file("012/state"), "checkpoints/012 is not listed in the manifest"),
-    "a step in other digits": (new_file("１２/state"), "checkpoints/１２ is not listed in the manifest"),
-    "a folder in place of a mark": (new_file("12.saving/a"), "checkpoints/12.saving is not listed in the manifest"),
+    "a step by another spelling": (
+        new_file("012/state"),
+        "checkpoints/012 is not listed in the manifest",
+    ),
+    "a step in other digits": (
+        new_file("１２/state"),
+        "checkpoints/１２ is not listed in the manifest",
+    ),
+    "a folder in place of a mark": (
+        new_file("12.saving/a"),
+        "checkpoints/12.saving is not listed in the manifest",
+    ),
     "a file in place of all steps": (no_folder, "checkpoints is not a directory"),
 }
 
@@ -197,7 +233,10 @@ def test_files_of_a_killed_save_are_not_damage(run):
     (run.checkpoints / "16.orbax-checkpoint-tmp").mkdir()
     found = verify_run(run)
     assert found.damage == []
-    assert found.remarks == [f"{run.checkpoints / '16'} is unfinished: it is being saved, or the run ended during the save"]
+    assert found.remarks == [
+        f"{run.checkpoints / '16'} is unfinished: it is being saved, or the run ended during the"
+        " save"
+    ]
 
 
 def test_log_rows_after_the_newest_checkpoint_are_a_remark(run):
@@ -208,7 +247,9 @@ def test_log_rows_after_the_newest_checkpoint_are_a_remark(run):
 
 
 def test_an_unreadable_file_is_not_reported_as_damaged(run, monkeypatch):
-    """Missing permissions or too many open files never cause a checkpoint to be skipped or set aside."""
+    """Missing permissions or too many open files never cause a checkpoint to be skipped or set
+    aside.
+    """
 
     def denied(path, *arguments, **options):
         raise PermissionError(13, "Permission denied", str(path))
@@ -220,7 +261,10 @@ def test_an_unreadable_file_is_not_reported_as_damaged(run, monkeypatch):
     assert any("d: Permission denied" in problem for problem in verify_run(run).damage)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"format": 2}', '{"format": 1}', '{"format": 1, "files": []}', "{"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "null", "{}", '{"format": 2}', '{"format": 1}', '{"format": 1, "files": []}', "{"],
+)
 def test_an_invalid_manifest_raises_one_sentence(run, text):
     """The last line is valid: the file was edited on purpose, or written by another version."""
     line = f"{text}\n"
@@ -234,7 +278,9 @@ def test_an_invalid_manifest_raises_one_sentence(run, text):
 
 
 def test_a_running_training_is_not_reported_as_damaged(run, monkeypatch):
-    """Weights may be replaced between reading the manifest and the weights; a step may be deleted while it is read."""
+    """Weights may be replaced between reading the manifest and the weights; a step may be deleted
+    while it is read.
+    """
     done = []
 
     def read(path, size=None):
@@ -250,4 +296,6 @@ def test_a_running_training_is_not_reported_as_damaged(run, monkeypatch):
     monkeypatch.setattr(manifest.describe_damage, "__defaults__", (read, False))
     found = verify_run(run)
     assert found.damage == [] and done and not (run.checkpoints / "8").exists()
-    assert found.files == 3 + 2 + 2  # settings, tokenizer, weights; a file and a manifest in each step
+    assert (
+        found.files == 3 + 2 + 2
+    )  # settings, tokenizer, weights; a file and a manifest in each step

@@ -39,7 +39,9 @@ def test_weights_round_trip_bit_for_bit(tmp_path):
 def test_the_format_equals_that_of_flax(tmp_path):
     tree = some_weights()
     save_weights(tmp_path / "w", tree)
-    assert (tmp_path / "w").read_bytes() == flax.serialization.msgpack_serialize(as_flax_holds_it(tree))
+    assert (tmp_path / "w").read_bytes() == flax.serialization.msgpack_serialize(
+        as_flax_holds_it(tree)
+    )
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
@@ -72,7 +74,9 @@ def test_weights_are_stored_as_float32(tmp_path):
 def test_place_determines_the_result(tmp_path):
     tree = some_weights()
     save_weights(tmp_path / "w", tree)
-    names = load_weights(tmp_path / "w", shapes_of(tree), place=lambda name, array: (name, array.shape))
+    names = load_weights(
+        tmp_path / "w", shapes_of(tree), place=lambda name, array: (name, array.shape)
+    )
     assert names["blocks/1/qkv"] == ("blocks/1/qkv", (4, 2, 3, 5))
 
 
@@ -82,14 +86,17 @@ def test_different_names_and_shapes_are_reported(tmp_path):
     save_weights(path, tree)
     wanted = shapes_of(tree)
     wanted["embed"] = SimpleNamespace(shape=(9, 4))
-    assert sentence(load_weights, path, wanted) == (
-        f"the weights {path} hold embed with shape (7, 4), but this model has (9, 4)"
+    assert (
+        sentence(load_weights, path, wanted)
+        == f"the weights {path} hold embed with shape (7, 4), but this model has (9, 4)"
     )
     wanted = shapes_of(tree) | {"head": SimpleNamespace(shape=(4, 7))}
     assert "lack head of shape (4, 7)" in sentence(load_weights, path, wanted)
     wanted = shapes_of(tree)
     del wanted["norm_f"]
-    assert "hold norm_f of shape (4,), which this model does not have" in sentence(load_weights, path, wanted)
+    assert "hold norm_f of shape (4,), which this model does not have" in sentence(
+        load_weights, path, wanted
+    )
     wanted = shapes_of(tree)
     wanted["embed"] = SimpleNamespace(shape=(4, 7))
     assert "(7, 4), but this model has (4, 7)" in sentence(load_weights, path, wanted)
@@ -97,7 +104,9 @@ def test_different_names_and_shapes_are_reported(tmp_path):
 
 def test_another_dtype_is_refused(tmp_path):
     (tmp_path / "w").write_bytes(flax.serialization.msgpack_serialize({"a": np.zeros(4, np.int32)}))
-    assert "as int32, expected float32 or bfloat16" in sentence(load_weights, tmp_path / "w", {"a": np.zeros(4)})
+    assert "as int32, expected float32 or bfloat16" in sentence(
+        load_weights, tmp_path / "w", {"a": np.zeros(4)}
+    )
 
 
 def test_a_missing_file_raises_one_sentence(tmp_path):
@@ -151,7 +160,9 @@ def test_flipped_bytes_never_raise_other_exceptions(tmp_path):
 )
 def test_foreign_content_is_refused(tmp_path, content):
     (tmp_path / "w").write_bytes(content)
-    assert "damaged or not a weights file" in sentence(load_weights, tmp_path / "w", {"a": np.zeros(4)})
+    assert "damaged or not a weights file" in sentence(
+        load_weights, tmp_path / "w", {"a": np.zeros(4)}
+    )
 
 
 def test_arrays_are_memory_mapped(tmp_path):
@@ -160,7 +171,9 @@ def test_arrays_are_memory_mapped(tmp_path):
     for array in back.values():
         while isinstance(array.base, np.ndarray):
             array = array.base
-        assert isinstance(array.base.obj if isinstance(array.base, memoryview) else array.base, mmap.mmap)
+        assert isinstance(
+            array.base.obj if isinstance(array.base, memoryview) else array.base, mmap.mmap
+        )
         assert not array.flags.writeable
 
 

@@ -1,8 +1,10 @@
-"""Compares sampling steps with llama.cpp's samplers: `python -m tests.sampling.llama_cpp_live` (needs the package xllamacpp).
+"""Compares sampling steps with llama.cpp's samplers: `python -m tests.sampling.llama_cpp_live`
+(needs the package xllamacpp).
 
-The samplers are called through ctypes, because the shared library of xllamacpp exports llama.cpp's C interface. Adaptive-p runs
-over random sequences, in which llama.cpp draws the tokens. Its float32 has an error of about 1e-5 there, so both programs are
-compared with float64. The filters must keep the same tokens.
+The samplers are called through ctypes, because the shared library of xllamacpp exports llama.cpp's
+C interface. Adaptive-p runs over random sequences, in which llama.cpp draws the tokens. Its float32
+has an error of about 1e-5 there, so both programs are compared with float64. The filters must keep
+the same tokens.
 """
 
 import ctypes
@@ -75,8 +77,13 @@ def adaptive_p(rng: np.random.Generator) -> list[float]:
 
     They are those of DantinoX and of llama.cpp to float64, and of DantinoX to llama.cpp.
     """
-    target, decay = float(np.float32(rng.uniform(0, 1))), float(np.float32(rng.choice([0.0, 0.5, 0.9, 0.99])))
-    sampler = Sampler("adaptive_p", ctypes.c_float(target), ctypes.c_float(decay), ctypes.c_uint32(7))
+    target, decay = (
+        float(np.float32(rng.uniform(0, 1))),
+        float(np.float32(rng.choice([0.0, 0.5, 0.9, 0.99]))),
+    )
+    sampler = Sampler(
+        "adaptive_p", ctypes.c_float(target), ctypes.c_float(decay), ctypes.c_uint32(7)
+    )
     state, differences = AdaptiveState(target, decay), []
     for _ in range(LENGTH):
         logits_V = random_logits(rng)
@@ -85,7 +92,9 @@ def adaptive_p(rng: np.random.Generator) -> list[float]:
         step = {"name": "adaptive_p", "target": target, "average": state.average}
         own_V = softmax(np.asarray(process_logits(logits_V[None], [step]))[0])
         exact_V = reference(logits_V, target, state.average)
-        differences.append([np.abs(a - b).max() for a, b in ((own_V, exact_V), (peer_V, exact_V), (own_V, peer_V))])
+        differences.append(
+            [np.abs(a - b).max() for a, b in ((own_V, exact_V), (peer_V, exact_V), (own_V, peer_V))]
+        )
         sampler.accept(token)
         state.accept(softmax(logits_V)[token])
     sampler.close()
@@ -94,12 +103,19 @@ def adaptive_p(rng: np.random.Generator) -> list[float]:
 
 def filters(rng: np.random.Generator) -> dict[str, tuple[Sampler, dict[str, Any]]]:
     """Returns samplers of llama.cpp with the equivalent step."""
-    p, k, n = float(np.float32(rng.uniform(0.05, 0.95))), int(rng.integers(1, 40)), float(np.float32(rng.uniform(0.2, 3)))
+    p, k, n = (
+        float(np.float32(rng.uniform(0.05, 0.95))),
+        int(rng.integers(1, 40)),
+        float(np.float32(rng.uniform(0.2, 3))),
+    )
     number, one = ctypes.c_float, ctypes.c_size_t(1)
     return {
         "top_k": (Sampler("top_k", ctypes.c_int32(k)), {"name": "top_k", "k": k}),
         "top_p": (Sampler("top_p", number(p), one), {"name": "top_p", "p": p}),
-        "min_p": (Sampler("min_p", number(p / 4), one), {"name": "min_p", "p": float(np.float32(p / 4))}),
+        "min_p": (
+            Sampler("min_p", number(p / 4), one),
+            {"name": "min_p", "p": float(np.float32(p / 4))},
+        ),
         "typical": (Sampler("typical", number(p), one), {"name": "typical", "p": p}),
         "top_n_sigma": (Sampler("top_n_sigma", number(n)), {"name": "top_n_sigma", "n": n}),
     }
@@ -107,12 +123,17 @@ def filters(rng: np.random.Generator) -> dict[str, tuple[Sampler, dict[str, Any]
 
 def main() -> int:
     spec = importlib.util.find_spec("xllamacpp")
-    assert spec is not None and spec.origin is not None, "xllamacpp is not installed: pip install xllamacpp"
+    assert spec is not None and spec.origin is not None, (
+        "xllamacpp is not installed: pip install xllamacpp"
+    )
     (path,) = Path(spec.origin).parent.glob("xllamacpp*.so")
     Sampler.library = ctypes.CDLL(str(path))
     rng, failed = np.random.default_rng(0), 0
     own, peer, between = np.max([adaptive_p(rng) for _ in range(SEQUENCES)], axis=0)
-    print(f"adaptive_p, {SEQUENCES} sequences of {LENGTH} tokens, largest difference of a probability to float64:")
+    print(
+        f"adaptive_p, {SEQUENCES} sequences of {LENGTH} tokens, largest difference of a probability"
+        " to float64:"
+    )
     print(f"  DantinoX {own:.1e}, llama.cpp {peer:.1e}; between the two {between:.1e}")
     failed += between > TOLERANCE + own + peer or own > max(TOLERANCE, peer)
     same: dict[str, list[bool]] = {}
@@ -120,7 +141,9 @@ def main() -> int:
         logits_V = random_logits(rng)
         for name, (sampler, step) in filters(rng).items():
             kept = np.flatnonzero(np.asarray(process_logits(logits_V[None], [step]))[0] > -np.inf)
-            left = {token for token, (logit, _) in sampler.apply(logits_V)[0].items() if logit > -np.inf}
+            left = {
+                token for token, (logit, _) in sampler.apply(logits_V)[0].items() if logit > -np.inf
+            }
             same.setdefault(name, []).append(set(kept.tolist()) == left)
             sampler.close()
     for name, equal in same.items():

@@ -1,6 +1,8 @@
-"""Writes `peers.npz`: random rows, and the results of the logits processors of Hugging Face Transformers for them.
+"""Writes `peers.npz`: random rows, and the results of the logits processors of Hugging Face
+Transformers for them.
 
-Run it in an environment with torch and transformers: `python tests/sampling/make_peers.py`. The tests only read the file.
+Run it in an environment with torch and transformers: `python tests/sampling/make_peers.py`. The
+tests only read the file.
 
 Arrays per vocabulary size V, N rows each:
   logits_V        float16 [N, V], read as float32; -inf for tokens that are already removed
@@ -38,13 +40,17 @@ VALUES = {
 
 
 def row(rng, V):
-    """A peaked, flat, heavy-tailed, tied or power-law row; in every third row many tokens are removed."""
+    """A peaked, flat, heavy-tailed, tied or power-law row; in every third row many tokens are
+    removed.
+    """
     x_V = [
         lambda: rng.normal(0, rng.uniform(2, 8), V),
         lambda: rng.normal(0, rng.uniform(0.02, 0.5), V),
         lambda: rng.standard_t(1.5, V) * 2,
         lambda: np.round(rng.normal(0, rng.uniform(0.5, 3), V)),
-        lambda: rng.permutation(-rng.uniform(0.8, 3) * np.log(1 + np.arange(V))) + rng.uniform(-20, 20),
+        lambda: (
+            rng.permutation(-rng.uniform(0.8, 3) * np.log(1 + np.arange(V))) + rng.uniform(-20, 20)
+        ),
     ][rng.integers(5)]()
     if rng.random() < 1 / 3:
         x_V[rng.random(V) < rng.uniform(0.1, 0.9)] = -np.inf
@@ -55,7 +61,9 @@ def row(rng, V):
 def numbers(rng, V):
     drawn = {
         "top_k": rng.integers(1, V + 10),
-        "top_p": rng.choice([0.0, rng.uniform(0.01, 0.99), rng.beta(8, 1) * 0.998], p=[0.03, 0.57, 0.4]),
+        "top_p": rng.choice(
+            [0.0, rng.uniform(0.01, 0.99), rng.beta(8, 1) * 0.998], p=[0.03, 0.57, 0.4]
+        ),
         "min_p": 10 ** rng.uniform(-4, 0),
         "typical": rng.uniform(0.02, 0.99),
         "epsilon_cutoff": 10 ** rng.uniform(-4.5, -0.2),
@@ -78,10 +86,16 @@ def group(rng, V, N):
     for _ in range(N):
         x_V, said, number = row(rng, V), text(rng, V), numbers(rng, V)
         ids = np.concatenate([said[: CHECKED // 2], rng.integers(0, V, CHECKED)])[:CHECKED]
-        out = {"logits": x_V, "text": np.pad(said, (0, TEXT - len(said)), constant_values=-1), "ids": ids} | number
+        out = {
+            "logits": x_V,
+            "text": np.pad(said, (0, TEXT - len(said)), constant_values=-1),
+            "ids": ids,
+        } | number
         scores, history = torch.tensor(x_V.astype(np.float32))[None], torch.tensor(said)[None]
         for name, step in MASKS.items():
-            out[f"kept_{name}"] = np.packbits(step(number[name])(history, scores.clone())[0].numpy() > -np.inf)
+            out[f"kept_{name}"] = np.packbits(
+                step(number[name])(history, scores.clone())[0].numpy() > -np.inf
+            )
         for name, step in VALUES.items():
             out[f"{name}_values"] = step(number[name])(history, scores.clone())[0].numpy()[ids]
         for key, value in out.items():
@@ -93,7 +107,10 @@ def group(rng, V, N):
 def main():
     rng = np.random.default_rng(20)
     arrays = {
-        "versions": np.array(f"torch {torch.__version__}, transformers {transformers.__version__}, numpy {np.__version__}")
+        "versions": np.array(
+            f"torch {torch.__version__}, transformers {transformers.__version__}, numpy"
+            f" {np.__version__}"
+        )
     }
     for V, N in ROWS.items():
         arrays |= group(rng, V, N)

@@ -1,6 +1,8 @@
-"""Writes `recent_peers.npz`: results of top-H, the encoder repetition penalty and SynthID in Hugging Face Transformers.
+"""Writes `recent_peers.npz`: results of top-H, the encoder repetition penalty and SynthID in
+Hugging Face Transformers.
 
-Run it in an environment with torch and transformers: `python tests/sampling/make_recent_peers.py`. Tests only read the file.
+Run it in an environment with torch and transformers: `python tests/sampling/make_recent_peers.py`.
+Tests only read the file.
 
 Arrays:
   logits, alpha, kept      float16 [N, 90], float32 [N], bool [N, 90]: rows, top_h, and the mask of `TopHLogitsWarper`
@@ -27,17 +29,26 @@ KEYS = [654, 400, 836, 123, 340, 443, 597, 160, 57, 2**31 - 1]
 
 
 def watermark(ngram):
-    return peer.SynthIDTextWatermarkLogitsProcessor(ngram, KEYS, 2**16, 0, 1024, torch.device("cpu"))
+    return peer.SynthIDTextWatermarkLogitsProcessor(
+        ngram, KEYS, 2**16, 0, 1024, torch.device("cpu")
+    )
 
 
 def main():
     rng, found = np.random.default_rng(27), {}
     for _ in range(ROWS):
-        x_V, alpha, penalty = row(rng, V), np.float32(rng.uniform(0.05, 1)), np.float32(10 ** rng.uniform(-0.5, 0.5))
+        x_V, alpha, penalty = (
+            row(rng, V),
+            np.float32(rng.uniform(0.05, 1)),
+            np.float32(10 ** rng.uniform(-0.5, 0.5)),
+        )
         prompt, scores = rng.integers(0, V, 8), torch.tensor(x_V.astype(np.float32))[None]
-        scored = peer.EncoderRepetitionPenaltyLogitsProcessor(float(penalty), torch.tensor(prompt)[None])(None, scores.clone())
+        scored = peer.EncoderRepetitionPenaltyLogitsProcessor(
+            float(penalty), torch.tensor(prompt)[None]
+        )(None, scores.clone())
         one = {
-            "logits": x_V, "alpha": alpha, "kept": peer.TopHLogitsWarper(float(alpha))(None, scores)[0].numpy() > -np.inf,
+            "logits": x_V, "alpha": alpha,
+            "kept": peer.TopHLogitsWarper(float(alpha))(None, scores)[0].numpy() > -np.inf,
             "prompt": prompt.astype(np.int16), "penalty": penalty, "scored": scored[0].numpy(),
         }  # fmt: skip
         for name, value in one.items():
@@ -53,17 +64,26 @@ def main():
             scores = processor(ids, torch.tensor(steps_TV[t].astype(np.float32))[None])
             marked.append(torch.softmax(scores, 1)[0].numpy())
         g_values = watermark(ngram).compute_g_values(torch.tensor(output_T)[None])[0].numpy()
-        counted = watermark(ngram).compute_context_repetition_mask(torch.tensor(output_T)[None])[0].numpy()
+        counted = (
+            watermark(ngram)
+            .compute_context_repetition_mask(torch.tensor(output_T)[None])[0]
+            .numpy()
+        )
         pad = LENGTH - len(g_values)
         one = {
-            "output": output_T.astype(np.int16), "ngram": ngram, "marked": np.stack(marked), "numbers": len(g_values),
-            "g_values": np.pad(g_values.astype(np.int8), ((0, pad), (0, 0))), "counted": np.pad(counted, (0, pad)),
+            "output": output_T.astype(np.int16), "ngram": ngram, "marked": np.stack(marked),
+            "numbers": len(g_values),
+            "g_values": np.pad(g_values.astype(np.int8), ((0, pad), (0, 0))),
+            "counted": np.pad(counted, (0, pad)),
         }  # fmt: skip
         for name, value in one.items():
             found.setdefault(name, []).append(value)
     arrays = {name: np.array(value) for name, value in found.items()}
     arrays["keys"] = np.array(KEYS)
-    arrays["versions"] = np.array(f"torch {torch.__version__}, transformers {transformers.__version__}, numpy {np.__version__}")
+    arrays["versions"] = np.array(
+        f"torch {torch.__version__}, transformers {transformers.__version__}, numpy"
+        f" {np.__version__}"
+    )
     np.savez_compressed(Path(__file__).with_name("recent_peers.npz"), **arrays)
 
 

@@ -1,10 +1,12 @@
-"""Writes `recent_samplers.json`: rows of logits, and what the samplers of `recent_references.py` make of them.
+"""Writes `recent_samplers.json`: rows of logits, and what the samplers of `recent_references.py`
+make of them.
 
     python tests/sampling/make_recent_samplers.py
 
-A case of a random row is written only if its mask does not change in 12 trials with all distinct logits moved by up to
-4e-6·max(1, |x|); equal logits move together. Hand-made rows, with exact ties and bounds, are always written. In the file, null
-is -inf. A filter has the ids that it keeps, another step the probabilities after it.
+A case of a random row is written only if its mask does not change in 12 trials with all distinct
+logits moved by up to 4e-6·max(1, |x|); equal logits move together. Hand-made rows, with exact ties
+and bounds, are always written. In the file, null is -inf. A filter has the ids that it keeps,
+another step the probabilities after it.
 """
 
 import json
@@ -17,7 +19,9 @@ CASES = 44  # random rows per sampler
 TRIALS, HAIR = 12, 4e-6
 FILTERS = ("min_k", "p_less", "p_less_norm", "top_h")
 STEPS = {
-    "min_k": lambda rng: {"tau": float(np.round(rng.choice([0, rng.uniform(0, 10), rng.uniform(10, 60)]), 3))},
+    "min_k": lambda rng: {
+        "tau": float(np.round(rng.choice([0, rng.uniform(0, 10), rng.uniform(10, 60)]), 3))
+    },
     "p_less": lambda rng: {},
     "p_less_norm": lambda rng: {},
     "top_h": lambda rng: {
@@ -29,7 +33,9 @@ STEPS = {
         "target": float(np.round(rng.uniform(0, 1), 3)),
         "average": float(np.round(rng.uniform(0, 1), 3)),
     },
-    "encoder_repetition_penalty": lambda rng: {"penalty": float(np.round(10 ** rng.uniform(-0.5, 0.5), 3))},
+    "encoder_repetition_penalty": lambda rng: {
+        "penalty": float(np.round(10 ** rng.uniform(-0.5, 0.5), 3))
+    },
 }
 FLAT = [[0.0] * 8, [-3.25] * 5, [1.5] * 4 + [None] * 4]
 TIES = [[2.0, 2.0, 1.0, 1.0, 1.0, 0.0], [0.0, 3.0, 3.0, 3.0], [1.0, 0.0, 1.0, 0.0, 1.0, None, 0.0]]
@@ -45,14 +51,18 @@ HAND_MADE = FLAT + TIES + SINGLE + EXTREME
 
 
 def random_row(rng):
-    """A peaked, flat, heavy-tailed, tied or power-law row; in every third row many tokens are removed."""
+    """A peaked, flat, heavy-tailed, tied or power-law row; in every third row many tokens are
+    removed.
+    """
     V = int(rng.integers(2, 26))
     x_V = [
         lambda: rng.normal(0, rng.uniform(2, 8), V),
         lambda: rng.normal(0, rng.uniform(0.02, 0.5), V),
         lambda: rng.standard_t(1.5, V) * 2,
         lambda: np.round(rng.normal(0, rng.uniform(0.5, 3), V)),
-        lambda: rng.permutation(-rng.uniform(0.8, 3) * np.log(1 + np.arange(V))) + rng.uniform(-20, 20),
+        lambda: (
+            rng.permutation(-rng.uniform(0.8, 3) * np.log(1 + np.arange(V))) + rng.uniform(-20, 20)
+        ),
     ][rng.integers(5)]()
     if rng.random() < 1 / 3:
         x_V[rng.random(V) < rng.uniform(0.1, 0.9)] = -np.inf
@@ -74,7 +84,9 @@ def case(name, x_V, numbers, prompt, rng, check):
     found = function(x_V, **numbers, **text)
     if name in FILTERS:
         result = {"kept": sorted(map(int, found))}
-        if check and any(set(function(moved(x_V, rng), **numbers)) != set(found) for _ in range(TRIALS)):
+        if check and any(
+            set(function(moved(x_V, rng), **numbers)) != set(found) for _ in range(TRIALS)
+        ):
             return None
     else:
         result = {"probabilities": [float(f"{p:.9g}") for p in found]}

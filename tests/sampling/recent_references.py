@@ -1,6 +1,7 @@
 """The samplers of 2025 and 2026 in float64 NumPy, written from the papers, one loop per definition.
 
-A filter takes logits [V] and returns the ids that it keeps. Other functions return the probabilities [V] after the step.
+A filter takes logits [V] and returns the ids that it keeps. Other functions return the
+probabilities [V] after the step.
 """
 
 import numpy as np
@@ -14,7 +15,11 @@ def softmax(x_V):
 
 def canonical(x_V):
     """Ids of the remaining tokens by descending logit, equal logits by ascending id."""
-    return [i for i in np.lexsort((np.arange(len(x_V)), -np.asarray(x_V, np.float64))) if x_V[i] > -np.inf]
+    return [
+        i
+        for i in np.lexsort((np.arange(len(x_V)), -np.asarray(x_V, np.float64)))
+        if x_V[i] > -np.inf
+    ]
 
 
 def entropy(P_N):
@@ -36,13 +41,17 @@ def min_k(x_V, tau):
 
 
 def p_less(x_V):
-    """Tan et al. 2025: tokens at least as likely as Σ P², the probability that a drawn token is a second draw."""
+    """Tan et al. 2025: tokens at least as likely as Σ P², the probability that a drawn token is a
+    second draw.
+    """
     P_V = softmax(x_V)
     return [i for i in canonical(x_V) if P_V[i] >= np.sum(P_V**2) * (1 - 1e-14)]
 
 
 def p_less_norm(x_V):
-    """Tan et al. 2025: Σ P² less the mean probability of two different tokens, Σ_{u≠v} P(u)·P(v)/(V − 1)."""
+    """Tan et al. 2025: Σ P² less the mean probability of two different tokens, Σ_{u≠v} P(u)·P(v)/(V
+    − 1).
+    """
     P_V = softmax(x_V)
     V, equal = len(P_V), np.sum(P_V**2)
     bound = equal - (1 - equal) / max(V - 1, 1)
@@ -73,7 +82,9 @@ def skew(x_V, skew):
 
 
 def adaptive_p(x_V, target, average):
-    """`llama_sampler_adaptive_p_apply` of llama.cpp, with a peak of 5, a sharpness of 10 and a width of 0.3."""
+    """`llama_sampler_adaptive_p_apply` of llama.cpp, with a peak of 5, a sharpness of 10 and a
+    width of 0.3.
+    """
     P_V = softmax(x_V)
     adapted = min(max(2 * target - average, 0.0), 1.0)
     out_V = np.full(len(P_V), -np.inf)
@@ -88,7 +99,11 @@ class AdaptiveState:
     """The state of llama.cpp's adaptive-p: `_init`, `_accept`."""
 
     def __init__(self, target, decay):
-        self.decay, self.weighted_sum, self.total_weight = decay, target / (1 - decay), 1 / (1 - decay)
+        self.decay, self.weighted_sum, self.total_weight = (
+            decay,
+            target / (1 - decay),
+            1 / (1 - decay),
+        )
 
     @property
     def average(self):
@@ -115,13 +130,20 @@ def hashed(numbers, start=1):
 
 def synthid(x_V, layer_keys, table, ngram=5, output=()):
     """Dathathri et al. 2024: a two-candidate tournament per key, in expectation over its draws."""
-    contexts = [tuple(([0] * (ngram - 1) + list(output[:n]))[-(ngram - 1) :]) for n in range(len(output) + 1)]
+    contexts = [
+        tuple(([0] * (ngram - 1) + list(output[:n]))[-(ngram - 1) :])
+        for n in range(len(output) + 1)
+    ]
     P_V = softmax(x_V)
     if contexts[-1] in contexts[:-1][-1024:]:
         return P_V
     for key in layer_keys:
-        g_V = np.array([table[hashed([*contexts[-1], token, key]) % len(table)] for token in range(len(P_V))], float)
-        # A token wins against another draw: surely if only it has a one, with probability 1/2 if both are equal.
+        g_V = np.array(
+            [table[hashed([*contexts[-1], token, key]) % len(table)] for token in range(len(P_V))],
+            float,
+        )
+        # A token wins against another draw: surely if only it has a one, with probability 1/2 if
+        # both are equal.
         beats = 0.5 * (1 + g_V[:, None] - g_V[None, :])
         P_V = 2 * P_V * (beats @ P_V)
     return P_V

@@ -21,7 +21,13 @@ ROWS = [
     {"greedy": True, "logit_bias": {"7": 50.0}},
     {"seed": 2, "banned_tokens": [3, 4, 5], "repetition_penalty": 1.5, "frequency_penalty": -1.0},
     {"seed": 3, "min_tokens": 5, "xtc_probability": 1.0, "xtc_threshold": 0.001},
-    {"seed": 4, "dry_multiplier": 1.0, "dry_breakers": [13], "sequence_bias": [[[9], 20.0]], "allowed_tokens": [9, 10, 11]},
+    {
+        "seed": 4,
+        "dry_multiplier": 1.0,
+        "dry_breakers": [13],
+        "sequence_bias": [[[9], 20.0]],
+        "allowed_tokens": [9, 10, 11],
+    },
     {"seed": 5},
 ]
 
@@ -67,7 +73,9 @@ def test_unpack_bits_matches_numpy(size):
     np.testing.assert_array_equal(UNPACK(bits_W, size), expected)
 
 
-@pytest.mark.parametrize("rows", [FEW, pytest.param(ROWS, marks=pytest.mark.slow)], ids=["few steps", "many steps"])
+@pytest.mark.parametrize(
+    "rows", [FEW, pytest.param(ROWS, marks=pytest.mark.slow)], ids=["few steps", "many steps"]
+)
 def test_drawn_tokens_are_always_allowed(rows):
     params = SamplingParams.build(rows, stop_ids=[0])
     state = start(params)
@@ -83,11 +91,15 @@ def test_a_mask_changes_only_its_own_row():
     bits = EVERYTHING.copy()
     bits[1] = packed(some(1))[1]
     free, one = replace(params, allowed_bits=EVERYTHING), replace(params, allowed_bits=bits)
-    plain, all_free, constrained = (traced(LOGITS, each, start(params)) for each in (params, free, one))
+    plain, all_free, constrained = (
+        traced(LOGITS, each, start(params)) for each in (params, free, one)
+    )
     plain = {name: np.asarray(x_BV) for name, x_BV in plain.items()}
     for others, rows in ((all_free, [*range(B)]), (constrained, [0, 2, 3, 4, 5])):
         for name, x_BV in others.items():
-            np.testing.assert_array_equal(np.asarray(x_BV)[rows], plain.get(name, plain["model"])[rows], name)
+            np.testing.assert_array_equal(
+                np.asarray(x_BV)[rows], plain.get(name, plain["model"])[rows], name
+            )
     tokens = [np.asarray(draw(LOGITS, each, start(params))[0]) for each in (params, free, one)]
     np.testing.assert_array_equal(tokens[0], tokens[1])
     np.testing.assert_array_equal(np.delete(tokens[0], 1), np.delete(tokens[2], 1))
@@ -105,7 +117,9 @@ def test_the_mask_overrides_settings_that_remove_all_allowed_tokens():
     )
     allowed = np.zeros((4, V), bool)
     allowed[:, [20, 21]] = True
-    token_B, _, info = draw(LOGITS[:4], replace(params, allowed_bits=packed(allowed)), start(params))
+    token_B, _, info = draw(
+        LOGITS[:4], replace(params, allowed_bits=packed(allowed)), start(params)
+    )
     assert set(np.asarray(token_B).tolist()) <= {20, 21}
     assert not np.asarray(info.empty).any()
 
@@ -132,19 +146,26 @@ def test_reports_about_the_model_ignore_the_mask():
         np.testing.assert_array_equal(getattr(held.token, name), getattr(free.token, name), name)
     x_BV = np.float64(LOGITS)
     logprobs_BV = x_BV - np.log(np.exp(x_BV).sum(axis=1, keepdims=True))
-    np.testing.assert_allclose(held.token.logprob, logprobs_BV[np.arange(B), np.asarray(token_B)], atol=1e-5)
+    np.testing.assert_allclose(
+        held.token.logprob, logprobs_BV[np.arange(B), np.asarray(token_B)], atol=1e-5
+    )
     assert (np.asarray(held.token.survivors) <= some(3).sum(1)).all()
 
 
 @pytest.mark.slow
 def test_the_entropy_router_chooses_allowed_tokens():
-    rows = [{"strategy": "entropy", "seed": seed, "clarify_token": 30, "use_attention": False} for seed in range(B)]
+    rows = [
+        {"strategy": "entropy", "seed": seed, "clarify_token": 30, "use_attention": False}
+        for seed in range(B)
+    ]
     params, spread = SamplingParams.build(rows), np.linspace(0.01, 4, B, dtype=np.float32)[:, None]
     state = start(params)
     for seed in range(20):
         allowed_BV = some(seed, 0.05)
         allowed_BV[:, 30] = False
-        token_B, state, _ = draw(LOGITS * spread, replace(params, allowed_bits=packed(allowed_BV)), state)
+        token_B, state, _ = draw(
+            LOGITS * spread, replace(params, allowed_bits=packed(allowed_BV)), state
+        )
         assert allowed_BV[np.arange(B), np.asarray(token_B)].all()
 
 

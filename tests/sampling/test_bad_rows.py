@@ -1,4 +1,6 @@
-"""Invalid rows and requests: the result is defined or a one-sentence error, never NaN or another exception."""
+"""Invalid rows and requests: the result is defined or a one-sentence error, never NaN or another
+exception.
+"""
 
 import math
 
@@ -52,7 +54,14 @@ EVERY = {
     "adaptive_p": {"target": 1.0, "average": 0.0},
     "synthid": {"layer_keys": [1, 2**31 - 1], "ngram": 2},
 }
-MOVES = {"logit_bias", "repetition_penalty", "presence_frequency_penalty", "dry", "temperature", "encoder_repetition_penalty"}
+MOVES = {
+    "logit_bias",
+    "repetition_penalty",
+    "presence_frequency_penalty",
+    "dry",
+    "temperature",
+    "encoder_repetition_penalty",
+}
 MOVES |= {"skew", "adaptive_p", "synthid"}
 
 
@@ -70,7 +79,9 @@ def test_every_step_keeps_empty_rows_and_the_only_token(name):
     empty_BV = np.float32([[-INF] * 5, [NAN] * 5, [NAN, -INF, NAN, -INF, -INF]])
     y_BV = process(empty_BV, step, prompt=[[0, 1, 0]] * 3, output=[[0]] * 3)
     assert y_BV.shape == (3, 5) and (y_BV == -INF).all()
-    single = process([[2.0], [-3.0], [0.0], [INF], [NAN]], step, prompt=[[0, 0]] * 5, output=[[0]] * 5)
+    single = process(
+        [[2.0], [-3.0], [0.0], [INF], [NAN]], step, prompt=[[0, 0]] * 5, output=[[0]] * 5
+    )
     assert np.isfinite(single[:4]).all() and single[4] == -INF
     if name not in MOVES:
         np.testing.assert_array_equal(single[:4], [[2.0], [-3.0], [0.0], [0.0]])
@@ -106,7 +117,10 @@ def test_nan_and_inf_are_repaired_at_the_start(row, repaired):
 def test_other_dtypes_of_logits():
     assert process(np.zeros((0, 4)), {"name": "top_k", "k": 1}).shape == (0, 4)
     assert process([[1, 2], [3, -4]]).tolist() == [[1.0, 2.0], [3.0, -4.0]]
-    assert process(np.array([[1e300, 1.0], [-1e300, 1.0]])).tolist() == [[0.0, -INF], [-INF, 1.0]]  # beyond float32
+    assert process(np.array([[1e300, 1.0], [-1e300, 1.0]])).tolist() == [
+        [0.0, -INF],
+        [-INF, 1.0],
+    ]  # beyond float32
     for dtype in (jnp.bfloat16, jnp.float16):
         assert process(jnp.array([[0.5, -2.0]], dtype)).dtype == np.float32
 
@@ -116,7 +130,13 @@ def test_other_dtypes_of_logits():
     [
         ([{"name": "allowed_tokens", "ids": [3]}, {"name": "banned_tokens", "ids": [3]}], {3}),
         ([{"name": "banned_tokens", "ids": [3]}, {"name": "allowed_tokens", "ids": [3]}], {1}),
-        ([{"name": "allowed_tokens", "ids": [3]}, {"name": "min_tokens", "n": 5, "stop_ids": [3]}], {3}),
+        (
+            [
+                {"name": "allowed_tokens", "ids": [3]},
+                {"name": "min_tokens", "n": 5, "stop_ids": [3]},
+            ],
+            {3},
+        ),
         ([{"name": "banned_tokens", "ids": [0, 1, 2, 3]}], {1}),
         ([{"name": "banned_tokens", "ids": [1, 2]}, {"name": "banned_tokens", "ids": [0, 3]}], {0}),
         ([{"name": "banned_tokens", "ids": [1, 1, 1]}], {0, 2, 3}),
@@ -151,8 +171,14 @@ WRONG_STEPS = {
     "no name": ({}, "unknown sampling step null"),
     "list as name": ({"name": ["top_k"], "k": 1}, r"unknown sampling step \['top_k'\]"),
     "number as name": ({"name": 3}, "unknown sampling step 3"),
-    "unknown parameter": ({"name": "top_k", "k": 1, 3: 4}, r"top_k\.3 is not a parameter of this step"),
-    "missing": ({"name": "xtc", "threshold": 0.1, "probability": 1}, r"xtc\.u is a required parameter"),
+    "unknown parameter": (
+        {"name": "top_k", "k": 1, 3: 4},
+        r"top_k\.3 is not a parameter of this step",
+    ),
+    "missing": (
+        {"name": "xtc", "threshold": 0.1, "probability": 1},
+        r"xtc\.u is a required parameter",
+    ),
     "None": ({"name": "top_p", "p": None}, r"top_p\.p is a required parameter"),
     "text": ({"name": "top_p", "p": "0.5"}, r"top_p\.p must be"),
     "bool": ({"name": "top_p", "p": True}, r"top_p\.p must be"),
@@ -169,25 +195,55 @@ WRONG_STEPS = {
     "fraction": ({"name": "top_k", "k": 2.0}, r"top_k\.k must be"),
     "bool for an integer": ({"name": "top_k", "k": True}, r"top_k\.k must be"),
     "NaN for an integer": ({"name": "top_k", "k": NAN}, r"top_k\.k must be"),
-    "integer below": ({"name": "dry", "multiplier": 1, "allowed_length": 0}, r"dry\.allowed_length must be"),
+    "integer below": (
+        {"name": "dry", "multiplier": 1, "allowed_length": 0},
+        r"dry\.allowed_length must be",
+    ),
     "wrong word": ({"name": "top_k", "k": 1, "ties": "some"}, r"top_k\.ties must be"),
     "number for a word": ({"name": "top_k", "k": 1, "ties": 1}, r"top_k\.ties must be"),
-    "array for a word": ({"name": "top_k", "k": 1, "ties": np.array(["first", "all"])}, r"top_k\.ties must be"),
+    "array for a word": (
+        {"name": "top_k", "k": 1, "ties": np.array(["first", "all"])},
+        r"top_k\.ties must be",
+    ),
     "low above high": ({"name": "dynamic_temperature", "low": 2, "high": 1}, "low must be"),
-    "nothing allowed": ({"name": "allowed_tokens", "ids": []}, "allowed_tokens.ids must hold at least one token id"),
-    "no array allowed": ({"name": "allowed_tokens", "ids": np.array([], int)}, "must hold at least one token id"),
+    "nothing allowed": (
+        {"name": "allowed_tokens", "ids": []},
+        "allowed_tokens.ids must hold at least one token id",
+    ),
+    "no array allowed": (
+        {"name": "allowed_tokens", "ids": np.array([], int)},
+        "must hold at least one token id",
+    ),
     "text for ids": ({"name": "banned_tokens", "ids": "12"}, r"banned_tokens\.ids must be"),
     "bytes for ids": ({"name": "banned_tokens", "ids": b"\x01"}, r"banned_tokens\.ids must be"),
     "set for ids": ({"name": "banned_tokens", "ids": {1}}, r"banned_tokens\.ids must be"),
-    "number for ids": ({"name": "banned_tokens", "ids": np.array(1)}, r"banned_tokens\.ids must be"),
+    "number for ids": (
+        {"name": "banned_tokens", "ids": np.array(1)},
+        r"banned_tokens\.ids must be",
+    ),
     "text in ids": ({"name": "banned_tokens", "ids": ["1"]}, r"banned_tokens\.ids\.0 must be"),
     "fraction in ids": ({"name": "banned_tokens", "ids": [1.0]}, r"banned_tokens\.ids\.0 must be"),
-    "fractions in ids": ({"name": "banned_tokens", "ids": np.array([1.0])}, r"banned_tokens\.ids\.0 must be"),
+    "fractions in ids": (
+        {"name": "banned_tokens", "ids": np.array([1.0])},
+        r"banned_tokens\.ids\.0 must be",
+    ),
     "bool in ids": ({"name": "banned_tokens", "ids": [True]}, r"banned_tokens\.ids\.0 must be"),
-    "None in ids": ({"name": "allowed_tokens", "ids": [0, None]}, r"allowed_tokens\.ids\.1 must be"),
-    "list in ids": ({"name": "min_tokens", "n": 1, "stop_ids": [[1]]}, r"min_tokens\.stop_ids\.0 must be"),
-    "table of ids": ({"name": "banned_tokens", "ids": np.array([[1, 2]])}, r"banned_tokens\.ids\.0 must be"),
-    "negative id": ({"name": "min_tokens", "n": 1, "stop_ids": [-1]}, r"min_tokens\.stop_ids\.0 must be"),
+    "None in ids": (
+        {"name": "allowed_tokens", "ids": [0, None]},
+        r"allowed_tokens\.ids\.1 must be",
+    ),
+    "list in ids": (
+        {"name": "min_tokens", "n": 1, "stop_ids": [[1]]},
+        r"min_tokens\.stop_ids\.0 must be",
+    ),
+    "table of ids": (
+        {"name": "banned_tokens", "ids": np.array([[1, 2]])},
+        r"banned_tokens\.ids\.0 must be",
+    ),
+    "negative id": (
+        {"name": "min_tokens", "n": 1, "stop_ids": [-1]},
+        r"min_tokens\.stop_ids\.0 must be",
+    ),
     "id beyond": ({"name": "banned_tokens", "ids": [1, 4, 2]}, r"banned_tokens\.ids\.1 must be"),
     "huge id": ({"name": "allowed_tokens", "ids": [2**70]}, r"allowed_tokens\.ids\.0 must be"),
     "protected": (
@@ -195,22 +251,58 @@ WRONG_STEPS = {
         r"xtc\.protected_ids\.0 must be",
     ),
     "breaker": ({"name": "dry", "multiplier": 1, "breakers": [9]}, r"dry\.breakers\.0 must be"),
-    "text as breaker": ({"name": "dry", "multiplier": 1, "breakers": ["\n"]}, r"dry\.breakers\.0 must be"),
-    "flat bad words": ({"name": "bad_words", "sequences": [1, 2]}, r"bad_words\.sequences\.0 must be"),
-    "text as bad words": ({"name": "bad_words", "sequences": [[1], "ab"]}, r"bad_words\.sequences\.1 must be"),
-    "texts in bad words": ({"name": "bad_words", "sequences": [["a"]]}, r"bad_words\.sequences\.0\.0 must be"),
-    "bad word beyond": ({"name": "bad_words", "sequences": [[2**40]]}, r"bad_words\.sequences\.0\.0 must be"),
+    "text as breaker": (
+        {"name": "dry", "multiplier": 1, "breakers": ["\n"]},
+        r"dry\.breakers\.0 must be",
+    ),
+    "flat bad words": (
+        {"name": "bad_words", "sequences": [1, 2]},
+        r"bad_words\.sequences\.0 must be",
+    ),
+    "text as bad words": (
+        {"name": "bad_words", "sequences": [[1], "ab"]},
+        r"bad_words\.sequences\.1 must be",
+    ),
+    "texts in bad words": (
+        {"name": "bad_words", "sequences": [["a"]]},
+        r"bad_words\.sequences\.0\.0 must be",
+    ),
+    "bad word beyond": (
+        {"name": "bad_words", "sequences": [[2**40]]},
+        r"bad_words\.sequences\.0\.0 must be",
+    ),
     "one for two": (
         {"name": "logit_bias", "ids": [1, 2], "values": [1.0]},
         "logit_bias needs one value for each of its 2 entries, got 1 values",
     ),
-    "text as value": ({"name": "logit_bias", "ids": [1], "values": ["1"]}, r"logit_bias\.values\.0 must be"),
-    "bool as value": ({"name": "logit_bias", "ids": [1], "values": [True]}, r"logit_bias\.values\.0 must be"),
-    "NaN as value": ({"name": "logit_bias", "ids": [1, 2], "values": [1, NAN]}, r"logit_bias\.values\.1 must be"),
-    "+inf as value": ({"name": "logit_bias", "ids": [1], "values": [INF]}, r"logit_bias\.values\.0 must be"),
-    "list as value": ({"name": "logit_bias", "ids": [1], "values": [[1]]}, r"logit_bias\.values\.0 must be"),
-    "huge value": ({"name": "logit_bias", "ids": [1], "values": [1e300]}, r"logit_bias\.values\.0 must be"),
-    "number for values": ({"name": "logit_bias", "ids": [1], "values": 1.0}, r"logit_bias\.values must be"),
+    "text as value": (
+        {"name": "logit_bias", "ids": [1], "values": ["1"]},
+        r"logit_bias\.values\.0 must be",
+    ),
+    "bool as value": (
+        {"name": "logit_bias", "ids": [1], "values": [True]},
+        r"logit_bias\.values\.0 must be",
+    ),
+    "NaN as value": (
+        {"name": "logit_bias", "ids": [1, 2], "values": [1, NAN]},
+        r"logit_bias\.values\.1 must be",
+    ),
+    "+inf as value": (
+        {"name": "logit_bias", "ids": [1], "values": [INF]},
+        r"logit_bias\.values\.0 must be",
+    ),
+    "list as value": (
+        {"name": "logit_bias", "ids": [1], "values": [[1]]},
+        r"logit_bias\.values\.0 must be",
+    ),
+    "huge value": (
+        {"name": "logit_bias", "ids": [1], "values": [1e300]},
+        r"logit_bias\.values\.0 must be",
+    ),
+    "number for values": (
+        {"name": "logit_bias", "ids": [1], "values": 1.0},
+        r"logit_bias\.values must be",
+    ),
     "text as step": ("top_k", "a sampling step must be"),
     "None as step": (None, "a sampling step must be"),
     "pair as step": (("top_k", 1), "a sampling step must be"),
@@ -273,12 +365,23 @@ def test_an_invalid_call_raises_one_sentence(case):
 def test_token_histories_can_be_arrays():
     step = {"name": "repetition_penalty", "penalty": 2.0}
     for kind in (np.array, jnp.array, tuple):
-        assert one([1.0, 1.0, -1.0], step, prompt=kind([[0, 2]]), output=kind([[0]])) == [0.5, 1.0, -2.0]
+        assert one([1.0, 1.0, -1.0], step, prompt=kind([[0, 2]]), output=kind([[0]])) == [
+            0.5,
+            1.0,
+            -2.0,
+        ]
 
 
 @pytest.mark.parametrize(
     "codes",
-    ["0123456", [0, "1", 2], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [False, True, 2, 3, 4, 5], [[0], [1]], {0, 1}],
+    [
+        "0123456",
+        [0, "1", 2],
+        [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+        [False, True, 2, 3, 4, 5],
+        [[0], [1]],
+        {0, 1},
+    ],
     ids=str,
 )
 def test_a_wrong_kobold_order_is_a_value_error(codes):

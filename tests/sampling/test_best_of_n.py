@@ -1,4 +1,6 @@
-"""Best of n: compares the closed form with the golden file, a sorting float64 reference, and hundreds of thousands of draws."""
+"""Best of n: compares the closed form with the golden file, a sorting float64 reference, and
+hundreds of thousands of draws.
+"""
 
 import json
 import math
@@ -27,12 +29,16 @@ TUPLES = 20_000
 MOST = 12  # candidates drawn; the first n of them count
 
 
-@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})  # running takes longer than compiling
+@partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 3}
+)  # running takes longer than compiling
 def explicit(logits_V, raw_V, n):
     """Draws tokens with different keys, each the best of n candidates."""
 
     def one(number):
-        return module.best_candidate(logits_V, raw_V, jax.random.fold_in(jax.random.key(11), number), METRICS, n, draws=MOST)
+        return module.best_candidate(
+            logits_V, raw_V, jax.random.fold_in(jax.random.key(11), number), METRICS, n, draws=MOST
+        )
 
     return jax.lax.map(lambda number: one(number).token, jnp.arange(DRAWS), batch_size=20_000)
 
@@ -53,7 +59,9 @@ def reference(x_V, raw_V, n):
 
 
 def rows(V=40, seed=0):
-    """Model logits with ties, and the logits to draw from: other temperature, penalties that change the order, a filter."""
+    """Model logits with ties, and the logits to draw from: other temperature, penalties that change
+    the order, a filter.
+    """
     rng = np.random.default_rng(seed)
     raw_V = np.round(rng.normal(0, 2, V) * 2).astype(np.float32) / 2
     x_V = raw_V / np.float32(1.7)
@@ -76,7 +84,9 @@ def p_value(counts_C, expected_C):
 
 
 def cells(counts_V, chances_V):
-    """Groups tokens by decreasing probability, rare ones together, so that every cell expects ten draws."""
+    """Groups tokens by decreasing probability, rare ones together, so that every cell expects ten
+    draws.
+    """
     expected_V = DRAWS * chances_V
     rare_V = expected_V < 10
     assert counts_V[chances_V == 0].sum() == 0 and counts_V.sum() == DRAWS
@@ -99,18 +109,29 @@ def test_golden_confidence():
     for case in GOLDEN["cases"]:
         expected, ref = case["expect"], case["expect"]["ref"]
         seen = AttentionMetrics(
-            ref["attn_entropy"], 0.5, ref["attn_varentropy"], 0.5, ref["agreement"], ref["interaction_strength"][0]
+            ref["attn_entropy"],
+            0.5,
+            ref["attn_varentropy"],
+            0.5,
+            ref["agreement"],
+            ref["interaction_strength"][0],
         )
         metrics = Metrics(expected["logits_entropy"], expected["logits_varentropy"], seen)
         got = np.float32(CONFIDENCE(metrics))
-        np.testing.assert_allclose(got, expected["params_ref"]["adaptive"]["confidence"], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            got, expected["params_ref"]["adaptive"]["confidence"], rtol=1e-5, atol=1e-5
+        )
         logprobs_N = np.float32(expected["candidate_logprobs_nats"])
         scores_64 = np.asarray(SCORE(np.zeros(64, np.int32), np.resize(logprobs_N, 64), metrics))
         # A sum of numbers up to 10, with an epsilon of 1.2e-7.
-        np.testing.assert_allclose(scores_64[: len(logprobs_N)], logprobs_N[:64] + got, rtol=1e-6, atol=1.2e-6)
+        np.testing.assert_allclose(
+            scores_64[: len(logprobs_N)], logprobs_N[:64] + got, rtol=1e-6, atol=1.2e-6
+        )
     # 1 − 0.5 and 1 − 2 are exact; the products and their sum round, by an epsilon (1.2e-7) of 0.3
     # at most.
-    np.testing.assert_allclose(CONFIDENCE(METRICS._replace(entropy=0.5)), 0.5 * 0.1 - 0.3, rtol=1e-6)
+    np.testing.assert_allclose(
+        CONFIDENCE(METRICS._replace(entropy=0.5)), 0.5 * 0.1 - 0.3, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["peaked", "adaptive_staircase", "neg_inf_vocab_mask"])
@@ -119,7 +140,9 @@ def test_golden_candidate_logprobs(name):
     case = next(case for case in GOLDEN["cases"] if case["name"] == name)
     raw_V = np.float32([float(x) for x in case["logits"]])  # "-inf" is a string
     candidates = EXPLICIT(np.zeros_like(raw_V), raw_V, jax.random.key(0), METRICS, 64, draws=64)
-    expected_V = np.array([float(x) for x in case["expect"]["candidate_logprobs_nats"]])[: len(raw_V)]
+    expected_V = np.array([float(x) for x in case["expect"]["candidate_logprobs_nats"]])[
+        : len(raw_V)
+    ]
     ids_N = np.asarray(candidates.ids)
     assert set(ids_N) == set(range(len(raw_V)))
     np.testing.assert_allclose(candidates.logprobs, expected_V[ids_N], rtol=1e-5, atol=1e-5)
@@ -135,11 +158,15 @@ def test_closed_form_matches_the_sorted_reference(V):
             np.testing.assert_allclose(got_V.sum(), 1, rtol=2e-5 + 3e-7 * n)
             known_V = expected_V > 1e-30
             np.testing.assert_allclose(got_V[known_V], expected_V[known_V], rtol=1e-4 + 1e-6 * n)
-            assert got_V[~known_V].max() < 1e-29 and set(np.flatnonzero(got_V)) <= set(np.flatnonzero(x_V > -np.inf))
+            assert got_V[~known_V].max() < 1e-29 and set(np.flatnonzero(got_V)) <= set(
+                np.flatnonzero(x_V > -np.inf)
+            )
 
 
 def test_the_sign_of_the_weight_decides_between_most_and_least_likely():
-    """A negative weight chooses the least likely candidate, 0 the first one; other weights shift all scores equally."""
+    """A negative weight chooses the least likely candidate, 0 the first one; other weights shift
+    all scores equally.
+    """
     x_V, raw_V = rows(1000)
     explained = jax.jit(
         lambda x_V, raw_V, key, config: module.best_candidate(
@@ -167,15 +194,21 @@ def test_edge_cases_of_rows():
     nothing_V = np.full(40, -np.inf, np.float32)
     np.testing.assert_array_equal(BEST(nothing_V, nothing_V, 12), nothing_V)
     only_V = np.where(np.arange(40) == 7, np.float32(3), -np.inf)
-    np.testing.assert_array_equal(BEST(only_V, np.zeros(40, np.float32), 12), np.where(np.arange(40) == 7, 0, -np.inf))
+    np.testing.assert_array_equal(
+        BEST(only_V, np.zeros(40, np.float32), 12), np.where(np.arange(40) == 7, 0, -np.inf)
+    )
     # All model logits are equal: there is one rank, so the distribution does not change.
     x_V = rows()[0]
     expected_V = np.where(x_V > -np.inf, np.log(np.maximum(probabilities(x_V), 1e-30)), -np.inf)
-    np.testing.assert_allclose(BEST(x_V, np.zeros(40, np.float32), 12), expected_V, rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(
+        BEST(x_V, np.zeros(40, np.float32), 12), expected_V, rtol=1e-6, atol=2e-6
+    )
     # Probabilities down to e^-80 stay accurate.
     steep_V = np.float32(np.arange(40) * -2.0)
     chance = math.exp(-78) / np.exp(np.float64(steep_V)).sum()
-    np.testing.assert_allclose(BEST(steep_V, -steep_V, 12)[39], math.log(-math.expm1(12 * math.log1p(-chance))), rtol=1e-6)
+    np.testing.assert_allclose(
+        BEST(steep_V, -steep_V, 12)[39], math.log(-math.expm1(12 * math.log1p(-chance))), rtol=1e-6
+    )
 
 
 def test_full_windows():
@@ -198,7 +231,10 @@ def test_changing_the_number_of_candidates_does_not_recompile():
 
 
 def test_a_large_row_is_not_sorted(optimized):
-    rows_BV, n_B = jax.ShapeDtypeStruct((2, 50_000), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.float32)
+    rows_BV, n_B = (
+        jax.ShapeDtypeStruct((2, 50_000), jnp.float32),
+        jax.ShapeDtypeStruct((2,), jnp.float32),
+    )
     program = optimized(jax.jit(jax.vmap(module.best_of_n)).lower(rows_BV, rows_BV, n_B))
     assert not re.search(r"50000\]\S* sort\(", program.as_text())
 
@@ -224,7 +260,8 @@ def test_a_custom_score_function():
 
     for n in (4, MOST):
         token, ids_N, logprobs_N, scores_N = map(
-            np.asarray, EXPLICIT(x_V, raw_V, jax.random.key(5), METRICS, n, score_fn=lowest_odd, draws=MOST)
+            np.asarray,
+            EXPLICIT(x_V, raw_V, jax.random.key(5), METRICS, n, score_fn=lowest_odd, draws=MOST),
         )
         counted_N = (np.arange(MOST) < n) & (ids_N % 2 == 1)
         assert token == ids_N[counted_N].min() and (ids_N[:n] % 2 == 0).any()
@@ -233,22 +270,36 @@ def test_a_custom_score_function():
     assert (x_V[ids_N] > -np.inf).all() and len(set(ids_N.tolist())) > 3
 
 
-@pytest.mark.parametrize("score", [lambda ids, logprobs, metrics: logprobs[0], lambda *_: None, lambda ids, *_: ids[:2]])
+@pytest.mark.parametrize(
+    "score", [lambda ids, logprobs, metrics: logprobs[0], lambda *_: None, lambda ids, *_: ids[:2]]
+)
 def test_a_score_function_must_return_one_score_per_candidate(score):
     with pytest.raises(UserError, match=ERRORS["score_fn_must_return_one_score"]):
-        EXPLICIT(np.zeros(5, np.float32), np.zeros(5, np.float32), jax.random.key(0), METRICS, 3, score_fn=score, draws=3)
+        EXPLICIT(
+            np.zeros(5, np.float32),
+            np.zeros(5, np.float32),
+            jax.random.key(0),
+            METRICS,
+            3,
+            score_fn=score,
+            draws=3,
+        )
 
 
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_candidates_given_a_token_are_distributed_like_n_draws(n):
-    """Tuples of draws have the same distribution as independent draws, and the token is always the best, including ties."""
+    """Tuples of draws have the same distribution as independent draws, and the token is always the
+    best, including ties.
+    """
     raw_V = np.float32([1.0, 0.5, 0.5, -1.0, 2.0])
     x_V = np.float32([0.3, 0.9, 0.1, 0.4, -np.inf])
 
     def one(number, raw_V, x_V):
         key, own = jax.random.split(jax.random.fold_in(jax.random.key(5), number))
         token = jax.random.categorical(key, module.best_of_n(x_V, raw_V, n))
-        return module.candidates_given_token(token, x_V, raw_V, own, METRICS, RouterConfig(candidates=n), draws=4)
+        return module.candidates_given_token(
+            token, x_V, raw_V, own, METRICS, RouterConfig(candidates=n), draws=4
+        )
 
     found = jax.jit(jax.vmap(one, (0, None, None)))(np.arange(TUPLES), raw_V, x_V)
     ids, scores = np.asarray(found.ids)[:, :n], np.asarray(found.scores)

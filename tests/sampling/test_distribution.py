@@ -1,4 +1,6 @@
-"""Compares a million draws with the exact distribution (Pearson's χ²), for a small and a large vocabulary."""
+"""Compares a million draws with the exact distribution (Pearson's χ²), for a small and a large
+vocabulary.
+"""
 
 import math
 from functools import partial
@@ -15,10 +17,16 @@ MIN_EXPECTED = 10  # draws per cell
 SIGNIFICANCE = 0.001
 
 
-@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})  # running takes longer than compiling
+@partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 3}
+)  # running takes longer than compiling
 def million(logits_V, numbers_N3):
-    """Draws with the keys of (seed, sample_index, n_generated). Only the uniform numbers differ, so weights are summed once."""
-    return jax.lax.map(lambda numbers: draw(logits_V, row_key(*numbers)), numbers_N3, batch_size=CHUNK)
+    """Draws with the keys of (seed, sample_index, n_generated). Only the uniform numbers differ, so
+    weights are summed once.
+    """
+    return jax.lax.map(
+        lambda numbers: draw(logits_V, row_key(*numbers)), numbers_N3, batch_size=CHUNK
+    )
 
 
 def numbers(place, fixed=(7, 3, 5)):
@@ -37,7 +45,9 @@ def small_row():
 
 
 def large_row():
-    """128,000 tokens: some have a few percent, most less than 1e-6, and one in five is removed, including whole blocks."""
+    """128,000 tokens: some have a few percent, most less than 1e-6, and one in five is removed,
+    including whole blocks.
+    """
     rng = np.random.default_rng(1)
     x_V = rng.normal(0, 2.5, 128_000).astype(np.float32)
     x_V[rng.random(128_000) < 0.2] = -np.inf
@@ -61,7 +71,9 @@ def p_value(counts_C, expected_C):
 
 
 def grouped(counts_V, expected_V, order_V=None):
-    """Groups adjacent tokens of `order_V` to cells with enough expected draws; the last cell gets the rest."""
+    """Groups adjacent tokens of `order_V` to cells with enough expected draws; the last cell gets
+    the rest.
+    """
     order_V = np.argsort(-expected_V, kind="stable") if order_V is None else order_V
     cell, room, cell_V = 0, 0.0, np.empty(len(expected_V), int)
     for token in order_V:
@@ -109,9 +121,12 @@ def test_a_million_draws_of_128_thousand_tokens():
     tokens_N, counts_V = counted(x_V, 2)
     expected_V = expected_draws(x_V)
     own = expected_V >= MIN_EXPECTED
-    assert own.sum() > 500 and (expected_V[x_V > -np.inf] < 1).sum() > 50_000  # there are many cells of both kinds
+    assert (
+        own.sum() > 500 and (expected_V[x_V > -np.inf] < 1).sum() > 50_000
+    )  # there are many cells of both kinds
     assert p_value(*grouped(counts_V, expected_V)) > SIGNIFICANCE
-    # The draw chooses a block of ids and an index in it, so cells are adjacent ids, and equal indices of all blocks.
+    # The draw chooses a block of ids and an index in it, so cells are adjacent ids, and equal
+    # indices of all blocks.
     ids = np.arange(len(x_V))
     for order_V in (ids, np.lexsort((ids // 512, ids % 512))):
         assert p_value(*grouped(counts_V, expected_V, order_V)) > SIGNIFICANCE
@@ -121,7 +136,9 @@ def test_a_million_draws_of_128_thousand_tokens():
 def test_draws_with_shared_weights_equal_draws_of_a_batch():
     x_V, numbers_N3 = large_row()[4000:14_000], numbers(2)[:24]
     batch = jax.jit(jax.vmap(lambda logits_V, three: draw(logits_V, row_key(*three))))
-    shared = jax.jit(lambda x_V, numbers_N3: jax.vmap(lambda three: draw(x_V, row_key(*three)))(numbers_N3))
+    shared = jax.jit(
+        lambda x_V, numbers_N3: jax.vmap(lambda three: draw(x_V, row_key(*three)))(numbers_N3)
+    )
     np.testing.assert_array_equal(batch(np.tile(x_V, (24, 1)), numbers_N3), shared(x_V, numbers_N3))
 
 
@@ -133,5 +150,7 @@ def test_p_value_matches_its_closed_form(cells, statistic):
         statistic * DRAWS / cells / (cells - 1)
     )  # higher in half of the cells, lower in as many, exact in the last one
     counts_C = expected_C + np.append(np.tile([off, -off], cells // 2), 0)
-    closed = math.exp(-statistic / 2) * sum((statistic / 2) ** i / math.factorial(i) for i in range(cells // 2))
+    closed = math.exp(-statistic / 2) * sum(
+        (statistic / 2) ** i / math.factorial(i) for i in range(cells // 2)
+    )
     assert abs(p_value(counts_C, expected_C) - closed) < 0.03 * closed

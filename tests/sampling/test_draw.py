@@ -1,4 +1,6 @@
-"""The draw: removed tokens, the ends of the unit interval, its keys, and the search that it uses."""
+"""The draw: removed tokens, the ends of the unit interval, its keys, and the search that it
+uses.
+"""
 
 import jax
 import numpy as np
@@ -17,7 +19,9 @@ def test_the_ends_of_the_unit_interval_never_draw_removed_tokens(V):
         rng = np.random.default_rng(seed)
         x_V = np.full(V, -np.inf, np.float32)
         alive = np.unique(rng.integers(0, V, rng.integers(1, min(V, 6) + 1)))
-        x_V[alive] = rng.choice([0.0, -20.0, -30.0, 5.0], len(alive))  # includes masses far below 1e-7
+        x_V[alive] = rng.choice(
+            [0.0, -20.0, -30.0, 5.0], len(alive)
+        )  # includes masses far below 1e-7
         for u in np.float32([0, 1e-8, 0.3, nearly_one, 1.0]):
             for v in np.float32([0, 1e-8, 0.7, nearly_one, 1.0]):
                 assert int(PICK(x_V, np.array([u, v]))) in alive
@@ -62,5 +66,7 @@ def test_nth_true_matches_a_loop(V):
 
 
 def test_first_crossing_has_positive_weight():
-    index, before = jax.jit(lambda x: first_crossing(x, lambda total: 0.75 * total))(np.float32([0, 2, 0, 1, 0]))
+    index, before = jax.jit(lambda x: first_crossing(x, lambda total: 0.75 * total))(
+        np.float32([0, 2, 0, 1, 0])
+    )
     assert (int(index), float(before)) == (3, 2.0)

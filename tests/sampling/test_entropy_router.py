@@ -1,4 +1,6 @@
-"""Compares the entropy router with the golden file and float64 references, and tests its settings."""
+"""Compares the entropy router with the golden file and float64 references, and tests its
+settings.
+"""
 
 import json
 import math
@@ -32,9 +34,13 @@ CASES = {case["name"]: case for case in GOLDEN["cases"]}
 
 
 def attention_metrics(scores_LHT, valid_T):
-    """The metrics of one row, from scores of the newest query over T keys; the mask is `valid_T` or `valid_LT`."""
+    """The metrics of one row, from scores of the newest query over T keys; the mask is `valid_T` or
+    `valid_LT`.
+    """
     L, _, T = scores_LHT.shape
-    return router.combine_layers(jax.vmap(router.layer_attention)(scores_LHT, jnp.broadcast_to(valid_T, (L, T))))
+    return router.combine_layers(
+        jax.vmap(router.layer_attention)(scores_LHT, jnp.broadcast_to(valid_T, (L, T)))
+    )
 
 
 LOGITS, ATTENTION, GUIDE_METRICS, ROUTE, ROUTES, LAYER = map(
@@ -49,7 +55,11 @@ LOGITS, ATTENTION, GUIDE_METRICS, ROUTE, ROUTES, LAYER = map(
     ),
 )
 GUIDE = RouterConfig()
-FILTERS = jax.jit(lambda x_V, t, k, p, m: steps.min_p(steps.top_p(steps.top_k(steps.temperature(x_V, t), k), p), m))
+FILTERS = jax.jit(
+    lambda x_V, t, k, p, m: steps.min_p(
+        steps.top_p(steps.top_k(steps.temperature(x_V, t), k), p), m
+    )
+)
 MEDIAN = {name: 0.5 + number / 4 for number, name in enumerate(CALIBRATED_THRESHOLDS)}
 CALIBRATED = RouterConfig.build(RouterSection(router_preset="calibrated"), MEDIAN)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -57,8 +67,18 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SCORE = {field.name for field in fields(RouterConfig) if field.name.startswith("score_")}
 FORCED = {
     "clarify_followup": {"low_entropy": -1, "clarify_entropy": -1, "low_varentropy": math.inf},
-    "explore": {"low_entropy": -1, "clarify_entropy": math.inf, "high_entropy": math.inf, "high_varentropy": -1},
-    "resample": {"low_entropy": -1, "clarify_entropy": math.inf, "high_entropy": -1, "high_varentropy": -1},
+    "explore": {
+        "low_entropy": -1,
+        "clarify_entropy": math.inf,
+        "high_entropy": math.inf,
+        "high_varentropy": -1,
+    },
+    "resample": {
+        "low_entropy": -1,
+        "clarify_entropy": math.inf,
+        "high_entropy": -1,
+        "high_varentropy": -1,
+    },
     "adaptive": {"low_entropy": -1, "clarify_entropy": math.inf, "high_varentropy": math.inf},
 }
 
@@ -109,13 +129,18 @@ def test_golden_metrics(name):
     case = CASES[name]
     expected, logits_V, scores_LHT = case["expect"], logits_of(case), scores_of(case)
     entropy, varentropy = LOGITS(logits_V)
-    for ln2, suffixes in ((1, ("entropy", "varentropy")), (math.log(2), ("entropy_nats", "varentropy_nats2"))):
+    for ln2, suffixes in (
+        (1, ("entropy", "varentropy")),
+        (math.log(2), ("entropy_nats", "varentropy_nats2")),
+    ):
         np.testing.assert_allclose(entropy * ln2, expected[f"logits_{suffixes[0]}"], **CLOSE)
         np.testing.assert_allclose(varentropy * ln2**2, expected[f"logits_{suffixes[1]}"], **CLOSE)
     assert_clean(ATTENTION(scores_LHT, np.array(case["valid"])), expected["clean"])
     literal = GUIDE_METRICS(logits_V[None], scores_LHT[-1][None, :, None])
     assert_literal(literal, expected["ref"])
-    np.testing.assert_allclose([literal["logits_entropy"], literal["logits_varentropy"]], [entropy, varentropy], **CLOSE)
+    np.testing.assert_allclose(
+        [literal["logits_entropy"], literal["logits_varentropy"]], [entropy, varentropy], **CLOSE
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,7 +148,12 @@ def test_golden_strategies_and_parameters(name):
     case = CASES[name]
     expected, ref = case["expect"], case["expect"]["ref"]
     seen = AttentionMetrics(
-        ref["attn_entropy"], 0.5, ref["attn_varentropy"], 0.5, ref["agreement"], ref["interaction_strength"][0]
+        ref["attn_entropy"],
+        0.5,
+        ref["attn_varentropy"],
+        0.5,
+        ref["agreement"],
+        ref["interaction_strength"][0],
     )
     metrics = Metrics(expected["logits_entropy"], expected["logits_varentropy"], seen)
     assert STRATEGIES[ROUTE(metrics, GUIDE).strategy] == expected["strategy"]
@@ -131,7 +161,9 @@ def test_golden_strategies_and_parameters(name):
         got = ROUTE(metrics, replace(GUIDE, **thresholds))
         assert STRATEGIES[got.strategy] == strategy.removesuffix("_followup")
         for parameter in ("temperature", "top_p", "top_k", "min_p"):
-            np.testing.assert_allclose(getattr(got, parameter), expected["params_ref"][strategy][parameter], **CLOSE)
+            np.testing.assert_allclose(
+                getattr(got, parameter), expected["params_ref"][strategy][parameter], **CLOSE
+            )
 
 
 def test_golden_mask_effects():
@@ -144,7 +176,9 @@ def test_golden_mask_effects():
     for length, entropy in expected["zero_slots_T4096"].items():
         scores_BHQT = np.zeros((1, 1, 1, 4096), np.float32)
         scores_BHQT[..., : int(length)] = 1.0
-        np.testing.assert_allclose(GUIDE_METRICS(x_V[None], scores_BHQT)["attn_entropy"], entropy, **CLOSE)
+        np.testing.assert_allclose(
+            GUIDE_METRICS(x_V[None], scores_BHQT)["attn_entropy"], entropy, **CLOSE
+        )
 
 
 def test_golden_batch_coupling():
@@ -175,7 +209,10 @@ def test_golden_filters(name):
 
 def test_logit_metrics_of_random_rows():
     rng = np.random.default_rng(0)
-    x_NV = (rng.normal(size=(40, 300)) * rng.uniform(0.01, 12, size=(40, 1)) + rng.normal(size=(40, 1)) * 30).astype(np.float32)
+    x_NV = (
+        rng.normal(size=(40, 300)) * rng.uniform(0.01, 12, size=(40, 1))
+        + rng.normal(size=(40, 1)) * 30
+    ).astype(np.float32)
     x_NV[20:][rng.random((20, 300)) < 0.7] = -np.inf
     x_NV[20:, 7] = 1.0
     x_NV[39] = np.where(np.arange(300) == 3, 2.0, -np.inf)
@@ -202,7 +239,9 @@ def test_attention_metrics_do_not_depend_on_unused_slots():
     expected = reference_attention(np.float32(scores_LHS), np.ones((L, S), bool))
     results = []
     for slots, first in ((64, 0), (64, 24), (4096, 0), (4096, 4056), (4096, 1000)):
-        scores_LHT = rng.choice([0, 7.0, 1e30, -1e30, np.inf, -np.inf, np.nan], size=(L, H, slots)).astype(np.float32)
+        scores_LHT = rng.choice(
+            [0, 7.0, 1e30, -1e30, np.inf, -np.inf, np.nan], size=(L, H, slots)
+        ).astype(np.float32)
         scores_LHT[..., first : first + S] = scores_LHS
         valid_T = (np.arange(slots) >= first) & (np.arange(slots) < first + S)
         results.append(np.array(ATTENTION(scores_LHT, valid_T)))
@@ -217,7 +256,9 @@ def test_attention_metrics_of_layers_with_different_keys():
     np.testing.assert_allclose(got, reference_attention(scores_LHT, valid_LT), **CLOSE)
     layers = [LAYER(*layer) for layer in zip(scores_LHT, valid_LT, strict=True)]
     stacked = router.LayerAttention(*(np.stack(part) for part in zip(*layers, strict=True)))
-    combined, combined_stack = jax.jit(lambda *forms: [router.combine_layers(form) for form in forms])(layers, stacked)
+    combined, combined_stack = jax.jit(
+        lambda *forms: [router.combine_layers(form) for form in forms]
+    )(layers, stacked)
     np.testing.assert_allclose(combined, got, rtol=5e-6)
     np.testing.assert_array_equal(combined, combined_stack)
     assert layers[0].entropy_H.shape == (4,) and layers[0].disagreement.shape == ()
@@ -226,7 +267,9 @@ def test_attention_metrics_of_layers_with_different_keys():
 def test_one_key_and_no_key():
     alone = ATTENTION(np.full((2, 3, 64), -5, np.float32), np.arange(64) == 9)
     np.testing.assert_allclose(alone, [0, 0, 0, 0, 1, 5])
-    np.testing.assert_allclose(ATTENTION(np.full((2, 3, 64), 5, np.float32), np.zeros(64, bool)), [0, 0, 0, 0, 1, 0])
+    np.testing.assert_allclose(
+        ATTENTION(np.full((2, 3, 64), 5, np.float32), np.zeros(64, bool)), [0, 0, 0, 0, 1, 0]
+    )
 
 
 def test_heads_with_different_keys():
@@ -250,8 +293,12 @@ def random_metrics(n, seed=3):
     return Metrics(np.float32(H), np.float32(V), AttentionMetrics(*np.float32(a).T))
 
 
-def reference_route(h, v, seen, low_h, low_v, mid_h, high_h, high_v, h_scale, v_scale, t_range, resample_least, base):
-    """The table of strategies in float64, with top_k before rounding. Without attention its terms are omitted."""
+def reference_route(
+    h, v, seen, low_h, low_v, mid_h, high_h, high_v, h_scale, v_scale, t_range, resample_least, base
+):
+    """The table of strategies in float64, with top_k before rounding. Without attention its terms
+    are omitted.
+    """
     T0, p0, k0, m0 = base
     e, s, agree, force = (0.0, 0.0, None, 0.0) if seen is None else seen
     u = h / h_scale + v / v_scale
@@ -265,12 +312,30 @@ def reference_route(h, v, seen, low_h, low_v, mid_h, high_h, high_v, h_scale, v_
     if h > mid_h and v < low_v:
         return CLARIFY, clamped(min(1.5, T0 * (1.3 + 0.2 * e))), p0, k0, 0
     if h < high_h and v > high_v:
-        return EXPLORE, clamped(min(1.5, T0 * (1.2 + 0.3 * force))), p0, max(5, k0 * (1 + 0.5 * apart)), 0
+        return (
+            EXPLORE,
+            clamped(min(1.5, T0 * (1.2 + 0.3 * force))),
+            p0,
+            max(5, k0 * (1 + 0.5 * apart)),
+            0,
+        )
     if h > high_h and v > high_v:
-        return RESAMPLE, clamped(max(resample_least, T0 * (2.0 + 0.5 * s))), max(0.5, p0 - 0.2 * e), k0, 0
+        return (
+            RESAMPLE,
+            clamped(max(resample_least, T0 * (2.0 + 0.5 * s))),
+            max(0.5, p0 - 0.2 * e),
+            k0,
+            0,
+        )
     T = T0 * (1 + 0.3 * u + 0.2 * (e + s) - 0.2 * agreement)
     k = min(max(k0 * (1 + 0.3 * force - 0.2 * agreement), 1), 100)
-    return ADAPTIVE, clamped(T), min(max(p0 * (1 + 0.1 * s), 0.1), 1), k, min(max(m0 * (1 - 0.5 * u), 0.01), 0.5)
+    return (
+        ADAPTIVE,
+        clamped(T),
+        min(max(p0 * (1 + 0.1 * s), 0.1), 1),
+        k,
+        min(max(m0 * (1 - 0.5 * u), 0.01), 0.5),
+    )
 
 
 @pytest.mark.parametrize("preset", ["guide", "calibrated"])
@@ -284,15 +349,21 @@ def test_route_matches_the_reference_table(preset, attention):
     got = ROUTES(metrics if attention else metrics._replace(attention=None), config)
     strategies = np.array(got.strategy)
     a = metrics.attention
-    seen = zip(a.attn_entropy, a.attn_varentropy, a.attn_agreement, a.interaction_strength, strict=True)
+    seen = zip(
+        a.attn_entropy, a.attn_varentropy, a.attn_agreement, a.interaction_strength, strict=True
+    )
     expected = np.array(
         [
-            reference_route(float(h), float(v), four if attention else None, *thresholds, *rest, base)
+            reference_route(
+                float(h), float(v), four if attention else None, *thresholds, *rest, base
+            )
             for h, v, four in zip(metrics.entropy, metrics.varentropy, seen, strict=True)
         ]
     ).T
     np.testing.assert_array_equal(strategies, expected[0])
-    np.testing.assert_allclose([got.temperature, got.top_p, got.min_p], expected[[1, 2, 4]], **CLOSE)
+    np.testing.assert_allclose(
+        [got.temperature, got.top_p, got.min_p], expected[[1, 2, 4]], **CLOSE
+    )
     down = strategies == EXPLORE
     off = expected[3] - np.asarray(got.top_k)
     assert (off[down] > -1e-4).all() and (off[down] < 1).all()
@@ -300,13 +371,19 @@ def test_route_matches_the_reference_table(preset, attention):
     assert set(strategies) == set(range(5)) and got.top_k.dtype == jnp.int32
 
 
-# Situation of the guide's section "Example Generations" → metrics, strategy, and its formulas evaluated by hand.
+# Situation of the guide's section "Example Generations" → metrics, strategy, and its formulas
+# evaluated by hand.
 GUIDE_EXAMPLES = {
-    "low uncertainty": (Metrics(0.05, 0.02, AttentionMetrics(0, 0, 0, 0, 1, 0)), GREEDY, 0, 0.9, 27, 0),
-    "high entropy, low varentropy": (Metrics(3.5, 0.08, AttentionMetrics(0, 0, 0, 0, 1, 0)), CLARIFY, 0.8658, 0.9, 27, 0),
-    "exploration": (Metrics(2.1, 5.5, AttentionMetrics(0, 0, 0, 0, 1, 0.8)), EXPLORE, 0.95904, 0.9, 27, 0),
-    "high uncertainty": (Metrics(5.5, 5.2, AttentionMetrics(0, 0, 0.9, 0, 1, 0)), RESAMPLE, 2.0, 0.9, 27, 0),
-    "adaptive": (Metrics(2.8, 1.5, AttentionMetrics(1.9, 0, 0.7, 0.4, 0.6, 0.75)), ADAPTIVE, 1.79154, 0.963, 30, 0.01),
+    "low uncertainty": (Metrics(0.05, 0.02, AttentionMetrics(0, 0, 0, 0, 1, 0)), GREEDY, 0, 0.9, 27,
+                        0),
+    "high entropy, low varentropy": (Metrics(3.5, 0.08, AttentionMetrics(0, 0, 0, 0, 1, 0)),
+                                     CLARIFY, 0.8658, 0.9, 27, 0),
+    "exploration": (Metrics(2.1, 5.5, AttentionMetrics(0, 0, 0, 0, 1, 0.8)), EXPLORE, 0.95904, 0.9,
+                    27, 0),
+    "high uncertainty": (Metrics(5.5, 5.2, AttentionMetrics(0, 0, 0.9, 0, 1, 0)), RESAMPLE, 2.0,
+                         0.9, 27, 0),
+    "adaptive": (Metrics(2.8, 1.5, AttentionMetrics(1.9, 0, 0.7, 0.4, 0.6, 0.75)), ADAPTIVE,
+                 1.79154, 0.963, 30, 0.01),
 }  # fmt: skip
 
 
@@ -318,7 +395,9 @@ def test_the_examples_of_the_guide(situation):
 
 
 def test_a_row_without_attention_ignores_attention_metrics():
-    """As in a batch where other rows use attention: the metrics exist, but the terms of this row are 0."""
+    """As in a batch where other rows use attention: the metrics exist, but the terms of this row
+    are 0.
+    """
     metrics = random_metrics(200)
     blind = RouterConfig.build(RouterSection(use_attention=False))
     without = metrics._replace(attention=None)
@@ -347,9 +426,11 @@ def test_the_first_strategy_whose_conditions_hold_is_chosen():
             name
             for name, conditions in RULES.items()
             if all(
-                getattr(given, metric) < getattr(GUIDE, bound)
-                if relation == "<"
-                else getattr(given, metric) > getattr(GUIDE, bound)
+                (
+                    getattr(given, metric) < getattr(GUIDE, bound)
+                    if relation == "<"
+                    else getattr(given, metric) > getattr(GUIDE, bound)
+                )
                 for metric, relation, bound in conditions
             )
         ]
@@ -362,8 +443,12 @@ def test_a_metric_equal_to_its_threshold_meets_no_condition():
 
 
 def test_changing_router_numbers_does_not_recompile():
-    route = jax.jit(lambda metrics, config: router.route(metrics, config))  # with a separate compilation cache
-    metrics = Metrics(np.float32(1), np.float32(2), AttentionMetrics(*np.float32([1, 0.5, 0.1, 0.2, 0.8, 1])))
+    route = jax.jit(
+        lambda metrics, config: router.route(metrics, config)
+    )  # with a separate compilation cache
+    metrics = Metrics(
+        np.float32(1), np.float32(2), AttentionMetrics(*np.float32([1, 0.5, 0.1, 0.2, 0.8, 1]))
+    )
     for field in fields(RouterConfig):
         for value in (0.25, 3, np.float64(0.5), np.int64(2), math.inf):
             if value != math.inf or field.name not in router.INTEGERS:
@@ -372,21 +457,32 @@ def test_changing_router_numbers_does_not_recompile():
     assert route._cache_size() == 1
 
 
-@pytest.mark.parametrize("name", sorted({f.name for f in fields(RouterConfig)} - {"candidates", *router.INTEGERS, *SCORE}))
+@pytest.mark.parametrize(
+    "name",
+    sorted({f.name for f in fields(RouterConfig)} - {"candidates", *router.INTEGERS, *SCORE}),
+)
 def test_every_router_number_has_an_effect(name):
     """Each threshold and coefficient changes the sampling numbers of some row."""
     metrics = random_metrics(600)
     bases = [
         replace(GUIDE, temperature_max=2.0, base_min_p=0.6),
         replace(GUIDE, resample_temperature_min_factor=3.5, base_top_k=7, base_top_p=1.0),
-        replace(GUIDE, base_top_k=200, base_temperature=0.2, resample_temperature_min=0.0, adaptive_top_p_attn_varentropy=-4.0),
+        replace(
+            GUIDE,
+            base_top_k=200,
+            base_temperature=0.2,
+            resample_temperature_min=0.0,
+            adaptive_top_p_attn_varentropy=-4.0,
+        ),
         replace(GUIDE, base_top_k=1, adaptive_top_k_interaction=-2.0),
     ]
     changed = [
         not np.array_equal(before, after)
         for base in bases
         for value in (float(getattr(base, name)) * 1.5 + 0.3, float(getattr(base, name)) / 2)
-        for before, after in zip(ROUTES(metrics, base), ROUTES(metrics, replace(base, **{name: value})), strict=True)
+        for before, after in zip(
+            ROUTES(metrics, base), ROUTES(metrics, replace(base, **{name: value})), strict=True
+        )
     ]
     assert any(changed)
 
@@ -398,9 +494,13 @@ def test_the_clarify_token_is_emitted_only_when_allowed():
     assert asks(CLARIFY, x_V, never, config)
     assert not asks(ADAPTIVE, x_V, never, config)
     assert not asks(CLARIFY, x_V, never, GUIDE)  # no token is configured
-    assert not asks(CLARIFY, np.where(np.arange(8) == 3, -np.inf, x_V).astype(np.float32), never, config)
+    assert not asks(
+        CLARIFY, np.where(np.arange(8) == 3, -np.inf, x_V).astype(np.float32), never, config
+    )
     since = [bool(asks(CLARIFY, x_V, distance, config)) for distance in range(7)]
-    assert since == [False] * 5 + [True] * 2  # with 0 … 4 tokens after it, it is one of the last five
+    assert (
+        since == [False] * 5 + [True] * 2
+    )  # with 0 … 4 tokens after it, it is one of the last five
 
 
 ROWS = jax.jit(jax.vmap(router.logit_metrics))
@@ -408,7 +508,9 @@ ROWS = jax.jit(jax.vmap(router.logit_metrics))
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 3.0])
 def test_a_long_row_is_as_exact_alone_as_in_a_batch(scale):
-    """In a batch of one, plain sums over 128k tokens are off by 2e-4 on CPUs that add them one by one."""
+    """In a batch of one, plain sums over 128k tokens are off by 2e-4 on CPUs that add them one by
+    one.
+    """
     logits_V = (np.random.default_rng(0).standard_normal(128_000) * scale).astype(np.float32)
     p_V = np.exp(logits_V.astype(np.float64) - logits_V.max())
     p_V /= p_V.sum()
@@ -416,4 +518,6 @@ def test_a_long_row_is_as_exact_alone_as_in_a_batch(scale):
     varentropy = (p_V * (np.log2(p_V) + entropy) ** 2).sum()
     for rows in (1, 2):
         found = ROWS(np.stack([logits_V] * rows))
-        np.testing.assert_allclose(found, [[entropy] * rows, [varentropy] * rows], rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(
+            found, [[entropy] * rows, [varentropy] * rows], rtol=2e-6, atol=2e-6
+        )

@@ -15,7 +15,11 @@ GOLDEN = json.loads(Path(__file__).with_name("samplers.json").read_text())
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["id"])
 def test_pipeline(case):
     x_V = np.float32([-np.inf if x is None else x for x in case["logits"]])
-    y_V = np.asarray(process_logits(x_V[None], case["pipeline"], [case.get("prompt", [])], [case.get("output", [])]))[0]
+    y_V = np.asarray(
+        process_logits(
+            x_V[None], case["pipeline"], [case.get("prompt", [])], [case.get("output", [])]
+        )
+    )[0]
     ids = np.flatnonzero(np.asarray(y_V) > -np.inf)
     assert ids.tolist() == case["kept_ids"]
     np.testing.assert_allclose(y_V[ids], case["kept_logits"], rtol=2e-5, atol=2e-5)
@@ -40,5 +44,7 @@ def test_mirostat_update(case):
 
 
 def test_rows_have_separate_histories():
-    y_BV = process_logits(np.ones((2, 4)), [{"name": "repetition_penalty", "penalty": 2.0}], [[1], [2]], [[], [3]])
+    y_BV = process_logits(
+        np.ones((2, 4)), [{"name": "repetition_penalty", "penalty": 2.0}], [[1], [2]], [[], [3]]
+    )
     np.testing.assert_array_equal(y_BV, [[1, 0.5, 1, 1], [1, 1, 0.5, 0.5]])

@@ -1,6 +1,8 @@
-"""Properties of all steps for random rows and numbers: monotonicity, survival, disabled steps, shifts and permutations.
+"""Properties of all steps for random rows and numbers: monotonicity, survival, disabled steps,
+shifts and permutations.
 
-Hypothesis draws a row as bytes that index a table of logits. It is fast, shrinks well, and yields many ties and removed tokens.
+Hypothesis draws a row as bytes that index a table of logits. It is fast, shrinks well, and yields
+many ties and removed tokens.
 """
 
 from functools import partial
@@ -22,7 +24,9 @@ def law(**strategies):
     def decorate(check):
         @pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
         def test(count):
-            settings(max_examples=count, deadline=None, derandomize=True)(given(**strategies)(check))()
+            settings(max_examples=count, deadline=None, derandomize=True)(
+                given(**strategies)(check)
+            )()
 
         test.__doc__ = check.__doc__
         return test
@@ -63,7 +67,9 @@ def truncations(rows, numbers):
     """Applies every filter to three rows, in one program; `rows` and `numbers` map names to rows
     and to a number per row.
     """
-    return {name: jax.vmap(step)(rows[name], numbers[name]) for name, (step, _) in TRUNCATIONS.items()}
+    return {
+        name: jax.vmap(step)(rows[name], numbers[name]) for name, (step, _) in TRUNCATIONS.items()
+    }
 
 
 LOSE_THE_FIRST = ("typical", "xtc")  # the others never remove the most likely token
@@ -74,7 +80,10 @@ def truncate(rows, shares):
     by name.
     """
     numbers = {
-        name: np.array([number(float(a)) for a in shares[name]], np.int32 if name.startswith("top_k") else np.float32)
+        name: np.array(
+            [number(float(a)) for a in shares[name]],
+            np.int32 if name.startswith("top_k") else np.float32,
+        )
         for name, number in NUMBERS.items()
     }
     return {name: np.asarray(y_NV) for name, y_NV in truncations(rows, numbers).items()}
@@ -87,13 +96,34 @@ def truncate_equally(rows, shares):
 
 def table(values, strange):
     """256 logits, of which about one in eight is a special value."""
-    return np.float32([strange[i // 8 % len(strange)] if i % 8 == 7 else values[i % len(values)] for i in range(256)])
+    return np.float32(
+        [
+            strange[i // 8 % len(strange)] if i % 8 == 7 else values[i % len(values)]
+            for i in range(256)
+        ]
+    )
 
 
-GRID = table(np.roll(np.arange(-36, 13), 13) / 4, [-np.inf])  # multiples of 1/4, so that sums are exact
+GRID = table(
+    np.roll(np.arange(-36, 13), 13) / 4, [-np.inf]
+)  # multiples of 1/4, so that sums are exact
 WILD = table(
     np.random.default_rng(0).normal(0, 4, 150).round(3),
-    [-np.inf, 0.0, -0.0, 1.0, 3.4028235e38, -np.inf, -3.4028235e38, 1e-45, -1e-40, 100.0, -np.inf, 1e30, -104.0],
+    [
+        -np.inf,
+        0.0,
+        -0.0,
+        1.0,
+        3.4028235e38,
+        -np.inf,
+        -3.4028235e38,
+        1e-45,
+        -1e-40,
+        100.0,
+        -np.inf,
+        1e30,
+        -104.0,
+    ],
 )
 
 
@@ -110,7 +140,9 @@ def indices(min_size):
     )
 
 
-wild = st.one_of(indices(V), indices(1)).map(WILD.take)  # the second has few values, so that whole rows tie
+wild = st.one_of(indices(V), indices(1)).map(
+    WILD.take
+)  # the second has few values, so that whole rows tie
 grid = indices(V).map(GRID.take)
 distinct = st.builds(distinct_row, indices(V), st.integers(0, 999))
 share = st.floats(0, 1, width=32)
@@ -123,12 +155,16 @@ def alive(x_NV):
 
 @law(x_V=wild, shares=st.tuples(share, share, share).map(sorted))
 def test_looser_filters_keep_more_tokens_and_never_empty_a_row(x_V, shares):
-    first = np.argmax(np.where(np.abs(x_V) < np.finfo(np.float32).tiny, 0, x_V))  # XLA flushes denormals to 0
+    first = np.argmax(
+        np.where(np.abs(x_V) < np.finfo(np.float32).tiny, 0, x_V)
+    )  # XLA flushes denormals to 0
     for name, y_NV in truncate_equally([x_V] * 3, shares).items():
         kept_NV = alive(y_NV)
         assert (kept_NV[0] <= kept_NV[1]).all() and (kept_NV[1] <= kept_NV[2]).all(), name
         assert (kept_NV.any(1) == alive(x_V).any()).all(), name
-        assert kept_NV[:, first].all() or name.startswith(LOSE_THE_FIRST) or not alive(x_V).any(), name
+        assert kept_NV[:, first].all() or name.startswith(LOSE_THE_FIRST) or not alive(x_V).any(), (
+            name
+        )
         bits_NV = np.where(kept_NV, x_V, np.float32(-np.inf)).view(np.uint32)
         np.testing.assert_array_equal(y_NV.view(np.uint32), bits_NV, err_msg=name)
 
@@ -158,21 +194,30 @@ def test_a_common_shift_changes_no_filter(x_V, shifts, a):
 
 @law(tied_V=grid, distinct_V=distinct, seed=st.integers(0, 999), a=share)
 def test_a_permutation_permutes_every_filter(tied_V, distinct_V, seed, a):
-    """Sums in another order differ in the last bits, so the permuted result must be between those of two very close numbers.
+    """Sums in another order differ in the last bits, so the permuted result must be between those
+    of two very close numbers.
 
-    Steps that break ties by id get rows without ties. Steps that may fall back to the first token get rows with a unique
-    maximum.
+    Steps that break ties by id get rows without ties. Steps that may fall back to the first token
+    get rows with a unique maximum.
     """
     order = np.random.default_rng(seed).permutation(V)
     peaked_V = np.where(np.arange(V) == np.argmax(tied_V), tied_V + np.float32(0.25), tied_V)
     rows, shares = {}, {}
     for name in TRUNCATIONS:
-        by_id = name in ("top_k", "top_p", "top_p exclusive", "typical", "tail_free", "mirostat_v1", "xtc", "min_k", "top_h",
+        by_id = name in ("top_k", "top_p", "top_p exclusive", "typical", "tail_free", "mirostat_v1",
+                         "xtc", "min_k", "top_h",
                          "top_h cumulative")  # fmt: skip
         falls_back = name in ("top_a", "epsilon_cutoff", "eta_cutoff", "mirostat_v2")
         x_V = distinct_V if by_id else peaked_V if falls_back else tied_V
         hair = 0 if name.startswith("top_k") else 3e-5
-        rows[name], shares[name] = np.stack([x_V, x_V[order], x_V]), [max(a - hair, 0), a, min(a + hair, 1)]
+        rows[name], shares[name] = (
+            np.stack([x_V, x_V[order], x_V]),
+            [
+                max(a - hair, 0),
+                a,
+                min(a + hair, 1),
+            ],
+        )
     for name, y_NV in truncate(rows, shares).items():
         tight_V, permuted_V, loose_V = alive(y_NV)
         assert (tight_V[order] <= permuted_V).all() and (permuted_V <= loose_V[order]).all(), name
@@ -224,10 +269,13 @@ def test_disabled_steps_return_the_row_bit_for_bit(x_V, seed):
     np.testing.assert_array_equal(y_V.view(np.uint32), x_V.view(np.uint32))
 
 
-# Steps that change logits depend only on differences of logits (except the repetition penalty, which depends on signs).
+# Steps that change logits depend only on differences of logits (except the repetition penalty,
+# which depends on signs).
 MOVES = {
     "temperature": [{"name": "temperature", "t": 0.7}],
-    "dynamic_temperature": [{"name": "dynamic_temperature", "low": 0.5, "high": 2, "exponent": 1.5}],
+    "dynamic_temperature": [
+        {"name": "dynamic_temperature", "low": 0.5, "high": 2, "exponent": 1.5}
+    ],
     "smoothing": [{"name": "smoothing", "factor": 0.3, "curve": 2}],
     "skew": [{"name": "skew", "skew": 1.2}],
     "adaptive_p": [{"name": "adaptive_p", "target": 0.3, "average": 0.2}],
@@ -265,12 +313,19 @@ def test_a_lower_temperature_never_lowers_the_largest_probability(x_V, temperatu
 def test_permuted_token_ids_permute_the_result(x_V, text, seed):
     """Ids are only names: a permuted history and row give the same logits, permuted."""
     new_V = np.random.default_rng(seed).permutation(V)
-    x_V = np.where(np.arange(V) == 11, 50, x_V)  # no step removes all tokens; otherwise the lowest id would decide
+    x_V = np.where(
+        np.arange(V) == 11, 50, x_V
+    )  # no step removes all tokens; otherwise the lowest id would decide
 
     def run(x_V, name_V):
         pipeline = [
             {"name": "banned_tokens", "ids": [int(name_V[6])]},
-            {"name": "bad_words", "sequences": [[int(name_V[i]) for i in words] for words in ([7], [1, 2], [0, 1, 3])]},
+            {
+                "name": "bad_words",
+                "sequences": [
+                    [int(name_V[i]) for i in words] for words in ([7], [1, 2], [0, 1, 3])
+                ],
+            },
             {"name": "no_repeat_ngram", "n": 4},
             {"name": "min_tokens", "n": 6, "stop_ids": [int(name_V[8])]},
             {"name": "repetition_penalty", "penalty": 1.3, "range": 9, "slope": 1.5},

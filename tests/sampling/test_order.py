@@ -1,4 +1,6 @@
-"""Orders of steps as an array: one program for all orders gives the same results as a program for each order."""
+"""Orders of steps as an array: one program for all orders gives the same results as a program for
+each order.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,12 @@ from tests.error_texts import ERRORS
 V, TEXT = 5000, [5, 9, 5, 30]  # large enough for windows
 MOVED = [0, 6, 5, 2, 3, 4, 1]  # a KoboldAI order that starts with a truncation
 NAMED = ["min_p", "temperature", "top_p", "repetition_penalty", "tail_free", "top_k", "mirostat"]
-ORDERS = [{}, {"preset": "kobold", "sampler_order": MOVED}, {"preset": "llamacpp"}, {"sampler_order": NAMED}]
+ORDERS = [
+    {},
+    {"preset": "kobold", "sampler_order": MOVED},
+    {"preset": "llamacpp"},
+    {"sampler_order": NAMED},
+]
 NAMES = [PRESETS["default"], kobold_order(MOVED), PRESETS["llamacpp"], NAMED]
 VALUES = [
     {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.3},
@@ -35,11 +42,15 @@ ROWS = [(values, order) for values in range(len(VALUES)) for order in range(len(
 
 def logits(seed):
     rng = np.random.default_rng(seed)
-    return np.float32(rng.permutation(-1.7 * np.log(np.arange(V) + 2.0)) + rng.normal(0, 0.3, V)) / (1 + seed % 3)
+    return np.float32(
+        rng.permutation(-1.7 * np.log(np.arange(V) + 2.0)) + rng.normal(0, 0.3, V)
+    ) / (1 + seed % 3)
 
 
 def build(rows, **kind):
-    settings = [VALUES[values] | ORDERS[order] | {"seed": 7 * values + order} for values, order in rows]
+    settings = [
+        VALUES[values] | ORDERS[order] | {"seed": 7 * values + order} for values, order in rows
+    ]
     params = SamplingParams.build(settings, vocab_size=V, **kind)
     tokens = jnp.broadcast_to(jnp.asarray(TEXT), (params.batch, len(TEXT)))
     state = init_state(params, tokens, jnp.ones(tokens.shape, bool), V, 16)
@@ -52,17 +63,25 @@ def chain(logits_BV, params, state):
     order = _shared_order(params, [name for name in params.plan if name not in EDIT_STEPS])
     if params.order is not None:
         order = RowOrders.build(params.order, params.enabled, active_B)
-    return run_chain(_apply_step, order, logits_BV, Context(params, state, _keys(params, state)), active_B)
+    return run_chain(
+        _apply_step, order, logits_BV, Context(params, state, _keys(params, state)), active_B
+    )
 
 
 @pytest.fixture(scope="module")
 def found():
-    """(values, order) -> the logits of the row after the steps, from batches of eight with all orders."""
+    """(values, order) -> the logits of the row after the steps, from batches of eight with all
+    orders.
+    """
     rows = [ROWS[i % len(ROWS)] for i in np.random.default_rng(0).permutation(24)]
     batches = [rows[i : i + 8] for i in range(0, 24, 8)]
     outcomes = [np.asarray(chain(*build(batch, dynamic_order=True)).logits) for batch in batches]
     assert chain._cache_size() == 1, "no order, word or value compiles anything"
-    return {row: outcome[i] for batch, outcome in zip(batches, outcomes, strict=True) for i, row in enumerate(batch)}
+    return {
+        row: outcome[i]
+        for batch, outcome in zip(batches, outcomes, strict=True)
+        for i, row in enumerate(batch)
+    }
 
 
 @pytest.mark.slow
@@ -71,7 +90,9 @@ def test_every_row_runs_its_steps_in_its_own_order(found):
     for (values, order), got_V in found.items():
         settings = VALUES[values]
         temperature = {} if settings.get("greedy") else {"temperature": settings["temperature"]}
-        on = {name: settings[name] for name in PARAMETER if name in settings and name != "temperature"} | temperature
+        on = {
+            name: settings[name] for name in PARAMETER if name in settings and name != "temperature"
+        } | temperature
         ties = {"ties": settings["ties"]} if "ties" in settings else {}
         pipeline = [
             {"name": name, PARAMETER[name]: on[name]} | (ties if name in ("top_k", "top_p") else {})
@@ -100,7 +121,9 @@ def test_other_rows_and_idle_rows_change_nothing(found):
         rows = [ROWS[i] for i in rng.permutation(len(ROWS))[:8]]
         logits_BV, params, state = build(rows, dynamic_order=True)
         idle_B = jnp.arange(8) % 3 == 0
-        params = replace(params, enabled={name: on_B & ~idle_B for name, on_B in params.enabled.items()})
+        params = replace(
+            params, enabled={name: on_B & ~idle_B for name, on_B in params.enabled.items()}
+        )
         got_BV = np.asarray(chain(logits_BV, params, state).logits)
         for row, got_V, idle in zip(rows, got_BV, idle_B.tolist(), strict=True):
             expected_V = logits(row[0]) if idle else found[row]
@@ -109,7 +132,9 @@ def test_other_rows_and_idle_rows_change_nothing(found):
 
 @pytest.mark.slow
 def test_tokens_and_states_equal_those_of_the_static_program():
-    """In a small vocabulary, with mirostat, whose state depends on the mass before its filter, and a penalty after filters."""
+    """In a small vocabulary, with mirostat, whose state depends on the mass before its filter, and
+    a penalty after filters.
+    """
     rows = [
         {"mirostat": 2, "mirostat_tau": 2.0, "min_p": 0.01, "seed": 1},
         {"greedy": True, "repetition_penalty": 3.0, "top_k": 1, "watermark_keys": [1]},
@@ -138,14 +163,18 @@ def test_tokens_and_states_equal_those_of_the_static_program():
         params = SamplingParams.build([row | order for row in rows], vocab_size=40, **kind)
         state = init_state(params, jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1), bool), 40, 32)
         final, outputs = decode(params, state)
-        outcomes.append([*map(np.asarray, outputs), np.asarray(final.mu)[:1], np.asarray(final.last_seen)])
+        outcomes.append(
+            [*map(np.asarray, outputs), np.asarray(final.mu)[:1], np.asarray(final.last_seen)]
+        )
     for dynamic, static in zip(*outcomes, strict=True):
         np.testing.assert_allclose(dynamic, static, rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_every_choice_of_a_rule_is_read_from_the_array():
-    """Rows with ties and with an entropy between the two rules, in one program, equal named steps with the same choice."""
+    """Rows with ties and with an entropy between the two rules, in one program, equal named steps
+    with the same choice.
+    """
     x_V = np.float32(np.round(logits(0)))
     choices = [
         {"top_k": 30},
@@ -163,7 +192,9 @@ def test_every_choice_of_a_rule_is_read_from_the_array():
     names = {"top_k": "k", "top_p": "p", "top_h": "alpha"}
     for choice, found_V in zip(choices, found_BV, strict=False):
         (name, value), *rule = choice.items()
-        step = {"name": name, names[name]: value} | {key.removeprefix(f"{name}_"): word for key, word in rule}
+        step = {"name": name, names[name]: value} | {
+            key.removeprefix(f"{name}_"): word for key, word in rule
+        }
         np.testing.assert_array_equal(found_V, np.asarray(process_logits(x_V[None], [step]))[0])
     counts = np.isfinite(found_BV).sum(axis=1)
     assert counts[0] < counts[1] and counts[3] < counts[2] and counts[4] != counts[5]
@@ -205,7 +236,9 @@ def test_orders_of_any_functions():
 
     found, some = run(steps_BN, on, active_B)
     for part, found_B in zip(("all", "before", "after"), found, strict=True):
-        assert found_B.tolist() == [expected(order, b, part) for b, order in enumerate(orders)], part
+        assert found_B.tolist() == [expected(order, b, part) for b, order in enumerate(orders)], (
+            part
+        )
     assert some == [True] * 3
     _, none = run(steps_BN, on, np.zeros(7, bool))
     assert none == [False] * 3
@@ -239,7 +272,9 @@ def test_a_shared_order(skip):
 
 @pytest.fixture
 def few_steps(monkeypatch):
-    """Programs with an order array contain only these steps, which compile faster than all of them."""
+    """Programs with an order array contain only these steps, which compile faster than all of
+    them.
+    """
     from dantinox.sampling import params
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "top_h")
@@ -264,7 +299,9 @@ def test_rows_with_other_orders_and_choices_equal_named_steps(few_steps):
         ({"top_h": 0.5}, ["top_h"]),
         ({"top_h": 0.5, "top_h_rule": "cumulative"}, ["top_h"]),
     ]
-    params = SamplingParams.build([row | {"sampler_order": order, "seed": 1} for row, order in chains], dynamic_order=True)
+    params = SamplingParams.build(
+        [row | {"sampler_order": order, "seed": 1} for row, order in chains], dynamic_order=True
+    )
 
     @jax.jit
     def run(logits_BV, params):
@@ -272,16 +309,33 @@ def test_rows_with_other_orders_and_choices_equal_named_steps(few_steps):
         state = init_state(params, tokens, jnp.ones(tokens.shape, bool), 120, 16)
         active_B = jnp.ones(params.batch, bool)
         order = RowOrders.build(params.order, params.enabled, active_B)
-        return run_chain(_apply_step, order, logits_BV, Context(params, state, _keys(params, state)), active_B).logits
+        return run_chain(
+            _apply_step, order, logits_BV, Context(params, state, _keys(params, state)), active_B
+        ).logits
 
     found_BV = np.asarray(run(np.stack([small] * len(chains)), params))
     keys = PARAMETER | {"top_h": "alpha"}
     for (row, order), found_V in zip(chains, found_BV, strict=True):
-        words = {"top_k": {"ties": row.get("ties", "first")}, "top_h": {"rule": row.get("top_h_rule", "renormalized")}}
-        words["top_p"] = {"rule": row.get("top_p_rule", "inclusive"), "ties": row.get("ties", "first")}
-        pipeline = [{"name": name, keys[name]: row[name]} | words.get(name, {}) for name in order if name in row]
+        words = {
+            "top_k": {"ties": row.get("ties", "first")},
+            "top_h": {"rule": row.get("top_h_rule", "renormalized")},
+        }
+        words["top_p"] = {
+            "rule": row.get("top_p_rule", "inclusive"),
+            "ties": row.get("ties", "first"),
+        }
+        pipeline = [
+            {"name": name, keys[name]: row[name]} | words.get(name, {})
+            for name in order
+            if name in row
+        ]
         expected_V = np.asarray(process_logits(small[None], pipeline, [TEXT]))[0]
         np.testing.assert_array_equal(found_V > -np.inf, expected_V > -np.inf, err_msg=str(row))
         np.testing.assert_allclose(found_V, expected_V, rtol=1e-6, err_msg=str(row))
     counts = np.isfinite(found_BV).sum(axis=1)
-    assert counts[0] != counts[1] and counts[2] < counts[3] and counts[5] < counts[4] and counts[6] != counts[7]
+    assert (
+        counts[0] != counts[1]
+        and counts[2] < counts[3]
+        and counts[5] < counts[4]
+        and counts[6] != counts[7]
+    )

@@ -1,6 +1,8 @@
-"""Compares 500 random rows with the logits processors of Hugging Face Transformers (see `make_peers.py`).
+"""Compares 500 random rows with the logits processors of Hugging Face Transformers (see
+`make_peers.py`).
 
-A row is skipped only if float32 cannot decide it: `margin` computes in float64 how close the row is to another result.
+A row is skipped only if float32 cannot decide it: `margin` computes in float64 how close the row is
+to another result.
 """
 
 from functools import cache
@@ -13,7 +15,9 @@ import pytest
 
 from dantinox.sampling import history, process_logits, steps
 
-PEERS = dict(np.load(Path(__file__).with_name("peers.npz")))  # each access decompresses a whole array
+PEERS = dict(
+    np.load(Path(__file__).with_name("peers.npz"))
+)  # each access decompresses a whole array
 SIZES = (12, 100, 128, 500)
 ROWS = [(V, i) for V in SIZES for i in range(len(PEERS[f"logits_{V}"]))]
 MAX_SKIPPED = 5  # rows; this file needs none
@@ -35,7 +39,9 @@ def no_repeat_ngram(x_V, n, said_S, length):
 
 def repetition_penalty(x_V, penalty, said_S, length):
     ids_S = jnp.where(jnp.arange(len(said_S)) < length, said_S, PADDED)
-    return history.repetition_penalty(x_V, jnp.full(PADDED, -1).at[ids_S].set(0, mode="drop"), penalty)
+    return history.repetition_penalty(
+        x_V, jnp.full(PADDED, -1).at[ids_S].set(0, mode="drop"), penalty
+    )
 
 
 PADDED = 512  # all rows are padded with removed tokens, so that each step is one program
@@ -57,7 +63,9 @@ STEPS = {
 def ours(name, words=""):
     """Returns all rows after a step."""
     parts = [inputs(name, V, i) for V, i in ROWS]
-    x_NV = np.stack([np.pad(x_V, (0, PADDED - len(x_V)), constant_values=-np.inf) for x_V, _, _ in parts])
+    x_NV = np.stack(
+        [np.pad(x_V, (0, PADDED - len(x_V)), constant_values=-np.inf) for x_V, _, _ in parts]
+    )
     numbers_N = np.array([number for _, number, _ in parts])
     numbers_N = numbers_N.astype(np.float32 if numbers_N.dtype.kind == "f" else np.int32)
     said_NS = np.stack([np.resize(np.int32([*said, -1]), 64) for _, _, said in parts])
@@ -87,7 +95,9 @@ def distance(lnP_V, threshold):
 
 
 def margin(name, x_V, number):
-    """Distance of the row to a different result, in mass or logits; two float32 calculations differ by about 1e-7."""
+    """Distance of the row to a different result, in mass or logits; two float32 calculations differ
+    by about 1e-7.
+    """
     order_V, lnP_V = canonical(x_V)
     number = float(number)
     match name:
@@ -105,12 +115,16 @@ def margin(name, x_V, number):
             before_V = mass_before(lnP_V, order_V)
             last = order_V[before_V < number][-1]
             rivals = np.abs(score_V[x_V != x_V[last]] - score_V[last]).min(initial=np.inf)
-            return min(np.abs(before_V[1:] - number).min(), rivals / 10)  # scores include an entropy, which is less exact
+            return min(
+                np.abs(before_V[1:] - number).min(), rivals / 10
+            )  # scores include an entropy, which is less exact
     return np.inf
 
 
 def compare(name, check, words=""):
-    """Runs `check(x_V, y_V, kept_V, number)` for every row that float32 can decide; y_V is our result, kept_V their mask."""
+    """Runs `check(x_V, y_V, kept_V, number)` for every row that float32 can decide; y_V is our
+    result, kept_V their mask.
+    """
     left_out = 0
     for (V, i), y_V in zip(ROWS, ours(name, words), strict=True):
         x_V, number, _ = inputs(name, V, i)
@@ -134,7 +148,10 @@ def test_the_file_names_its_versions_and_contains_all_kinds_of_rows():
     assert sum((x_V == -np.inf).any() for x_V in rows) > 100
     assert sum(np.unique(x_V).size < x_V.size / 2 for x_V in rows) > 50  # ties
     chances = [np.exp(canonical(x_V)[1].max()) for x_V in rows]
-    assert sum(chance > 0.9 for chance in chances) > 30 and sum(chance < 0.02 for chance in chances) > 50
+    assert (
+        sum(chance > 0.9 for chance in chances) > 30
+        and sum(chance < 0.02 for chance in chances) > 50
+    )
 
 
 def test_top_k():
@@ -146,13 +163,17 @@ def test_top_k_without_ties():
     def check(x_V, mine_V, kept_V, k):
         order_V = canonical(x_V)[0]
         alive = np.sum(x_V > -np.inf)
-        assert (mine_V <= kept_V).all() and set(np.flatnonzero(mine_V)) == set(order_V[: min(int(k), alive)].tolist())
+        assert (mine_V <= kept_V).all() and set(np.flatnonzero(mine_V)) == set(
+            order_V[: min(int(k), alive)].tolist()
+        )
 
     compare("top_k", check)
 
 
 def test_top_p():
-    """Transformers starts from the least likely token and does not define which equal tokens go; we remove the last by id."""
+    """Transformers starts from the least likely token and does not define which equal tokens go; we
+    remove the last by id.
+    """
     split = 0
 
     def check(x_V, mine_V, kept_V, p):
@@ -161,7 +182,10 @@ def test_top_p():
         edge = x_V == x_V[mine_V].min()
         np.testing.assert_array_equal(mine_V[~edge], kept_V[~edge])
         split += (mine_V != kept_V).any()
-        assert np.flatnonzero(mine_V & edge).tolist() == np.flatnonzero(edge)[: np.sum(mine_V & edge)].tolist()
+        assert (
+            np.flatnonzero(mine_V & edge).tolist()
+            == np.flatnonzero(edge)[: np.sum(mine_V & edge)].tolist()
+        )
 
     compare("top_p", check)
     assert 0 < split < 150
@@ -172,17 +196,25 @@ def test_min_p():
 
 
 def test_typical():
-    """Transformers keeps all tokens as close to the entropy as the last one, like our `ties="all"`."""
+    """Transformers keeps all tokens as close to the entropy as the last one, like our
+    `ties="all"`.
+    """
     compare("typical", same, "all")
 
 
 @pytest.mark.parametrize("name", ["epsilon_cutoff", "eta_cutoff"])
 def test_cutoffs(name):
-    """If no token reaches the threshold, Transformers keeps all tokens as likely as the first, we keep only the first."""
+    """If no token reaches the threshold, Transformers keeps all tokens as likely as the first, we
+    keep only the first.
+    """
 
     def check(x_V, mine_V, kept_V, eps):
         order_V, lnP_V = canonical(x_V)
-        least = np.log(eps) if name == "epsilon_cutoff" else min(np.log(eps), np.log(eps) / 2 - entropy(lnP_V))
+        least = (
+            np.log(eps)
+            if name == "epsilon_cutoff"
+            else min(np.log(eps), np.log(eps) / 2 - entropy(lnP_V))
+        )
         if lnP_V.max() < least:
             assert np.flatnonzero(mine_V).tolist() == [order_V[0]]
             np.testing.assert_array_equal(kept_V, x_V == x_V.max())
@@ -200,7 +232,9 @@ def test_no_repeat_ngram():
         nonlocal banning, emptied
         banning += (kept_V != (x_V > -np.inf)).any()
         emptied += not kept_V.any()
-        np.testing.assert_array_equal(mine_V, kept_V if kept_V.any() else np.arange(len(x_V)) == canonical(x_V)[0][0])
+        np.testing.assert_array_equal(
+            mine_V, kept_V if kept_V.any() else np.arange(len(x_V)) == canonical(x_V)[0][0]
+        )
 
     compare("no_repeat_ngram", check)
     assert banning > 200 and emptied >= 1
@@ -213,9 +247,13 @@ def test_changed_logits(name, key):
         (x_V, number, said), ids = inputs(name, V, i), PEERS[f"ids_{V}"][i]
         if place % 25 == 0:  # named steps compute the same bits
             step = {"name": name, key: float(number)}
-            np.testing.assert_array_equal(y_V, np.asarray(process_logits(x_V[None], [step], [said]))[0])
+            np.testing.assert_array_equal(
+                y_V, np.asarray(process_logits(x_V[None], [step], [said]))[0]
+            )
         np.testing.assert_allclose(y_V[ids], PEERS[f"{name}_values_{V}"][i], rtol=3e-7)
-        untouched = np.setdiff1d(np.arange(V), said if name == "repetition_penalty" else np.arange(V))
+        untouched = np.setdiff1d(
+            np.arange(V), said if name == "repetition_penalty" else np.arange(V)
+        )
         np.testing.assert_array_equal(y_V[untouched], x_V[untouched])
         moved += (y_V[ids] != x_V[ids]).any()
     assert moved > 400

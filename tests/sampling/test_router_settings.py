@@ -11,7 +11,13 @@ import pytest
 from pydantic import ValidationError
 
 from dantinox.config import UserError
-from dantinox.config.router_settings import CALIBRATED_THRESHOLDS, KEEP_ALL, RouterSection, router_conflicts, with_request_bases
+from dantinox.config.router_settings import (
+    CALIBRATED_THRESHOLDS,
+    KEEP_ALL,
+    RouterSection,
+    router_conflicts,
+    with_request_bases,
+)
 from dantinox.sampling.entropy_router import AttentionMetrics, Metrics, RouterConfig, route
 from tests.error_texts import ERRORS
 
@@ -23,8 +29,9 @@ CALIBRATED = RouterConfig.build(RouterSection(router_preset="calibrated"), MEDIA
 
 def test_the_guide_preset_equals_the_guide():
     names = {
-        "T": "base_temperature", "top_p": "base_top_p", "top_k": "base_top_k", "ada_min_p": "base_min_p", "n": "candidates",
-        "low_H": "low_entropy", "low_V": "low_varentropy", "helv_H": "clarify_entropy", "high_H": "high_entropy",
+        "T": "base_temperature", "top_p": "base_top_p", "top_k": "base_top_k",
+        "ada_min_p": "base_min_p", "n": "candidates", "low_H": "low_entropy",
+        "low_V": "low_varentropy", "helv_H": "clarify_entropy", "high_H": "high_entropy",
         "high_V": "high_varentropy",
     }  # fmt: skip
     assert {key: np.float32(value) for key, value in PRESET.items() if key in names} == {
@@ -37,15 +44,28 @@ def test_the_guide_preset_equals_the_guide():
 def test_settings_and_numbers_have_the_same_names():
     names = set(RouterSection.model_fields) - {"router_preset", "use_attention", "clarify_text"}
     assert names == {field.name for field in fields(RouterConfig)}
-    own = {name: 7 for name in names - {"base_top_p", "base_min_p"} if not name.endswith(("_p_min", "_p_max"))}
+    own = {
+        name: 7
+        for name in names - {"base_top_p", "base_min_p"}
+        if not name.endswith(("_p_min", "_p_max"))
+    }
     own |= {name: 0.7 for name in names - set(own)}
     config = RouterConfig.build(RouterSection.model_validate(own))
-    assert {name: float(getattr(config, name)) for name in names} == {name: float(np.float32(x)) for name, x in own.items()}
+    assert {name: float(getattr(config, name)) for name in names} == {
+        name: float(np.float32(x)) for name, x in own.items()
+    }
 
 
 def test_numbers_beyond_float32_become_its_largest():
-    config = RouterConfig.build(RouterSection(high_entropy=1e300, temperature_min=1e300, base_temperature=1e300))
-    assert config.high_entropy == config.temperature_min == config.base_temperature == np.finfo(np.float32).max
+    config = RouterConfig.build(
+        RouterSection(high_entropy=1e300, temperature_min=1e300, base_temperature=1e300)
+    )
+    assert (
+        config.high_entropy
+        == config.temperature_min
+        == config.base_temperature
+        == np.finfo(np.float32).max
+    )
     assert config.temperature_max == np.inf
     for metrics in (Metrics(1.0, 1.0), Metrics(1.0, 6.0), Metrics(4.0, 0.0)):
         assert np.isfinite(ROUTE(metrics, config).temperature)
@@ -56,12 +76,20 @@ def test_the_calibrated_preset_uses_measured_thresholds():
         assert getattr(CALIBRATED, name) == np.float32(MEDIAN[name])
     section = RouterSection(router_preset="calibrated", high_entropy=4.0, temperature_max=3.0)
     config = RouterConfig.build(section, MEDIAN)
-    assert (config.high_entropy, config.temperature_max, config.temperature_min) == (4.0, 3.0, np.float32(0.1))
+    assert (config.high_entropy, config.temperature_max, config.temperature_min) == (
+        4.0,
+        3.0,
+        np.float32(0.1),
+    )
     with pytest.raises(UserError, match=ERRORS["dantinox_calibrate_or_set_router"]):
         RouterConfig.build(section)
     with pytest.raises(UserError, match=ERRORS["set_router_low_entropy"]):
-        RouterConfig.build(section, {name: 1.0 for name in CALIBRATED_THRESHOLDS if name != "low_entropy"})
-    assert RouterConfig.build(RouterSection(), MEDIAN).low_entropy == np.float32(0.1)  # the guide preset ignores measurements
+        RouterConfig.build(
+            section, {name: 1.0 for name in CALIBRATED_THRESHOLDS if name != "low_entropy"}
+        )
+    assert RouterConfig.build(RouterSection(), MEDIAN).low_entropy == np.float32(
+        0.1
+    )  # the guide preset ignores measurements
 
 
 def test_a_request_sets_the_base_values_of_the_router():
@@ -92,9 +120,11 @@ def test_the_clarify_token_is_an_id_or_none():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"high_entropy": -1.0}, {"entropy_scale": 0.0}, {"candidates": 0}, {"adaptive_top_k_max": 257}, {"base_top_p": 1.1},
-        {"clarify_token": ""}, {"clarify_token": -1}, {"router_preset": "entropix"}, {"explore_temperature_factor": math.nan},
-        {"resample_top_p_attn_entropy": math.inf}, {"low_H": 0.1},
+        {"high_entropy": -1.0}, {"entropy_scale": 0.0}, {"candidates": 0},
+        {"adaptive_top_k_max": 257}, {"base_top_p": 1.1}, {"clarify_token": ""},
+        {"clarify_token": -1}, {"router_preset": "entropix"},
+        {"explore_temperature_factor": math.nan}, {"resample_top_p_attn_entropy": math.inf},
+        {"low_H": 0.1},
     ],
     ids=str,
 )  # fmt: skip
@@ -107,11 +137,18 @@ def test_crossed_bounds_are_refused():
     def broken(**own):
         return [*router_conflicts(RouterSection(**own))]
 
-    assert broken() == broken(router_preset="calibrated") == broken(temperature_min=1.0, temperature_max=1.0) == []
+    assert (
+        broken()
+        == broken(router_preset="calibrated")
+        == broken(temperature_min=1.0, temperature_max=1.0)
+        == []
+    )
     assert broken(adaptive_top_k_min=101) == [
         ("router.adaptive_top_k_min", "must be at most router.adaptive_top_k_max, got 101 and 100")
     ]
-    assert len(broken(adaptive_min_p_max=0.001, adaptive_top_p_min=1.0, adaptive_top_p_max=0.5)) == 2
+    assert (
+        len(broken(adaptive_min_p_max=0.001, adaptive_top_p_min=1.0, adaptive_top_p_max=0.5)) == 2
+    )
     assert broken(router_preset="calibrated", temperature_min=2.5) == [
         ("router.temperature_min", "must be at most router.temperature_max, got 2.5 and 2")
     ]

@@ -1,4 +1,6 @@
-"""Whole batches: parameters, plans, state, greedy rows, independence of rows, and what recompiles."""
+"""Whole batches: parameters, plans, state, greedy rows, independence of rows, and what
+recompiles.
+"""
 
 from functools import partial
 
@@ -37,8 +39,12 @@ def jitted(logits_BV, params, state, active_B=None, report=0):
 
 
 def build(rows, **more):
-    """Parameters of a full batch with the plan of MIXED, so that all tests share one compiled program."""
-    return SamplingParams.build([*rows, *MIXED[: B - 1 - len(rows)], ALL][-B:], stop_ids=[4], **more)
+    """Parameters of a full batch with the plan of MIXED, so that all tests share one compiled
+    program.
+    """
+    return SamplingParams.build(
+        [*rows, *MIXED[: B - 1 - len(rows)], ALL][-B:], stop_ids=[4], **more
+    )
 
 
 @partial(jax.jit, static_argnames="prompt")
@@ -67,17 +73,25 @@ def test_the_plan_contains_the_steps_that_some_row_enables():
     greedy = SamplingParams.build({"greedy": True, "top_k": 5, "temperature": 0.3}, batch=3)
     assert (greedy.plan, greedy.stochastic, greedy.batch) == ((), False, 3)
     assert SamplingParams.build({"temperature": 9e-6}).stochastic is False
-    off = SamplingParams.build({"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 5, "seed": 0})
+    off = SamplingParams.build(
+        {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 5, "seed": 0}
+    )
     assert (off.plan, off.stochastic) == (("temperature",), True)
     assert not off.enabled["temperature"].any(), "there so that no temperature compiles anything"
     section = GenerationSection(top_k=4, seed=1, max_new_tokens=7)
-    assert SamplingParams.build(Config(generation=section), batch=2).plan == ("temperature", "top_k")
+    assert SamplingParams.build(Config(generation=section), batch=2).plan == (
+        "temperature",
+        "top_k",
+    )
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ({"top_p": 1.7, "seed": 1}, "generation.top_p must be a number in [0, 1], or null, got 1.7"),
+        (
+            {"top_p": 1.7, "seed": 1},
+            "generation.top_p must be a number in [0, 1], or null, got 1.7",
+        ),
         ({"temperature": float("nan"), "seed": 1}, "generation.temperature must be"),
         ({"top_kk": 3}, "did you mean generation.top_k"),
         ({"max_new_tokens": 3}, "generation.max_new_tokens is not a sampling parameter"),
@@ -92,7 +106,9 @@ def test_invalid_settings_are_refused(rows, words):
 
 
 def test_numbers_beyond_float32_stay_finite():
-    params = build([{"temperature": 1e300, "top_k": 10**12, "repetition_penalty": 1e-60, "seed": np.uint32(4)}])
+    params = build(
+        [{"temperature": 1e300, "top_k": 10**12, "repetition_penalty": 1e-60, "seed": np.uint32(4)}]
+    )
     assert np.isfinite(params.temperature).all() and int(params.numbers["top_k"][0]) == 2**31 - 1
     assert params.numbers["repetition_penalty"][0] > 0
     _, _, info = jitted(LOGITS, params, start(params))
@@ -117,7 +133,9 @@ def test_greedy_rows_apply_only_edits_and_penalties():
 
 def test_an_all_greedy_batch_compiles_no_draw():
     greedy, drawn = (SamplingParams.build(row, batch=B) for row in ({"greedy": True}, {"seed": 1}))
-    text = [str(jax.make_jaxpr(sample)(LOGITS, params, start(params))) for params in (greedy, drawn)]
+    text = [
+        str(jax.make_jaxpr(sample)(LOGITS, params, start(params))) for params in (greedy, drawn)
+    ]
     assert "threefry" not in text[0] and "random" not in text[0] and "random" in text[1]
 
 
@@ -147,7 +165,9 @@ def test_a_row_does_not_depend_on_its_index_or_other_rows():
         np.testing.assert_array_equal(decode(strangers, padded, 12)[alone], expected[alone])
         if alone == 4:
             solo = SamplingParams.build(MIXED[alone], stop_ids=[4])
-            np.testing.assert_array_equal(decode(LOGITS[alone : alone + 1], solo, 12)[0], expected[alone])
+            np.testing.assert_array_equal(
+                decode(LOGITS[alone : alone + 1], solo, 12)[0], expected[alone]
+            )
 
 
 def test_samples_of_a_request_differ_only_by_sample_index():
@@ -162,7 +182,11 @@ def test_changing_numbers_does_not_recompile():
     compiled = jitted._cache_size()
     for shift in range(3):
         params = build(
-            [{"seed": shift, "temperature": 0.5 + shift, "top_k": shift}, {"greedy": True}, {"top_p": shift / 3, "seed": 1}]
+            [
+                {"seed": shift, "temperature": 0.5 + shift, "top_k": shift},
+                {"greedy": True},
+                {"top_p": shift / 3, "seed": 1},
+            ]
         )
         jitted(LOGITS, params, start(params))
     assert jitted._cache_size() == compiled
@@ -172,23 +196,34 @@ def test_changing_numbers_does_not_recompile():
 
 def test_the_state_holds_the_last_position_of_every_token():
     params = SamplingParams.build({"repetition_penalty": 1.5, "seed": 1}, batch=2)
-    prompt, valid = np.int32([[9, 9, 3, 4, 3], [3, 5, 5, 8, 8]]), np.array([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
+    prompt, valid = (
+        np.int32([[9, 9, 3, 4, 3], [3, 5, 5, 8, 8]]),
+        np.array([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]], bool),
+    )
     state = jax.jit(partial(init_state, vocab_size=10))(params, prompt, valid)
-    np.testing.assert_array_equal(state.last_seen, [[-1, -1, -1, 2, 1] + [-1] * 5, [-1, -1, -1, 0, -1, 2] + [-1] * 4])
+    np.testing.assert_array_equal(
+        state.last_seen, [[-1, -1, -1, 2, 1] + [-1] * 5, [-1, -1, -1, 0, -1, 2] + [-1] * 4]
+    )
     assert state.length.tolist() == [3, 3]
     state = jax.jit(update)(params, state, np.int32([7, 7]), np.array([True, False]))
     assert state.length.tolist() == [4, 3] and state.n_generated.tolist() == [1, 0]
     assert np.asarray(state.last_seen)[:, 7].tolist() == [3, -1]
     plain = SamplingParams.build({"seed": 1}, batch=2)
-    assert jax.eval_shape(partial(init_state, vocab_size=10), plain, prompt, valid).last_seen is None
+    assert (
+        jax.eval_shape(partial(init_state, vocab_size=10), plain, prompt, valid).last_seen is None
+    )
 
 
 def test_the_penalty_follows_generated_tokens():
-    """Each generated token halves its logit, so a greedy row generates tokens in order of their logits."""
+    """Each generated token halves its logit, so a greedy row generates tokens in order of their
+    logits.
+    """
     logits = np.full((1, V), -5, np.float32)
     logits[0, :4] = 10, 9, 8, 7
     params = SamplingParams.build({"greedy": True, "repetition_penalty": 2.0})
-    state = jax.jit(lambda params: init_state(params, jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), bool), V))(params)
+    state = jax.jit(
+        lambda params: init_state(params, jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), bool), V)
+    )(params)
     tokens = []
     for _ in range(5):
         token_B, state, _ = jitted(logits, params, state)

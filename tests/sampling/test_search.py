@@ -88,13 +88,17 @@ def test_all_searches_find_the_same_threshold(least):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_thresholds_of_several_weights_per_key(seed):
-    """The largest key at which a condition on two sums holds, compared with a loop over all keys."""
+    """The largest key at which a condition on two sums holds, compared with a loop over all
+    keys.
+    """
     rng = np.random.default_rng(seed)
     x_V = np.float32(rng.integers(-9, 9, 300) / 4)
     weights_2V = np.float32(rng.integers(0, 5, (2, 300)))
     keys_V = np.asarray(KEYS(x_V))
     for bound in (0, 40, 350, 5000):
         sums = [(key, weights_2V[:, keys_V >= key].sum(axis=1)) for key in keys_V]
-        expected = max((key for key, (first, second) in sums if first + 2 * second > bound), default=0)
+        expected = max(
+            (key for key, (first, second) in sums if first + 2 * second > bound), default=0
+        )
         found = [int(key) for key in both_sums(np.float32(bound), keys_V, weights_2V)]
         assert found == [expected] * 3

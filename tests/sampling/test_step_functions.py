@@ -17,7 +17,9 @@ SAID = np.int32([0, 3, 0, 3, 0, 3, -1, -1])  # six tokens
 
 
 def no_repeat_ngram(x_V, history_S, length, n):
-    return history.no_repeat_ngram(x_V, history_S, length, history.repeat_lengths(history_S, length), n)
+    return history.no_repeat_ngram(
+        x_V, history_S, length, history.repeat_lengths(history_S, length), n
+    )
 
 
 FUNCTIONS = {
@@ -73,17 +75,28 @@ MOVES = {
 
 def cases(V):
     """Returns the arguments of each function by case; a case `off…` disables the step."""
-    ids, none, all_ids = np.int32([0, V, -1, 2**31 - 1]), np.full(4, -1, np.int32), np.full(4, -1, np.int32)
+    ids, none, all_ids = (
+        np.int32([0, V, -1, 2**31 - 1]),
+        np.full(4, -1, np.int32),
+        np.full(4, -1, np.int32),
+    )
     all_ids[:V] = np.arange(V)
-    said, counts, zeros, fifty = np.minimum(SAID, V - 1), np.arange(V) % 3, np.zeros(V, np.int32), np.full(V, 50)
+    said, counts, zeros, fifty = (
+        np.minimum(SAID, V - 1),
+        np.arange(V) % 3,
+        np.zeros(V, np.int32),
+        np.full(V, 50),
+    )
     prefixes = np.int32([[-1, -1], [0, V - 1], [7, 7]])
     nearly_one = np.nextafter(np.float32(1), np.float32(0))
     return {
         "ban": {"some": (ids,), "all": (all_ids,), "off": (none,)},
         "allowed_tokens": {"some": (ids,), "nothing": (none,)},
         "min_tokens": {"on": (3, ids, 2), "off": (0, all_ids, 0), "off, enough": (3, all_ids, 3)},
-        "logit_bias": {str(value): (np.full(V, value, np.float32),) for value in (-INF, LARGEST, -LARGEST)}
-        | {"off": (np.zeros(V, np.float32),)},
+        "logit_bias": (
+            {str(value): (np.full(V, value, np.float32),) for value in (-INF, LARGEST, -LARGEST)}
+            | {"off": (np.zeros(V, np.float32),)}
+        ),
         "repetition_penalty": {
             "largest": (counts - 1, LARGEST, 2, 3.0),
             "small": (counts, 1.2e-38, 0, 0.0),
@@ -102,7 +115,12 @@ def cases(V):
         },
         "bad_words": {
             "some": (said, 6, prefixes, np.int32([0, V - 1, -1])),
-            "without a text": (said, 0, np.int32([[-1, 0], [-1, -1], [-1, -1]]), np.int32([0, -1, -1])),
+            "without a text": (
+                said,
+                0,
+                np.int32([[-1, 0], [-1, -1], [-1, -1]]),
+                np.int32([0, -1, -1]),
+            ),
             "off": (said, 6, prefixes, np.full(3, -1, np.int32)),
         },
         "dry": {
@@ -162,15 +180,27 @@ def results(x_BV, names):
     B, by_name = len(x_BV), {name: cases(x_BV.shape[1])[name] for name in names}
     arguments = {}
     for name, by_case in by_name.items():
-        columns = [np.stack([np.asarray(x) for x in column]) for column in zip(*by_case.values(), strict=True)]
-        arguments[name] = [np.tile(x_BV, (len(by_case), 1)), *(np.repeat(column, B, axis=0) for column in columns)]
+        columns = [
+            np.stack([np.asarray(x) for x in column])
+            for column in zip(*by_case.values(), strict=True)
+        ]
+        arguments[name] = [
+            np.tile(x_BV, (len(by_case), 1)),
+            *(np.repeat(column, B, axis=0) for column in columns),
+        ]
 
     @partial(jax.jit, compiler_options={"xla_llvm_disable_expensive_passes": True})
     def run(arguments):
         return {name: jax.vmap(FUNCTIONS[name])(*columns) for name, columns in arguments.items()}
 
-    found = {name: np.asarray(y_NV).reshape(-1, *x_BV.shape) for name, y_NV in run(arguments).items()}
-    return {(name, case): found[name][i] for name, by_case in by_name.items() for i, case in enumerate(by_case)}
+    found = {
+        name: np.asarray(y_NV).reshape(-1, *x_BV.shape) for name, y_NV in run(arguments).items()
+    }
+    return {
+        (name, case): found[name][i]
+        for name, by_case in by_name.items()
+        for i, case in enumerate(by_case)
+    }
 
 
 def check(rows, names=FUNCTIONS):
@@ -185,8 +215,13 @@ def check(rows, names=FUNCTIONS):
         assert not np.isnan(y_BV).any() and not (y_BV == INF).any(), where
         np.testing.assert_array_equal((y_BV > -INF).any(1), (x_BV > -INF).any(1), err_msg=where)
         assert ((y_BV == -INF) | (x_BV > -INF)).all(), where
-        if name not in MOVES and (name, case) not in (("temperature", "cold"), ("temperature", "hot")):
-            np.testing.assert_array_equal(y_BV.view(np.uint32)[y_BV > -INF], x_BV.view(np.uint32)[y_BV > -INF], err_msg=where)
+        if name not in MOVES and (name, case) not in (
+            ("temperature", "cold"),
+            ("temperature", "hot"),
+        ):
+            np.testing.assert_array_equal(
+                y_BV.view(np.uint32)[y_BV > -INF], x_BV.view(np.uint32)[y_BV > -INF], err_msg=where
+            )
 
 
 FOUR = [

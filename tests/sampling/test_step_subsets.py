@@ -7,7 +7,13 @@ import pytest
 
 from dantinox.config import GenerationSection
 from dantinox.sampling import SamplingParams, init_state, sample
-from dantinox.sampling.step_subsets import ALL_STEPS, reduce_params, reduce_state, restore, smallest_subset
+from dantinox.sampling.step_subsets import (
+    ALL_STEPS,
+    reduce_params,
+    reduce_state,
+    restore,
+    smallest_subset,
+)
 
 GREEDY, TEMPERATURE, PLAIN = range(3)
 
@@ -16,16 +22,35 @@ GREEDY, TEMPERATURE, PLAIN = range(3)
     ("settings", "subset"),
     [
         ({"greedy": True}, GREEDY),
-        ({"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.3, "top_p": 0.5}, GREEDY),
+        (
+            {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.3, "top_p": 0.5},
+            GREEDY,
+        ),
         ({}, TEMPERATURE),
         ({"temperature": 0.7, "presence_penalty": 0.1, "seed": 1}, TEMPERATURE),
         ({"preset": "llamacpp", "temperature": 0.7, "frequency_penalty": 0.1}, TEMPERATURE),
-        ({"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "frequency_penalty": 0.1, "seed": 1}, PLAIN),
+        (
+            {
+                "temperature": 0.7,
+                "top_k": 40,
+                "top_p": 0.9,
+                "min_p": 0.05,
+                "frequency_penalty": 0.1,
+                "seed": 1,
+            },
+            PLAIN,
+        ),
         ({"preset": "hf", "top_k": 5, "top_p": 0.9, "temperature": 0.5}, PLAIN),
         ({"preset": "llamacpp", "top_k": 5}, PLAIN),  # the order of the other steps does not matter
-        ({"preset": "llamacpp", "top_k": 5, "temperature": 0.5}, ALL_STEPS),  # the temperature comes last
+        (
+            {"preset": "llamacpp", "top_k": 5, "temperature": 0.5},
+            ALL_STEPS,
+        ),  # the temperature comes last
         ({"preset": "vllm", "min_p": 0.1, "top_k": 5}, ALL_STEPS),
-        ({"sampler_order": ["top_k"], "top_p": 0.5}, ALL_STEPS),  # top_p is on, but the order leaves it out
+        (
+            {"sampler_order": ["top_k"], "top_p": 0.5},
+            ALL_STEPS,
+        ),  # top_p is on, but the order leaves it out
         ({"top_p": 0.5, "top_p_rule": "exclusive"}, ALL_STEPS),
         ({"top_k": 5, "ties": "all"}, ALL_STEPS),
         ({"min_tokens": 3}, ALL_STEPS),
@@ -43,8 +68,16 @@ def test_settings_choose_the_smallest_subset(settings, subset):
 
 
 ROWS = {
-    GREEDY: [{"greedy": True}, {"greedy": True, "repetition_penalty": 1.5}, {"temperature": 0.0, "frequency_penalty": 0.7}],
-    TEMPERATURE: [{"seed": 1}, {"seed": 2, "temperature": 0.3, "repetition_penalty": 1.3}, {"greedy": True}],
+    GREEDY: [
+        {"greedy": True},
+        {"greedy": True, "repetition_penalty": 1.5},
+        {"temperature": 0.0, "frequency_penalty": 0.7},
+    ],
+    TEMPERATURE: [
+        {"seed": 1},
+        {"seed": 2, "temperature": 0.3, "repetition_penalty": 1.3},
+        {"greedy": True},
+    ],
     PLAIN: [
         {"seed": 1},
         {"seed": 2, "temperature": 0.6, "top_k": 9},
@@ -56,7 +89,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("vocab_size", [97, pytest.param(5000, marks=pytest.mark.slow)])  # without windows, and with windows
+@pytest.mark.parametrize(
+    "vocab_size", [97, pytest.param(5000, marks=pytest.mark.slow)]
+)  # without windows, and with windows
 @pytest.mark.parametrize("subset", ROWS)
 def test_a_subset_draws_the_same_tokens(subset, vocab_size):
     rows, random = ROWS[subset], np.random.default_rng(0)
@@ -68,7 +103,9 @@ def test_a_subset_draws_the_same_tokens(subset, vocab_size):
     full = state
     for _ in range(8):
         logits_BV = jnp.asarray(random.standard_normal((len(rows), vocab_size)) * 3, jnp.float32)
-        token_B, reduced = step(logits_BV, reduce_params(subset, params), reduce_state(subset, state))
+        token_B, reduced = step(
+            logits_BV, reduce_params(subset, params), reduce_state(subset, state)
+        )
         expected_B, full = step(logits_BV, params, full)
         assert token_B.tolist() == expected_B.tolist()
         state = restore(state, reduced)

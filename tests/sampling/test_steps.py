@@ -16,8 +16,12 @@ TOP_P = {
     for rule in ("inclusive", "exclusive")
     for ties in ("first", "all")
 }
-MIN_P, TYPICAL, SIGMA, XTC = map(jax.jit, (steps.min_p, steps.typical, steps.top_n_sigma, steps.xtc))
-PENALTY, MIN_TOKENS, BAN = map(jax.jit, (history.repetition_penalty, history.min_tokens, history.ban))
+MIN_P, TYPICAL, SIGMA, XTC = map(
+    jax.jit, (steps.min_p, steps.typical, steps.top_n_sigma, steps.xtc)
+)
+PENALTY, MIN_TOKENS, BAN = map(
+    jax.jit, (history.repetition_penalty, history.min_tokens, history.ban)
+)
 SANITIZE = jax.jit(steps.sanitize)
 
 
@@ -70,7 +74,9 @@ def rows(seed, n, kind):
 @pytest.mark.parametrize("kind", ["plain", "ties", "masked"])
 @pytest.mark.parametrize("ties", ["first", "all"])
 def test_top_k_matches_the_sorted_reference(kind, ties):
-    for x_V, k in zip(rows(1, 30, kind), np.random.default_rng(2).integers(0, V + 5, 30), strict=True):
+    for x_V, k in zip(
+        rows(1, 30, kind), np.random.default_rng(2).integers(0, V + 5, 30), strict=True
+    ):
         assert kept(TOP_K[ties](x_V, int(k))) == reference_top_k(x_V, k, ties)
 
 
@@ -78,7 +84,11 @@ def test_top_k_matches_the_sorted_reference(kind, ties):
 @pytest.mark.parametrize("rule", ["inclusive", "exclusive"])
 @pytest.mark.parametrize("ties", ["first", "all"])
 def test_top_p_matches_the_sorted_reference(kind, rule, ties):
-    for x_V, p in zip(rows(3, 40, kind), np.random.default_rng(4).uniform(0, 1, 40).astype(np.float32), strict=True):
+    for x_V, p in zip(
+        rows(3, 40, kind),
+        np.random.default_rng(4).uniform(0, 1, 40).astype(np.float32),
+        strict=True,
+    ):
         order, P = canonical(x_V)
         if np.abs(np.cumsum(P) - p).min() > 1e-6:  # float32 cannot decide closer cases
             assert kept(TOP_P[rule, ties](x_V, p)) == reference_top_p(x_V, float(p), rule, ties)
@@ -91,7 +101,9 @@ def test_exact_boundaries_of_equal_masses(n):
         p = np.float32(count / n)  # exact in binary
         assert kept(TOP_P["inclusive", "first"](x_V, p)) == set(range(count))
         assert kept(TOP_P["exclusive", "first"](x_V, p)) == set(range(count))
-        assert kept(TOP_P["inclusive", "first"](x_V, np.nextafter(p, np.float32(2)))) == set(range(count + 1))
+        assert kept(TOP_P["inclusive", "first"](x_V, np.nextafter(p, np.float32(2)))) == set(
+            range(count + 1)
+        )
 
 
 def test_the_sign_of_zero_does_not_separate_equal_logits():
@@ -101,8 +113,15 @@ def test_the_sign_of_zero_does_not_separate_equal_logits():
 
 
 def test_large_rows_with_many_ties():
-    """20k bfloat16 logits: groups of equal values at every threshold, and rows longer than a block."""
-    x_V = np.random.default_rng(3).standard_normal(20_001).astype(ml_dtypes.bfloat16).astype(np.float32)
+    """20k bfloat16 logits: groups of equal values at every threshold, and rows longer than a
+    block.
+    """
+    x_V = (
+        np.random.default_rng(3)
+        .standard_normal(20_001)
+        .astype(ml_dtypes.bfloat16)
+        .astype(np.float32)
+    )
     assert kept(TOP_K["first"](x_V, 1000)) == reference_top_k(x_V, 1000)
     for p in (0.123, 0.9, 0.9995):
         got, expected = kept(TOP_P["inclusive", "first"](x_V, p)), reference_top_p(x_V, p)
@@ -121,10 +140,14 @@ def test_repetition_penalty_with_window_and_slope():
     x_V, distance_V = np.float32([2.0, -2.0, 0.0, 3.0, -3.0]), np.int32([0, 1, 2, 3, -1])
     flat = PENALTY(x_V, distance_V, 2.0)
     np.testing.assert_array_equal(flat, [1.0, -4.0, 0.0, 1.5, -3.0])
-    np.testing.assert_array_equal(PENALTY(x_V, distance_V, 2.0, 3, 0.0), [1.0, -4.0, 0.0, 3.0, -3.0])
+    np.testing.assert_array_equal(
+        PENALTY(x_V, distance_V, 2.0, 3, 0.0), [1.0, -4.0, 0.0, 3.0, -3.0]
+    )
     u = 1 - 2 * np.array([0, 1, 2]) / 2
     P = 1 + (1.5 - 1) * (2.0 * u / (1 + np.abs(u) * 1.0) + 1) / 2
-    np.testing.assert_allclose(PENALTY(x_V, distance_V, 1.5, 3, 2.0), [2 / P[0], -2 * P[1], 0, 3, -3], rtol=1e-6)
+    np.testing.assert_allclose(
+        PENALTY(x_V, distance_V, 1.5, 3, 2.0), [2 / P[0], -2 * P[1], 0, 3, -3], rtol=1e-6
+    )
 
 
 def test_minimum_tokens_ban_the_stop_ids_until_enough_are_generated():
@@ -135,7 +158,9 @@ def test_minimum_tokens_ban_the_stop_ids_until_enough_are_generated():
 
 
 def test_typical_keeps_tokens_closest_to_the_entropy():
-    for x_V, p in zip(rows(8, 20, "plain"), np.random.default_rng(9).uniform(0.05, 0.95, 20), strict=True):
+    for x_V, p in zip(
+        rows(8, 20, "plain"), np.random.default_rng(9).uniform(0.05, 0.95, 20), strict=True
+    ):
         P = np.exp(np.float64(x_V) - x_V.max())
         P /= P.sum()
         order = np.argsort(np.abs(-np.log(P) + np.sum(P * np.log(P))), kind="stable")

@@ -1,4 +1,6 @@
-"""Compares windows with whole rows: equal masks and numbers, also if other rows fall back to whole rows."""
+"""Compares windows with whole rows: equal masks and numbers, also if other rows fall back to whole
+rows.
+"""
 
 from functools import partial
 
@@ -25,7 +27,9 @@ V = 4200  # larger than `SMALL_VOCABULARY`, so that steps run in windows
 
 
 def language(seed, spread=1.6):
-    """A row like that of a language model: log-probabilities that fall with the logarithm of the rank, in random order."""
+    """A row like that of a language model: log-probabilities that fall with the logarithm of the
+    rank, in random order.
+    """
     rng = np.random.default_rng(seed)
     return np.float32(rng.permutation(-spread * np.log(np.arange(V) + 2.0)) + rng.normal(0, 0.3, V))
 
@@ -41,7 +45,13 @@ def started(params):
 def final(logits_BV, params, state):
     """The final logits, computed in windows where possible."""
     context = Context(params, state, _keys(params, state))
-    return run_chain(_apply_step, _shared_order(params, params.plan), logits_BV, context, jnp.ones(params.batch, bool)).logits
+    return run_chain(
+        _apply_step,
+        _shared_order(params, params.plan),
+        logits_BV,
+        context,
+        jnp.ones(params.batch, bool),
+    ).logits
 
 
 @jax.jit
@@ -88,11 +98,26 @@ TOO_WIDE = {
     "mirostat_v2": {"mirostat": 2, "mirostat_tau": 12.0},
 }
 # Other filters read the sums outside the window as one of these does.
-QUICK = [name for name in CLOSES if name not in ("min_p", "epsilon_cutoff", "p_less_norm", "mirostat_v2")]
+QUICK = [
+    name for name in CLOSES if name not in ("min_p", "epsilon_cutoff", "p_less_norm", "mirostat_v2")
+]
 ROWS = [
-    {"top_k": 40, "top_p": 0.9, "tail_free": 0.9, "typical": 0.95, "temperature": 0.8, "repetition_penalty": 1.2},
+    {
+        "top_k": 40,
+        "top_p": 0.9,
+        "tail_free": 0.9,
+        "typical": 0.95,
+        "temperature": 0.8,
+        "repetition_penalty": 1.2,
+    },
     {"top_p": 0.6, "top_a": 0.1, "temperature": 1.5},
-    {"top_k": 200, "repetition_penalty": 1.4, "repetition_range": 3, "repetition_slope": 1.0, "tail_free": 0.5},
+    {
+        "top_k": 200,
+        "repetition_penalty": 1.4,
+        "repetition_range": 3,
+        "repetition_slope": 1.0,
+        "tail_free": 0.5,
+    },
     {"typical": 0.4, "temperature": 0.3, "top_k": 5000},
 ]
 
@@ -102,7 +127,10 @@ def in_windows_or_whole(logits_BV, params, state, is_whole):
     """The final logits, in windows where possible or over whole rows, and the flags of the rows, in
     one program.
     """
-    context, order = Context(params, state, _keys(params, state)), _shared_order(params, params.plan)
+    context, order = (
+        Context(params, state, _keys(params, state)),
+        _shared_order(params, params.plan),
+    )
     before, truncations = order.split()
     rows = run_rows(_apply_step, before, LogitRows(logits_BV, jnp.zeros(params.batch)), context)
     windowed = run_in_windows(_apply_step, truncations, rows.logits, context)
@@ -123,12 +151,23 @@ def all_filters():
     """Every filter in three rows (two that fit into the window and one that does not), chains, and
     a row without steps.
     """
-    filters = [(name, row) for name in QUICK for row in (*CLOSES[name], TOO_WIDE.get(name, CLOSES[name][0]))]
-    params = SamplingParams.build([row | {"seed": 1} for row in (*(row for _, row in filters), *ROWS, {})])
+    filters = [
+        (name, row)
+        for name in QUICK
+        for row in (*CLOSES[name], TOO_WIDE.get(name, CLOSES[name][0]))
+    ]
+    params = SamplingParams.build(
+        [row | {"seed": 1} for row in (*(row for _, row in filters), *ROWS, {})]
+    )
     # p-less has no number: its window is too small only in a flat row.
     flat = [name not in TOO_WIDE and i % 3 == 2 for i, (name, _) in enumerate(filters)]
     scale_B1 = np.float32([[0.02 if is_flat else 1] for is_flat in (*flat, *[False] * 5)])
-    return {name: slice(3 * i, 3 * i + 3) for i, name in enumerate(QUICK)}, scale_B1, params, started(params)
+    return (
+        {name: slice(3 * i, 3 * i + 3) for i, name in enumerate(QUICK)},
+        scale_B1,
+        params,
+        started(params),
+    )
 
 
 @pytest.mark.parametrize("seed, spread", [(1, 2.5), (2, 1.2)])
@@ -177,7 +216,10 @@ def test_a_filter_in_the_window_equals_the_filter_of_the_whole_row(name):
         np.testing.assert_array_equal(whole_BV[3], logits_BV[3])
         assert (np.isfinite(whole_BV[:2]).sum(axis=1) < WINDOW).all()
     open_B, failed_B = flags(scale_B1 * language(1, 2.5), params, started(params))
-    assert (open_B.tolist(), failed_B.tolist()) == ([False, False, True, True], [False, False, True, False])
+    assert (open_B.tolist(), failed_B.tolist()) == (
+        [False, False, True, True],
+        [False, False, True, False],
+    )
 
 
 def test_ties_across_the_edge_of_the_window():
@@ -186,7 +228,9 @@ def test_ties_across_the_edge_of_the_window():
     for ties, kept in (("first", 200), ("all", len(x_V[::7]))):
         params = SamplingParams.build([{"top_k": 200, "ties": ties, "seed": 0}])
         y_V = np.asarray(final(x_V[None], params, started(params)))[0]
-        np.testing.assert_array_equal(np.flatnonzero(y_V > -np.inf), np.flatnonzero(x_V == 1.0)[:kept])
+        np.testing.assert_array_equal(
+            np.flatnonzero(y_V > -np.inf), np.flatnonzero(x_V == 1.0)[:kept]
+        )
 
 
 def tied_row():
@@ -198,9 +242,13 @@ def tied_row():
 @pytest.mark.slow
 def test_ties_across_the_edge_of_the_window_in_a_chain():
     x_V = tied_row()
-    params = SamplingParams.build([{"top_k": WINDOW - 6, "min_p": 0.5, "temperature": 3e38, "seed": 0, "preset": "llamacpp"}])
+    params = SamplingParams.build(
+        [{"top_k": WINDOW - 6, "min_p": 0.5, "temperature": 3e38, "seed": 0, "preset": "llamacpp"}]
+    )
     y_V = np.asarray(final(x_V[None], params, started(params)))[0]
-    np.testing.assert_array_equal(np.flatnonzero(y_V > -np.inf), np.flatnonzero(x_V == 1.0)[: WINDOW - 6])
+    np.testing.assert_array_equal(
+        np.flatnonzero(y_V > -np.inf), np.flatnonzero(x_V == 1.0)[: WINDOW - 6]
+    )
 
 
 def test_zeros_of_both_signs_at_the_edge_of_the_window_are_equal():
@@ -214,7 +262,14 @@ def test_zeros_of_both_signs_at_the_edge_of_the_window_are_equal():
 
 
 ORDERS = [{}, {"preset": "kobold"}, {"preset": "kobold", "sampler_order": [0, 6, 5, 2, 3, 4, 1]}]
-PARAMETER = {"top_k": "k", "top_p": "p", "top_a": "a", "tail_free": "z", "typical": "p", "temperature": "t"}
+PARAMETER = {
+    "top_k": "k",
+    "top_p": "p",
+    "top_a": "a",
+    "tail_free": "z",
+    "typical": "p",
+    "temperature": "t",
+}
 
 
 @pytest.mark.slow
@@ -225,11 +280,21 @@ def test_chains_in_windows_match_single_steps(order):
     logits_BV = np.stack([language(seed, 2.0) for seed in range(len(ROWS))])
     got_BV = np.asarray(final(logits_BV, params, started(params)))
     for b, row in enumerate(ROWS):
-        pipeline = [{"name": name, PARAMETER[name]: row[name]} for name in params.plan if name in row and name in PARAMETER]
+        pipeline = [
+            {"name": name, PARAMETER[name]: row[name]}
+            for name in params.plan
+            if name in row and name in PARAMETER
+        ]
         if "repetition_penalty" in row:
-            penalty = {"penalty": row["repetition_penalty"], "range": row.get("repetition_range", 0)}
+            penalty = {
+                "penalty": row["repetition_penalty"],
+                "range": row.get("repetition_range", 0),
+            }
             place = [name for name in params.plan if name in row].index("repetition_penalty")
-            pipeline.insert(place, {"name": "repetition_penalty", "slope": row.get("repetition_slope", 0.0)} | penalty)
+            pipeline.insert(
+                place,
+                {"name": "repetition_penalty", "slope": row.get("repetition_slope", 0.0)} | penalty,
+            )
         expected_V = np.asarray(process_logits(logits_BV[b : b + 1], pipeline, [[5, 9, 5, 30]]))[0]
         np.testing.assert_array_equal(got_BV[b] > -np.inf, expected_V > -np.inf)
         np.testing.assert_allclose(got_BV[b], expected_V, rtol=1e-6)
@@ -242,10 +307,13 @@ def step(logits_BV, params, state, report=0):
 
 @pytest.mark.slow
 def test_a_row_outside_its_window_does_not_change_other_rows():
-    """All steps that depend on sums, drawn 40 times: tokens and log-probabilities are equal in both branches."""
+    """All steps that depend on sums, drawn 40 times: tokens and log-probabilities are equal in both
+    branches.
+    """
     mine = {
-        "top_k": 60, "top_p": 0.9, "min_p": 0.001, "typical": 0.95, "tail_free": 0.97, "xtc_probability": 0.5,
-        "xtc_threshold": 0.05, "mirostat": 2, "mirostat_tau": 3.0, "seed": 7,
+        "top_k": 60, "top_p": 0.9, "min_p": 0.001, "typical": 0.95, "tail_free": 0.97,
+        "xtc_probability": 0.5, "xtc_threshold": 0.05, "mirostat": 2, "mirostat_tau": 3.0,
+        "seed": 7,
     }  # fmt: skip
     narrow, wide = {"top_k": 5, "seed": 1}, {"top_k": 3000, "top_p": 0.999, "seed": 1}
     logits_BV = np.stack([language(3), language(4)])
@@ -256,13 +324,22 @@ def test_a_row_outside_its_window_does_not_change_other_rows():
         assert bool(flags(logits_BV, params, state)[1].any()) == (neighbor is wide)
         for _ in range(40):
             token_B, state, info = step(logits_BV, params, state)
-            tokens.append([int(token_B[0]), *np.float32([info.token.logprob_sampled[0], state.mu[0]]).view(np.uint32).tolist()])
+            tokens.append(
+                [
+                    int(token_B[0]),
+                    *np.float32([info.token.logprob_sampled[0], state.mu[0]])
+                    .view(np.uint32)
+                    .tolist(),
+                ]
+            )
         outcomes.append(tokens)
     assert outcomes[0] == outcomes[1] and len({tokens[0] for tokens in outcomes[0]}) > 3
 
 
 def test_whole_rows_one_by_one_equal_whole_rows_in_a_batch():
-    """The branches for both kinds of platforms; sums of one row and of several may differ in the last bit."""
+    """The branches for both kinds of platforms; sums of one row and of several may differ in the
+    last bit.
+    """
     rows = [{"top_k": 5}, {"top_k": 3000}, {}, {"mirostat": 2, "mirostat_tau": 12.0}]
     params = SamplingParams.build([row | {"seed": 1} for row in rows])
     logits_BV = np.stack([language(seed) for seed in range(4)])
@@ -270,9 +347,14 @@ def test_whole_rows_one_by_one_equal_whole_rows_in_a_batch():
     @jax.jit
     def both(logits_BV, params, state):
         context = Context(params, state, _keys(params, state))
-        order, rows = _shared_order(params, params.plan), LogitRows(logits_BV, jnp.zeros(params.batch))
+        order, rows = (
+            _shared_order(params, params.plan),
+            LogitRows(logits_BV, jnp.zeros(params.batch)),
+        )
         short = run_in_windows(_apply_step, order, logits_BV, context)
-        return short.failed, *(way(_apply_step, order, rows, context, short) for way in (run_failed_rows, run_all_rows))
+        return short.failed, *(
+            way(_apply_step, order, rows, context, short) for way in (run_failed_rows, run_all_rows)
+        )
 
     failed_B, (one_BV, mass_B), (all_BV, all_mass_B) = both(logits_BV, params, started(params))
     assert failed_B.tolist() == [False, True, False, True]
@@ -304,7 +386,9 @@ def test_the_window_contains_the_largest_logits_and_sums_of_the_others():
 
 @pytest.mark.slow
 def test_the_selection_does_not_sort_the_row(optimized):
-    check_selection(optimized(jax.jit(take_window).lower(jax.ShapeDtypeStruct((1, V), jnp.float32))).as_text())
+    check_selection(
+        optimized(jax.jit(take_window).lower(jax.ShapeDtypeStruct((1, V), jnp.float32))).as_text()
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Engines with a small model, whose programs have few sampling steps and are compiled once for all engines of a process."""
+"""Engines with a small model, whose programs have few sampling steps and are compiled once for all
+engines of a process.
+"""
 
 import time
 from collections.abc import AsyncIterator
@@ -38,7 +40,11 @@ def start_engine(queue: int = 4, **options: Any) -> AsyncEngine:
 
 
 def make_request(
-    engine: AsyncEngine, prompt: str, logprobs: int | None = None, echo: bool = False, **settings: Any
+    engine: AsyncEngine,
+    prompt: str,
+    logprobs: int | None = None,
+    echo: bool = False,
+    **settings: Any,
 ) -> GenerationRequest:
     config = engine.settings({"max_new_tokens": 16} | settings)
     return GenerationRequest(tuple(engine.run.prompt_ids(prompt)), config, logprobs, echo)
@@ -62,14 +68,20 @@ def story(text: str) -> str:
     return reference(text, **DRAWN)
 
 
-def reference_tokens(prompt: str, max_new_tokens: int = 16, ignore_eos: bool = False, **settings: Any) -> list[int]:
+def reference_tokens(
+    prompt: str, max_new_tokens: int = 16, ignore_eos: bool = False, **settings: Any
+) -> list[int]:
     """Returns the tokens that the reference draws with the small model."""
     run = small_model()
     ends = () if ignore_eos else run.tokenizer.stop_ids
-    return builder.slowly(run.model, run.prompt_ids(prompt), max_new_tokens, eos_ids=ends, **settings)
+    return builder.slowly(
+        run.model, run.prompt_ids(prompt), max_new_tokens, eos_ids=ends, **settings
+    )
 
 
 def reference(prompt: str, **settings: Any) -> str:
     """Returns the text that the reference draws with the small model."""
     tokenizer = small_model().tokenizer
-    return tokenizer.decode([token for token in reference_tokens(prompt, **settings) if token not in tokenizer.stop_ids])
+    return tokenizer.decode(
+        [token for token in reference_tokens(prompt, **settings) if token not in tokenizer.stop_ids]
+    )

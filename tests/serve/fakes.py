@@ -1,4 +1,6 @@
-"""An engine without a model, for tests of the protocols: it repeats a text, one token per delta, as a real engine would."""
+"""An engine without a model, for tests of the protocols: it repeats a text, one token per delta, as
+a real engine would.
+"""
 
 import asyncio
 import itertools
@@ -21,16 +23,20 @@ from dantinox.text import Tokenizer, train_tokenizer
 
 # Prompts without a BOS token, so that a prompt has one token per byte.
 BYTES = Tokenizer(
-    train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())).to_json(), roles={"add_bos_token": False}
+    train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())).to_json(),
+    roles={"add_bos_token": False},
 )
 SAYS = "once upon a time there was a fox; "
 
 
 def fake_run(context: int = 256, tokenizer=BYTES, **settings) -> LoadedModel:
-    """Returns a loaded model without weights: it has only a context length and a vocabulary size."""
+    """Returns a loaded model without weights: it has only a context length and a vocabulary
+    size.
+    """
     config = build_config({"generation": settings} if settings else {})
     model = SimpleNamespace(
-        config=SimpleNamespace(max_context=context, vocab_size=tokenizer.vocab_size, dim=8), dtype="float32"
+        config=SimpleNamespace(max_context=context, vocab_size=tokenizer.vocab_size, dim=8),
+        dtype="float32",
     )
     return _FakeModel(config, model, tokenizer)
 
@@ -70,7 +76,9 @@ class FakeEngine:
 
     async def load_lora(self, name, path):
         if name in self.loras:
-            raise UserError(f"the adapter {name} is already loaded: unload it first, or use another name")
+            raise UserError(
+                f"the adapter {name} is already loaded: unload it first, or use another name"
+            )
         self.loras[name] = path
 
     def unload_lora(self, name):
@@ -83,9 +91,14 @@ class FakeEngine:
             raise Busy(2.0)
         context = self.run.model.config.max_context
         if len(ask.ids) >= context:
-            raise UserError(f"the prompt has {len(ask.ids)} tokens and fills the model's context of {context}: shorten it")
+            raise UserError(
+                f"the prompt has {len(ask.ids)} tokens and fills the model's context of {context}:"
+                " shorten it"
+            )
         self.asked.append(ask)
-        answer = ResponseStream(ask, RequestStats(len(ask.ids)), lambda: self.cancelled.append(answer))
+        answer = ResponseStream(
+            ask, RequestStats(len(ask.ids)), lambda: self.cancelled.append(answer)
+        )
         task = asyncio.get_running_loop().create_task(self._answer(ask, answer))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -99,7 +112,10 @@ class FakeEngine:
             raise Busy(2.0)
         self.embedded.append((ids, pooling))
         dim = self.run.model.config.dim
-        counts_ND = np.array([[1 + sum(token % dim == d for token in row) for d in range(dim)] for row in ids], np.float32)
+        counts_ND = np.array(
+            [[1 + sum(token % dim == d for token in row) for d in range(dim)] for row in ids],
+            np.float32,
+        )
         return counts_ND / np.linalg.norm(counts_ND, axis=1, keepdims=True)
 
     @property
@@ -107,17 +123,31 @@ class FakeEngine:
         return self.run.model.config.max_context
 
     def status(self):
-        return Status(self.state, "testing", 8, len(self.tasks), 0, 16, self.context, self.counters, self.prefixes)
+        return Status(
+            self.state,
+            "testing",
+            8,
+            len(self.tasks),
+            0,
+            16,
+            self.context,
+            self.counters,
+            self.prefixes,
+        )
 
     async def save_prefixes(self):
         if self.prefixes.capacity == 0:
-            raise UserError("the prefix cache of this server is not saved: start it with --cache_dir")
+            raise UserError(
+                "the prefix cache of this server is not saved: start it with --cache_dir"
+            )
         return self.prefixes.used
 
     async def _answer(self, ask, answer):
         try:
             await self._generate(ask, answer)
-        except Exception as error:  # otherwise a client would wait forever for the end of the response
+        except (
+            Exception
+        ) as error:  # otherwise a client would wait forever for the end of the response
             answer.end(error)
             raise
 
@@ -125,10 +155,15 @@ class FakeEngine:
         generation, now = ask.config.generation, asyncio.get_running_loop().time
         began = now()
         if ask.echo:
-            answer.prompt.extend(self._record(token, ask.logprobs, first=n == 0) for n, token in enumerate(ask.ids))
+            answer.prompt.extend(
+                self._record(token, ask.logprobs, first=n == 0) for n, token in enumerate(ask.ids)
+            )
         room = min(generation.max_new_tokens, self.run.model.config.max_context - len(ask.ids))
         for sample in range(generation.n):
-            stops, speech = StopFinder(generation.stop, generation.keep_stop), self.run.tokenizer.detokenizer()
+            stops, speech = (
+                StopFinder(generation.stop, generation.keep_stop),
+                self.run.tokenizer.detokenizer(),
+            )
             ids = self._token_ids(ask, sample, room)
             for number, token in enumerate(ids):
                 await asyncio.sleep(self.pause)
@@ -139,11 +174,21 @@ class FakeEngine:
                     answer.end(self.fails)
                     return
                 text = stops.push(speech.push([token]))
-                reason = "stop" if stops.matched_stop else "length" if number == len(ids) - 1 else None
+                reason = (
+                    "stop" if stops.matched_stop else "length" if number == len(ids) - 1 else None
+                )
                 text += stops.push(speech.flush()) + stops.flush() if reason == "length" else ""
                 answer.stats.new_tokens += 1
                 answer.stats.first_token_seconds = answer.stats.first_token_seconds or now() - began
-                answer.push(Delta(sample, text, [self._record(token, ask.logprobs)], reason, stops.matched_stop))
+                answer.push(
+                    Delta(
+                        sample,
+                        text,
+                        [self._record(token, ask.logprobs)],
+                        reason,
+                        stops.matched_stop,
+                    )
+                )
                 if reason:
                     break
             else:
@@ -153,23 +198,32 @@ class FakeEngine:
         answer.end()
 
     def _token_ids(self, ask, sample, room):
-        return list(itertools.islice(itertools.cycle(self.run.tokenizer.encode(self.says)), sample, sample + room))
+        return list(
+            itertools.islice(
+                itertools.cycle(self.run.tokenizer.encode(self.says)), sample, sample + room
+            )
+        )
 
     def _record(self, token, logprobs, first=False):
         record = {"id": int(token), "text": self.run.tokenizer.token_text(token)}
         if logprobs is None or first:
             return record
         spelt, chance = self.run.tokenizer.token_text, math.log(0.5)
-        others = [{"id": i, "text": spelt(i), "logprob": chance - i, "logprob_sampled": chance - i} for i in range(logprobs)]
+        others = [
+            {"id": i, "text": spelt(i), "logprob": chance - i, "logprob_sampled": chance - i}
+            for i in range(logprobs)
+        ]
         return record | {
-            "entropy": 1.5, "varentropy": 0.25, "survivors": 40, "rank": 0, "logprob": math.log(0.5),
-            "logprob_sampled": math.log(0.6), "alternatives": others,
+            "entropy": 1.5, "varentropy": 0.25, "survivors": 40, "rank": 0,
+            "logprob": math.log(0.5), "logprob_sampled": math.log(0.6), "alternatives": others,
         }  # fmt: skip
 
 
 def fim_tokenizer() -> Tokenizer:
     """A tokenizer of single characters with the fill-in-the-middle tokens of StarCoder."""
-    core = Core(models.BPE({letter: number for number, letter in enumerate("abcd \n;onceuptimhrwsfx")}, []))
+    core = Core(
+        models.BPE({letter: number for number, letter in enumerate("abcd \n;onceuptimhrwsfx")}, [])
+    )
     core.decoder = decoders.Fuse()
     names = ("<|endoftext|>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>")
     core.add_special_tokens([AddedToken(name, special=True) for name in names])

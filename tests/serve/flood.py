@@ -1,10 +1,13 @@
-"""Honest clients of a server that is flooded with connections: `python -m tests.serve.flood [IDLE] [SLOW] [HONEST]`.
+"""Honest clients of a server that is flooded with connections: `python -m tests.serve.flood [IDLE]
+[SLOW] [HONEST]`.
 
-IDLE connections send nothing, and SLOW connections send a byte per second, half of them of a head and half of a body. A
-connection that the server closes is opened again. HONEST clients stream a completion at once when the flood begins, and again
-while it lasts. The flood comes first from other addresses than those of the honest clients, and then from the same address.
+IDLE connections send nothing, and SLOW connections send a byte per second, half of them of a head
+and half of a body. A connection that the server closes is opened again. HONEST clients stream a
+completion at once when the flood begins, and again while it lasts. The flood comes first from other
+addresses than those of the honest clients, and then from the same address.
 
-Every honest client must be served, and the time to the first token must be at most twice the time without a flood.
+Every honest client must be served, and the time to the first token must be at most twice the time
+without a flood.
 """
 
 import asyncio
@@ -33,12 +36,19 @@ ROUNDS, FACTOR = 3, 2.0
 REOPEN_SECONDS, SECONDS_PER_BYTE = 10.0, 1.0
 LOCAL = "127.0.0.1"
 SLOW_BODY = 100  # bytes
-SLOW_TEXT = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {SLOW_BODY}\r\n\r\n".encode() + b" " * SLOW_BODY
-HONEST = request(TEXT, {"prompt": "once", "max_tokens": 4, "stream": True, "ignore_eos": True, "temperature": 0})
+SLOW_TEXT = (
+    f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {SLOW_BODY}\r\n\r\n".encode()
+    + b" " * SLOW_BODY
+)
+HONEST = request(
+    TEXT, {"prompt": "once", "max_tokens": 4, "stream": True, "ignore_eos": True, "temperature": 0}
+)
 
 
 async def flood_connection(port: int, address: str, at_once: int, text: bytes) -> None:
-    """Sends the first bytes of a text at once and the others slowly; connects again when the server closes the connection."""
+    """Sends the first bytes of a text at once and the others slowly; connects again when the server
+    closes the connection.
+    """
     while True:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection(LOCAL, port, local_addr=(address, 0))
@@ -63,10 +73,14 @@ def flood(port: int, idle: int, slow: int, addresses: list[str], ends: Event) ->
 
     async def run() -> None:
         sources = itertools.cycle(addresses)
-        tasks = [asyncio.create_task(flood_connection(port, next(sources), 0, b"")) for _ in range(idle)]
+        tasks = [
+            asyncio.create_task(flood_connection(port, next(sources), 0, b"")) for _ in range(idle)
+        ]
         for number in range(slow):
             at_once = len(SLOW_TEXT) - SLOW_BODY if number % 2 else 0
-            tasks.append(asyncio.create_task(flood_connection(port, next(sources), at_once, SLOW_TEXT)))
+            tasks.append(
+                asyncio.create_task(flood_connection(port, next(sources), at_once, SLOW_TEXT))
+            )
         await asyncio.to_thread(ends.wait)
         for task in tasks:
             task.cancel()
@@ -126,7 +140,10 @@ def summary(name: str, answers: list[Answer]) -> float:
     statuses = dict(Counter(answer.status for answer in answers))
     seconds = [answer.seconds for answer in answers if answer.status == 200] or [0.0]
     median, high, most = np.quantile(seconds, (0.5, 0.95, 1))
-    print(f"{name}: statuses {statuses}; first token after {median:.2f} s (median), {high:.2f} s (95 %), {most:.2f} s (most)")
+    print(
+        f"{name}: statuses {statuses}; first token after {median:.2f} s (median), {high:.2f} s (95"
+        f" %), {most:.2f} s (most)"
+    )
     return float(median)
 
 
@@ -141,13 +158,18 @@ def main() -> int:
         with running_server(run_dir, queue=honest) as (port, _):
             asyncio.run(honest_rounds(port, own))  # reaches the final state of the caches
             usual = summary("no flood", asyncio.run(honest_rounds(port, own)))
-            for name, sources, clients in (("other addresses", others, own), ("one address", [LOCAL], [LOCAL] * honest)):
+            for name, sources, clients in (
+                ("other addresses", others, own),
+                ("one address", [LOCAL], [LOCAL] * honest),
+            ):
                 with flooded(port, idle, slow, sources):
                     answers = asyncio.run(honest_rounds(port, clients))
                 median = summary(f"{idle} idle and {slow} slow connections, {name}", answers)
                 wrong += [f"{name}: {answer}" for answer in answers if answer.status != 200]
                 if median > FACTOR * usual:
-                    wrong.append(f"{name}: the first token takes {median / usual:.1f} times as long")
+                    wrong.append(
+                        f"{name}: the first token takes {median / usual:.1f} times as long"
+                    )
     for line in wrong[:20]:
         print("WRONG", line)
     return min(len(wrong), 1)

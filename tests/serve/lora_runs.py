@@ -6,7 +6,14 @@ import numpy as np
 
 from dantinox.config import build_config
 from dantinox.model.parameters import abstract_model
-from dantinox.run import create_run, load_run_config, open_run, save_config, save_tokenizer, weights_digest
+from dantinox.run import (
+    create_run,
+    load_run_config,
+    open_run,
+    save_config,
+    save_tokenizer,
+    weights_digest,
+)
 from dantinox.run.adapters import save_adapter
 from dantinox.text import Tokenizer
 

@@ -1,7 +1,9 @@
-"""Compares the answers to seeded requests in batches of one and in mixed batches: `python -m tests.serve.mixed_batch [N]`.
+"""Compares the answers to seeded requests in batches of one and in mixed batches:
+`python -m tests.serve.mixed_batch [N]`.
 
-The answers must be equal as printed: text, token ids, log-probabilities, tool calls. The first server has no prefix cache, the
-second one has one, and gets the requests concurrently in another order, with clients that disconnect.
+The answers must be equal as printed: text, token ids, log-probabilities, tool calls. The first
+server has no prefix cache, the second one has one, and gets the requests concurrently in another
+order, with clients that disconnect.
 """
 
 import asyncio
@@ -32,7 +34,9 @@ async def alone(port: int, numbers: list[int]) -> dict[int, Any]:
 
 
 async def together(port: int, numbers: list[int], expected: dict[int, Any]) -> list[str]:
-    """Sends the requests with several clients. Returns a line for each answer that is not as expected."""
+    """Sends the requests with several clients. Returns a line for each answer that is not as
+    expected.
+    """
     waiting, different = iter(numbers), list[str]()
 
     async def client(seed: int) -> None:
@@ -41,7 +45,11 @@ async def together(port: int, numbers: list[int], expected: dict[int, Any]) -> l
             path, body = seeded_request(number)
             if draw.random() < 0.1:  # a request whose client disconnects
                 other = seeded_request(draw.randrange(10**6))
-                await exchange(port, request(other.path, other.body | {"stream": True}), most=draw.choice((1, 400)))
+                await exchange(
+                    port,
+                    request(other.path, other.body | {"stream": True}),
+                    most=draw.choice((1, 400)),
+                )
             reply = await exchange(port, request(path, body))
             answer = reply.status, comparable(path, reply.content)
             if answer != expected[number]:
@@ -69,8 +77,13 @@ def main() -> int:
         print(f"{len(shuffled)} requests of {CLIENTS} clients: {time.monotonic() - begun:.0f} s")
     for line in different[:10]:
         print("DIFFERENT", line)
-    refused = Counter(json.dumps(answer)[:200] for status, answer in expected.values() if status == 400)
-    print(f"{refused.total()} requests are refused:", *(f"\n  {count} × {what}" for what, count in refused.items()))
+    refused = Counter(
+        json.dumps(answer)[:200] for status, answer in expected.values() if status == 400
+    )
+    print(
+        f"{refused.total()} requests are refused:",
+        *(f"\n  {count} × {what}" for what, count in refused.items()),
+    )
     print("endpoints:", dict(Counter(seeded_request(number).path for number in numbers)))
     print(f"{len(shuffled) - len(different)} of {len(shuffled)} answers are equal")
     return min(len(different), 1)

@@ -1,4 +1,6 @@
-"""A server process with an engine without a model: `python -m tests.serve.process PAUSE [stuck | --keys FILE]`."""
+"""A server process with an engine without a model: `python -m tests.serve.process PAUSE [stuck |
+--keys FILE]`.
+"""
 
 import asyncio
 import logging
@@ -76,4 +78,6 @@ if __name__ == "__main__":
             configure_logging("json")
             logging.getLogger("dantinox").setLevel(logging.WARNING)
         app = make_app(engine, options)
-        sys.exit(serve(app, engine, listener, Limits(), lambda: print("ready", flush=True), reloader))
+        sys.exit(
+            serve(app, engine, listener, Limits(), lambda: print("ready", flush=True), reloader)
+        )

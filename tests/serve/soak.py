@@ -1,12 +1,14 @@
-"""A long run of a server with valid and invalid clients of all protocols: `python -m tests.serve.soak [MINUTES]`.
+"""A long run of a server with valid and invalid clients of all protocols:
+`python -m tests.serve.soak [MINUTES]`.
 
-In 15 % of the requests the client disconnects: after some bytes of the answer, or at any moment with a reset connection.
-5 % are malformed, 5 % are aborted, 2 % are half-closed, and in 1 % the client reads slowly. Bursts send three times as many
-requests as the queue can hold, and in every second burst all clients disconnect. The answer to a seeded request must equal its
-answer in a batch of one.
+In 15 % of the requests the client disconnects: after some bytes of the answer, or at any moment
+with a reset connection. 5 % are malformed, 5 % are aborted, 2 % are half-closed, and in 1 % the
+client reads slowly. Bursts send three times as many requests as the queue can hold, and in every
+second burst all clients disconnect. The answer to a seeded request must equal its answer in a batch
+of one.
 
-At the end, all slots must be free; memory, descriptors and threads must be as before; nothing may have been compiled; and no
-status may be 5xx, except KoboldAI's 503 for a full queue.
+At the end, all slots must be free; memory, descriptors and threads must be as before; nothing may
+have been compiled; and no status may be 5xx, except KoboldAI's 503 for a full queue.
 """
 
 import asyncio
@@ -30,7 +32,11 @@ from .seeded_requests import comparable, make_run, running_server, seeded_reques
 from .test_openai import BAD, CHAT, TEXT
 
 QUEUE, CLIENTS, BURST_SECONDS = 8, 6, 20
-KOBOLD, KOBOLD_STREAM, OWN = "/api/v1/generate", "/api/extra/generate/stream", "/api/dantinox/generate"
+KOBOLD, KOBOLD_STREAM, OWN = (
+    "/api/v1/generate",
+    "/api/extra/generate/stream",
+    "/api/dantinox/generate",
+)
 OLLAMA, EMBED = "/api/generate", "/v1/embeddings"
 SEEDED = 110  # requests of `seeded_requests`
 SHARES = {
@@ -43,21 +49,26 @@ SHARES = {
 }  # the rest are good
 PROMPTS = ("a", "once upon a time", "the end. " * 20, "a long story that goes on and on; " * 12)
 SAMPLERS: list[dict[str, Any]] = [
-    {"temperature": 0}, {"temperature": 1.5}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.05, "temperature": 1.3},
-    {"typical_p": 0.6}, {"tail_free": 0.9}, {"mirostat": 2}, {"mirostat": 1, "mirostat_tau": 3.0}, {"repetition_penalty": 1.4},
-    {"dry_multiplier": 0.8, "dry_allowed_length": 1}, {"xtc_probability": 0.5, "xtc_threshold": 0.01},
-    {"presence_penalty": 1.0, "frequency_penalty": 0.5}, {"logit_bias": {"97": 5}}, {"n": 2}, {"logprobs": 5},
-    {"guided_regex": "[a-z ]{5,30}x"}, {"response_format": {"type": "json_object"}}, {"stop": ["e"]}, {"ignore_eos": True},
+    {"temperature": 0}, {"temperature": 1.5}, {"top_k": 9}, {"top_p": 0.7},
+    {"min_p": 0.05, "temperature": 1.3}, {"typical_p": 0.6}, {"tail_free": 0.9}, {"mirostat": 2},
+    {"mirostat": 1, "mirostat_tau": 3.0}, {"repetition_penalty": 1.4},
+    {"dry_multiplier": 0.8, "dry_allowed_length": 1},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.01},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5}, {"logit_bias": {"97": 5}}, {"n": 2},
+    {"logprobs": 5}, {"guided_regex": "[a-z ]{5,30}x"},
+    {"response_format": {"type": "json_object"}}, {"stop": ["e"]}, {"ignore_eos": True},
     {"strategy": "entropy"}, {"dynatemp_low": 0.7, "dynatemp_high": 1.6, "temperature": 1.0},
     {"smoothing_factor": 0.3}, {"top_n_sigma": 1.5},
 ]  # fmt: skip
 KOBOLDS: list[dict[str, Any]] = [
-    {}, {"rep_pen": 1.2, "temperature": 0.9}, {"top_k": 5, "min_p": 0.1}, {"mirostat": 2}, {"memory": "Once. "},
-    {"sampler_order": [6, 0, 1, 3, 4, 2, 5], "stop_sequence": ["e"]}, {"dry_multiplier": 0.8, "xtc_probability": 0.4},
+    {}, {"rep_pen": 1.2, "temperature": 0.9}, {"top_k": 5, "min_p": 0.1}, {"mirostat": 2},
+    {"memory": "Once. "}, {"sampler_order": [6, 0, 1, 3, 4, 2, 5], "stop_sequence": ["e"]},
+    {"dry_multiplier": 0.8, "xtc_probability": 0.4},
     {"dynatemp_range": 0.4},
 ]  # fmt: skip
 RAW = (
-    b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n",
     b"GET / HTTP/1.1\r\nhost: evil\r\n\r\n",
     b"POST /api/v1/generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 3\r\n\r\n{\"a",
@@ -65,7 +76,8 @@ RAW = (
 
 
 class Question(NamedTuple):
-    """A seeded request, and the paths that answer it with a whole response and with a streamed response.
+    """A seeded request, and the paths that answer it with a whole response and with a streamed
+    response.
 
     Without a path for streams, all of the answer is compared, not only its texts.
     """
@@ -88,20 +100,42 @@ def questions() -> list[Question]:
         given = {"max_tokens": 8 + number % 5 * 12, "seed": number, "temperature": 1.2} | sampler
         found.append(Question(TEXT, TEXT, given | {"prompt": PROMPTS[number % 4]}))
         if "logprobs" not in sampler:
-            found.append(Question(CHAT, CHAT, given | {"messages": [{"role": "user", "content": PROMPTS[(number + 1) % 4]}]}))
+            found.append(
+                Question(
+                    CHAT,
+                    CHAT,
+                    given | {"messages": [{"role": "user", "content": PROMPTS[(number + 1) % 4]}]},
+                )
+            )
     for number, sampler in enumerate(KOBOLDS):
-        given = {"max_length": 10 + 9 * number, "sampler_seed": 1 + number, "prompt": PROMPTS[number % 4]}
+        given = {
+            "max_length": 10 + 9 * number,
+            "sampler_seed": 1 + number,
+            "prompt": PROMPTS[number % 4],
+        }
         found.append(Question(KOBOLD, KOBOLD_STREAM, given | sampler))
         settings = {"max_new_tokens": 20, "seed": number, "temperature": 1.1}
-        found.append(Question(OWN, OWN, {"prompt": PROMPTS[number % 4], "settings": settings, "alternatives": number}))
+        found.append(
+            Question(
+                OWN,
+                OWN,
+                {"prompt": PROMPTS[number % 4], "settings": settings, "alternatives": number},
+            )
+        )
         options = {"num_predict": 6 + 5 * number, "seed": number, "temperature": 0.8 + 0.1 * number}
         found.append(Question(OLLAMA, OLLAMA, {"prompt": PROMPTS[number % 4], "options": options}))
-        found.append(Question(EMBED, EMBED, {"input": [*PROMPTS[: 1 + number % 4]], "encoding_format": "base64"}))
+        found.append(
+            Question(
+                EMBED, EMBED, {"input": [*PROMPTS[: 1 + number % 4]], "encoding_format": "base64"}
+            )
+        )
     return found + [Question(path, None, body) for path, body in map(seeded_request, range(SEEDED))]
 
 
 def texts_of(question: Question, streamed: bool, content: bytes) -> Any:
-    """Returns the texts of a response, or its embeddings, or what two equal responses have in common."""
+    """Returns the texts of a response, or its embeddings, or what two equal responses have in
+    common.
+    """
     if question.stream_path is None:
         return comparable(question.path, content)
     if question.path == EMBED:
@@ -112,7 +146,9 @@ def texts_of(question: Question, streamed: bool, content: bytes) -> Any:
         found = json.loads(content)
         if question.path == KOBOLD:
             return [one["text"] for one in found["results"]]
-        return [one["text"] if "text" in one else one["message"]["content"] for one in found["choices"]]
+        return [
+            one["text"] if "text" in one else one["message"]["content"] for one in found["choices"]
+        ]
     texts: dict[int, str] = {}
     for event in events(content):
         assert "error" not in event, event
@@ -133,7 +169,9 @@ def events(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 async def exchange(port: int, data: bytes, most: int | None = None, pause: float = 0.0) -> Reply:
-    """Sends bytes and reads the response: completely, or only `most` bytes, or with pauses between reads of 64 bytes."""
+    """Sends bytes and reads the response: completely, or only `most` bytes, or with pauses between
+    reads of 64 bytes.
+    """
     options = socket.socket()
     if pause:
         options.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -171,7 +209,10 @@ def chunks(content: bytes) -> Iterator[bytes]:
 
 def request(path: str, body: Any) -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type:"
+        " application/json\r\n"
+    )
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
@@ -191,7 +232,9 @@ class Soak:
             texts = []
             for streamed in (False, True)[: 1 + (question.stream_path is not None)]:
                 reply = await self.send(question, streamed)
-                if reply.status == 400 and question.stream_path is None:  # a random combination that no text satisfies
+                if (
+                    reply.status == 400 and question.stream_path is None
+                ):  # a random combination that no text satisfies
                     continue
                 assert reply.status == 200, (question, reply)
                 texts.append(texts_of(question, streamed, reply.content))
@@ -200,7 +243,11 @@ class Soak:
                 self.references.append((question, texts[0]))
 
     async def send(self, question: Question, streamed: bool, **how: Any) -> Reply:
-        more = {"stream": streamed} if question.path in (TEXT, CHAT, OLLAMA) and question.stream_path else {}
+        more = (
+            {"stream": streamed}
+            if question.path in (TEXT, CHAT, OLLAMA) and question.stream_path
+            else {}
+        )
         path = question.stream_path if streamed and question.stream_path else question.path
         return await exchange(self.port, request(path, question.body | more), **how)
 
@@ -230,7 +277,9 @@ class Soak:
         await self.send(question, True, most=self.chance.choice((1, 300, 900)))
 
     async def reset(self) -> None:
-        """Resets the connection at any moment: in the queue, in the prefill, or while the answer arrives."""
+        """Resets the connection at any moment: in the queue, in the prefill, or while the answer
+        arrives.
+        """
         question, _ = self.chance.choice(self.references)
         data = request(question.stream_path or question.path, question.body | {"stream": True})
         data = data[: self.chance.choice((len(data), len(data), len(data) - 3, 40))]
@@ -272,7 +321,13 @@ class Soak:
         self.seen("aborted", await asked, KOBOLD)
 
     async def slow(self) -> None:
-        body = {"prompt": "slow", "max_tokens": 300, "logprobs": 20, "ignore_eos": True, "temperature": 1.0}
+        body = {
+            "prompt": "slow",
+            "max_tokens": 300,
+            "logprobs": 20,
+            "ignore_eos": True,
+            "temperature": 1.0,
+        }
         await self.send(Question(TEXT, TEXT, body), True, pause=0.3)
 
     def seen(self, kind: str, reply: Reply, path: str) -> None:
@@ -282,7 +337,9 @@ class Soak:
             self.wrong.append(f"{kind} {path}: {reply.status} {reply.content[:300]!r}")
 
     async def use(self, seconds: float, process: "Process") -> None:
-        """Runs a few clients with bursts for some seconds and records the resources of the process."""
+        """Runs a few clients with bursts for some seconds and records the resources of the
+        process.
+        """
         until = time.monotonic() + seconds
 
         async def client() -> None:
@@ -324,16 +381,25 @@ def number_of(metrics: bytes, name: str) -> float:
 
 async def soak(port: int, process: Process, minutes: float) -> list[str]:
     """Returns the errors."""
-    trial, get = Soak(port), b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    trial, get = (
+        Soak(port),
+        b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+    )
     await trial.record_references()
     before = number_of((await exchange(port, get)).content, "dantinox_compilations_total")
-    print(f"{len(trial.references)} questions in a batch of one; {before:.0f} compilations", flush=True)
+    print(
+        f"{len(trial.references)} questions in a batch of one; {before:.0f} compilations",
+        flush=True,
+    )
     warm, begun = 60 * minutes / 6, time.monotonic()
     await trial.use(warm, process)
     first = len(process.rss)
     await trial.use(60 * minutes - warm, process)
     print(f"{time.monotonic() - begun:.0f} s: {dict(trial.kinds)}")
-    print(f"statuses: { {f'{kind} {status}': count for (kind, status), count in sorted(trial.statuses.items())} }")
+    print(
+        "statuses:"
+        f" { {f'{kind} {status}': count for (kind, status), count in sorted(trial.statuses.items())} }"
+    )
     for _ in range(100):
         metrics = (await exchange(port, get)).content
         busy, queued = (number_of(metrics, f"dantinox_{name}") for name in ("busy", "queued"))
@@ -345,11 +411,21 @@ async def soak(port: int, process: Process, minutes: float) -> list[str]:
     compiled = number_of(metrics, "dantinox_compilations_total") - before
     middle = len(process.rss) - (len(process.rss) - first) // 5
     early, late = (
-        float(np.median(part)) for part in (process.rss[first : first + (middle - first) // 4], process.rss[middle:])
+        float(np.median(part))
+        for part in (process.rss[first : first + (middle - first) // 4], process.rss[middle:])
     )
-    print(f"memory {early:.0f} MB after the first sixth, {late:.0f} MB at the end: {late / early - 1:+.2%}")
-    held = f"descriptors {process.descriptors[0]} to {process.descriptors[-1]}, most {max(process.descriptors)}"
-    print(f"{held}; threads {process.threads[first]} to {process.threads[-1]}; busy {busy:.0f}, queued {queued:.0f}")
+    print(
+        f"memory {early:.0f} MB after the first sixth, {late:.0f} MB at the end:"
+        f" {late / early - 1:+.2%}"
+    )
+    held = (
+        f"descriptors {process.descriptors[0]} to {process.descriptors[-1]}, most"
+        f" {max(process.descriptors)}"
+    )
+    print(
+        f"{held}; threads {process.threads[first]} to {process.threads[-1]}; busy {busy:.0f},"
+        f" queued {queued:.0f}"
+    )
     print(f"compilations during the run: {compiled:.0f}")
     wrong = trial.wrong
     bounds = {

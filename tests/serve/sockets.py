@@ -37,7 +37,9 @@ def serving(app, limits: Limits | None = None, send_buffer: int | None = None) -
 
 
 def exchange(port: int, data: bytes, seconds: float = 5.0, half_close: bool = False) -> bytes:
-    """Sends bytes; returns what arrives until the server closes the connection or sends nothing for `seconds`."""
+    """Sends bytes; returns what arrives until the server closes the connection or sends nothing for
+    `seconds`.
+    """
     with socket.create_connection(("127.0.0.1", port), seconds) as connection:
         connection.sendall(data)
         if half_close:

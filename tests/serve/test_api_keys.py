@@ -1,4 +1,6 @@
-"""Tests API keys: their file, the headers that carry them, token buckets, limits, metrics and reloads, with a fake clock."""
+"""Tests API keys: their file, the headers that carry them, token buckets, limits, metrics and
+reloads, with a fake clock.
+"""
 
 import asyncio
 import hashlib
@@ -12,7 +14,14 @@ from starlette.testclient import TestClient
 from dantinox.config import UserError
 from dantinox.serve.app import make_app
 from dantinox.serve.operations.api_keys import ApiKeys, read_keys, single_key
-from dantinox.serve.operations.rate_limits import NANOSECONDS, ApiKey, KeyUsage, RateLimited, TokenBucket, format_duration
+from dantinox.serve.operations.rate_limits import (
+    NANOSECONDS,
+    ApiKey,
+    KeyUsage,
+    RateLimited,
+    TokenBucket,
+    format_duration,
+)
 from dantinox.serve.operations.reload import Reloader
 from dantinox.serve.operations.request_record import RequestRecord
 from dantinox.serve.options import Options
@@ -83,8 +92,12 @@ def ask(client, secret, **body):
 
 def test_the_file_in_yaml_and_json(path, tmp_path):
     found = read_keys(path)
-    assert found[0] == ApiKey("alice", hashlib.sha256(ALICE.encode()).digest(), requests_per_minute=3, admin=True)
-    assert found[1] == ApiKey("bob", hashlib.sha256(BOB.encode()).digest(), tokens_per_minute=60, concurrent_requests=1)
+    assert found[0] == ApiKey(
+        "alice", hashlib.sha256(ALICE.encode()).digest(), requests_per_minute=3, admin=True
+    )
+    assert found[1] == ApiKey(
+        "bob", hashlib.sha256(BOB.encode()).digest(), tokens_per_minute=60, concurrent_requests=1
+    )
     same = {"keys": [{"name": "alice", "key": ALICE, "requests_per_minute": 3, "admin": True}]}
     (tmp_path / "keys.json").write_text(json.dumps(same))
     assert read_keys(tmp_path / "keys.json") == found[:1]
@@ -106,14 +119,26 @@ def test_the_file_in_yaml_and_json(path, tmp_path):
         ("keys: [{name: a, key: short}]", "8 to 1024"),
         ("keys: [{name: a, sha256: abc}]", "64 hexadecimal digits"),
         ("keys: [{name: a, key: 12-34-56-78, limit: 3}]", "unknown field limit"),
-        ("keys: [{name: a, key: 12-34-56-78, requests_per_minute: 0}]", "requests_per_minute of keys[0]"),
-        ("keys: [{name: a, key: 12-34-56-78, tokens_per_minute: true}]", "tokens_per_minute of keys[0]"),
-        ("keys: [{name: a, key: 12-34-56-78, concurrent_requests: 1.5}]", "concurrent_requests of keys[0]"),
+        (
+            "keys: [{name: a, key: 12-34-56-78, requests_per_minute: 0}]",
+            "requests_per_minute of keys[0]",
+        ),
+        (
+            "keys: [{name: a, key: 12-34-56-78, tokens_per_minute: true}]",
+            "tokens_per_minute of keys[0]",
+        ),
+        (
+            "keys: [{name: a, key: 12-34-56-78, concurrent_requests: 1.5}]",
+            "concurrent_requests of keys[0]",
+        ),
         ("keys: [{name: a, key: 12-34-56-78, admin: 1}]", "true or false"),
         ("keys: [{name: a, key: 12-34-56-78, models: base}]", "a list of names"),
         ("keys: [{name: a, key: 12-34-56-78, models: []}]", "a list of names"),
         ("keys: [{name: a, key: 12-34-56-78}, {name: a, key: 12-34-56-79}]", "keys[1]"),
-        ("keys: [{name: a, key: 12-34-56-78}, {name: b, key: 12-34-56-78}]", "the same key as keys[0]"),
+        (
+            "keys: [{name: a, key: 12-34-56-78}, {name: b, key: 12-34-56-78}]",
+            "the same key as keys[0]",
+        ),
         ("keys: [{name: a, key: !!python/name:os.system x}]", "tag"),
         ("keys: [", "not valid YAML"),
     ],
@@ -148,12 +173,20 @@ def test_a_key_in_either_header(client, headers, expected):
     answer = client.get("/v1/models", headers=headers)
     assert answer.status_code == expected
     if expected == 401:
-        assert "x-api-key" in answer.json()["error"]["message"] and answer.json()["error"]["code"] == "invalid_api_key"
+        assert (
+            "x-api-key" in answer.json()["error"]["message"]
+            and answer.json()["error"]["code"] == "invalid_api_key"
+        )
 
 
 def test_every_key_is_compared(monkeypatch):
     """The time of a search does not depend on the position of the key."""
-    keys, compared = ApiKeys([ApiKey(str(n), bytes([n]) * 32) for n in range(5)] + [single_key("secret-of-one")]), []
+    keys, compared = (
+        ApiKeys(
+            [ApiKey(str(n), bytes([n]) * 32) for n in range(5)] + [single_key("secret-of-one")]
+        ),
+        [],
+    )
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append(b) or a == b)
     assert keys.find([b"secret-of-one"]).name == "default" and len(compared) == 6
     assert keys.find([b"another"]) is None and len(compared) == 12
@@ -184,7 +217,8 @@ def test_the_wait_of_a_bucket_is_the_shortest():
 
 
 @pytest.mark.parametrize(
-    ("nanoseconds", "text"), [(0, "0ms"), (1, "1ms"), (20_000_000, "20ms"), (8_640_000_000, "8.64s"), (60 * 10**9, "1m0s")]
+    ("nanoseconds", "text"),
+    [(0, "0ms"), (1, "1ms"), (20_000_000, "20ms"), (8_640_000_000, "8.64s"), (60 * 10**9, "1m0s")],
 )
 def test_durations(nanoseconds, text):
     assert format_duration(nanoseconds) == text
@@ -199,12 +233,17 @@ def test_requests_per_minute(client, clock):
         assert answer.status_code == 200
         assert answer.headers["x-ratelimit-limit-requests"] == "3"
         assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
-    assert answer.headers["x-ratelimit-reset-requests"] == "1m0s" and "x-ratelimit-limit-tokens" not in answer.headers
+    assert (
+        answer.headers["x-ratelimit-reset-requests"] == "1m0s"
+        and "x-ratelimit-limit-tokens" not in answer.headers
+    )
     refused = ask(client, ALICE)
     assert refused.status_code == 429 and refused.json()["error"]["type"] == "rate_limit_error"
     assert (refused.headers["retry-after"], refused.headers["retry-after-ms"]) == ("20", "20000")
     assert "alice" in refused.json()["error"]["message"] and ALICE not in refused.text
-    assert client.get("/v1/models", headers=bearer(ALICE)).status_code == 200  # GET requests do not count
+    assert (
+        client.get("/v1/models", headers=bearer(ALICE)).status_code == 200
+    )  # GET requests do not count
     assert ask(client, BOB).status_code == 200  # another key
     clock.seconds += 19.5
     assert ask(client, ALICE).headers["retry-after"] == "1"
@@ -214,17 +253,24 @@ def test_requests_per_minute(client, clock):
 
 def test_a_refused_request_of_kobold_has_its_format(client):
     body = {"prompt": "a", "max_length": 1}
-    statuses = [client.post("/api/v1/generate", json=body, headers=bearer(ALICE)).status_code for _ in range(4)]
+    statuses = [
+        client.post("/api/v1/generate", json=body, headers=bearer(ALICE)).status_code
+        for _ in range(4)
+    ]
     assert statuses == [200, 200, 200, 503]
     for path in ("/api/extra/generate/check", "/api/extra/abort"):  # clients poll them
         assert client.post(path, json={}, headers=bearer(ALICE)).status_code == 200
 
 
 def test_tokens_per_minute(client, clock):
-    """A request reserves its prompt and max_tokens; at its end, the tokens that it has used count."""
+    """A request reserves its prompt and max_tokens; at its end, the tokens that it has used
+    count.
+    """
     answer = ask(client, BOB)
     assert answer.headers["x-ratelimit-remaining-tokens"] == str(60 - 3 - 5)
-    assert ask(client, BOB, max_tokens=30, stop="u").headers["x-ratelimit-remaining-tokens"] == str(52 - 3 - 6)  # "once u"
+    assert ask(client, BOB, max_tokens=30, stop="u").headers["x-ratelimit-remaining-tokens"] == str(
+        52 - 3 - 6
+    )  # "once u"
     refused = ask(client, BOB, max_tokens=41)
     assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
     assert refused.headers["x-ratelimit-remaining-tokens"] == "43"
@@ -243,12 +289,19 @@ def test_a_failed_request_uses_no_tokens(client, engine):
 
 
 def test_embeddings_use_the_tokens_of_a_key(client):
-    answer = client.post("/v1/embeddings", json={"input": ["a" * 20, "b" * 10]}, headers=bearer(BOB))
+    answer = client.post(
+        "/v1/embeddings", json={"input": ["a" * 20, "b" * 10]}, headers=bearer(BOB)
+    )
     assert answer.status_code == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "30"
-    for path, body in (("/v1/embeddings", {"input": "a" * 40}), ("/v1/rerank", {"query": "a", "documents": ["a" * 39]})):
+    for path, body in (
+        ("/v1/embeddings", {"input": "a" * 40}),
+        ("/v1/rerank", {"query": "a", "documents": ["a" * 39]}),
+    ):
         answer = client.post(path, json=body, headers=bearer(BOB))
         assert answer.status_code == 429 and int(answer.headers["retry-after"]) <= 10
-    answer = client.post("/v1/rerank", json={"query": "a" * 5, "documents": ["a" * 5, "b" * 5]}, headers=bearer(BOB))
+    answer = client.post(
+        "/v1/rerank", json={"query": "a" * 5, "documents": ["a" * 5, "b" * 5]}, headers=bearer(BOB)
+    )
     assert answer.status_code == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "15"
 
 
@@ -260,7 +313,10 @@ def test_tokens_without_a_generation_count(clock):
     with record.tokens(70):
         record.processed_tokens += 60
         assert usage.headers()["x-ratelimit-remaining-tokens"] == "30"
-    assert usage.headers()["x-ratelimit-remaining-tokens"] == "40" and usage.counts["prompt_tokens"] == 60
+    assert (
+        usage.headers()["x-ratelimit-remaining-tokens"] == "40"
+        and usage.counts["prompt_tokens"] == 60
+    )
     with pytest.raises(RateLimited), record.tokens(41):
         pass
     with pytest.raises(KeyError), record.tokens(40):
@@ -269,7 +325,10 @@ def test_tokens_without_a_generation_count(clock):
 
 
 def test_concurrent_requests():
-    engine, key = FakeEngine(pause=0.02), ApiKey("one", hashlib.sha256(b"secret-one").digest(), concurrent_requests=2)
+    engine, key = (
+        FakeEngine(pause=0.02),
+        ApiKey("one", hashlib.sha256(b"secret-one").digest(), concurrent_requests=2),
+    )
     keys = ApiKeys([key])
     app = make_app(engine, Options(keys=keys))
 
@@ -294,17 +353,26 @@ def test_concurrent_requests():
 
 
 @pytest.mark.parametrize(
-    ("models", "expected"), [(None, 200), (["fake"], 200), (["gpt-4o"], 200), (["other", "fake"], 200), (["other"], 404)]
+    ("models", "expected"),
+    [(None, 200), (["fake"], 200), (["gpt-4o"], 200), (["other", "fake"], 200), (["other"], 404)],
 )
 def test_models_of_a_key(engine, tmp_path, models, expected):
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"keys": [{"name": "alice", "key": ALICE, "models": models}]}))
     app = make_app(engine, Options(keys=ApiKeys(read_keys(path)), aliases={"gpt-4o": "fake"}))
     with TestClient(app, base_url="http://localhost", headers=bearer(ALICE)) as http:
-        for body in (ASK, ASK | {"model": "fake"}, ASK | {"model": "gpt-4o"}, ASK | {"stream": True}):
+        for body in (
+            ASK,
+            ASK | {"model": "fake"},
+            ASK | {"model": "gpt-4o"},
+            ASK | {"stream": True},
+        ):
             answer = http.post("/v1/completions", json=body)
             assert answer.status_code == expected
-        assert http.post("/api/v1/generate", json={"prompt": "a", "max_length": 2}).status_code == expected
+        assert (
+            http.post("/api/v1/generate", json={"prompt": "a", "max_length": 2}).status_code
+            == expected
+        )
         assert http.post("/api/dantinox/generate", json={"prompt": "a"}).status_code == expected
         names = [model["id"] for model in http.get("/v1/models").json()["data"]]
         assert names == ([] if expected == 404 else ["fake", "gpt-4o"])
@@ -318,7 +386,9 @@ def test_models_of_a_key(engine, tmp_path, models, expected):
 
 def samples(client, secret=ALICE):
     families = text_string_to_metric_families(client.get("/metrics", headers=bearer(secret)).text)
-    return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
+    return {
+        (one.name, *one.labels.values()): one.value for family in families for one in family.samples
+    }
 
 
 def test_metrics_of_each_key(client, path):
@@ -326,14 +396,19 @@ def test_metrics_of_each_key(client, path):
         ask(client, ALICE)
     ask(client, BOB)
     found = samples(client)
-    assert found["dantinox_key_requests_total", "alice"] == 3 and found["dantinox_key_requests_total", "bob"] == 1
+    assert (
+        found["dantinox_key_requests_total", "alice"] == 3
+        and found["dantinox_key_requests_total", "bob"] == 1
+    )
     assert found["dantinox_key_refused_total", "alice", "requests"] == 1
     assert found["dantinox_key_tokens_total", "alice", "prompt"] == 9
     assert found["dantinox_key_tokens_total", "bob", "new"] == 5
     assert found["dantinox_key_running", "bob"] == 0
     path.write_text(FILE.replace("name: bob", "name: robert"))
     assert client.post("/admin/reload", headers=bearer(ALICE)).status_code == 200
-    assert ("dantinox_key_requests_total", "bob") not in samples(client)  # the number of labels stays bounded
+    assert ("dantinox_key_requests_total", "bob") not in samples(
+        client
+    )  # the number of labels stays bounded
 
 
 # --- reloads
@@ -343,7 +418,11 @@ def test_a_reload_replaces_keys_and_keeps_usage(client, path):
     for _ in range(3):
         ask(client, ALICE)
     assert client.post("/admin/reload", headers=bearer(BOB)).status_code == 403
-    path.write_text(FILE.replace("requests_per_minute: 3", "requests_per_minute: 4").replace(ALICE, "alice-new-secret"))
+    path.write_text(
+        FILE.replace("requests_per_minute: 3", "requests_per_minute: 4").replace(
+            ALICE, "alice-new-secret"
+        )
+    )
     answer = client.post("/admin/reload", headers=bearer(ALICE))
     assert answer.json() == {"keys": 2, "new_weights": False}
     assert ask(client, ALICE).status_code == 401
@@ -358,11 +437,16 @@ def test_a_wrong_file_keeps_the_old_keys(client, path, caplog):
     assert len([line for line in caplog.messages if "continues as before" in line]) == 1
     assert ask(client, BOB).status_code == 200
     found = samples(client)
-    assert found["dantinox_reloads_total", "failure"] == 1 and found["dantinox_reloads_total", "success"] == 0
+    assert (
+        found["dantinox_reloads_total", "failure"] == 1
+        and found["dantinox_reloads_total", "success"] == 0
+    )
 
 
 def test_a_lost_connection_does_not_stop_a_reload(path):
-    """Two reloads run one after the other, and the first one continues although its caller is cancelled."""
+    """Two reloads run one after the other, and the first one continues although its caller is
+    cancelled.
+    """
     keys, order = ApiKeys(read_keys(path), path), []
 
     async def reload_weights():

@@ -21,7 +21,9 @@ def engine():
 
 @pytest.fixture
 def client(engine):
-    with TestClient(make_app(engine), base_url="http://localhost", raise_server_exceptions=False) as found:
+    with TestClient(
+        make_app(engine), base_url="http://localhost", raise_server_exceptions=False
+    ) as found:
         yield found
 
 
@@ -41,7 +43,11 @@ def samples(client):
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
     families = text_string_to_metric_families(answer.text)
-    return {(one.name, *sorted(one.labels.items())): one.value for family in families for one in family.samples}
+    return {
+        (one.name, *sorted(one.labels.items())): one.value
+        for family in families
+        for one in family.samples
+    }
 
 
 def test_metrics(client, engine):
@@ -56,9 +62,18 @@ def test_metrics(client, engine):
     assert found["dantinox_responses_total", path, ("status", "400")] == 1
     assert found["dantinox_responses_total", ("path", "other"), ("status", "404")] == 1
     assert found["dantinox_new_tokens_total",] == 7
-    assert found["dantinox_compilations_total",] == 2 and found["dantinox_reused_tokens_total",] == 3
-    assert found["dantinox_slots",] == 8 and found["dantinox_busy",] == 0 and found["dantinox_ready",] == 1
-    assert found["dantinox_first_token_seconds_count",] == 2 and found["dantinox_token_seconds_count",] == 2
+    assert (
+        found["dantinox_compilations_total",] == 2 and found["dantinox_reused_tokens_total",] == 3
+    )
+    assert (
+        found["dantinox_slots",] == 8
+        and found["dantinox_busy",] == 0
+        and found["dantinox_ready",] == 1
+    )
+    assert (
+        found["dantinox_first_token_seconds_count",] == 2
+        and found["dantinox_token_seconds_count",] == 2
+    )
     assert 0 < found["dantinox_first_token_seconds_sum",] < 5
     engine.state = "draining"
     assert samples(client)["dantinox_ready",] == 0
@@ -84,7 +99,10 @@ def test_the_time_between_tokens_is_per_sample(engine):
         return metrics
 
     text = asyncio.run(observe()).text().decode()
-    assert "dantinox_token_seconds_sum 0.5\n" in text and "dantinox_first_token_seconds_sum 1.0\n" in text
+    assert (
+        "dantinox_token_seconds_sum 0.5\n" in text
+        and "dantinox_first_token_seconds_sum 1.0\n" in text
+    )
 
 
 def test_two_servers_in_one_process_have_separate_counters():
@@ -100,7 +118,17 @@ def test_two_servers_in_one_process_have_separate_counters():
 
 
 def test_errors_of_all_paths_are_json(client):
-    for path in ("/", "/v1", "/x", "/metrics/", "/tokenize/x", "/%00", "/..%2f..%2fetc/passwd", "/page/", "/page/x"):
+    for path in (
+        "/",
+        "/v1",
+        "/x",
+        "/metrics/",
+        "/tokenize/x",
+        "/%00",
+        "/..%2f..%2fetc/passwd",
+        "/page/",
+        "/page/x",
+    ):
         answer = client.delete(path) if path == "/" else client.get(path)
         assert answer.status_code in (404, 405)
         assert answer.json()["error"]["message"]

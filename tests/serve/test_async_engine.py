@@ -22,7 +22,18 @@ from tests.error_texts import ERRORS
 from tests.generation import builder
 
 from . import engines
-from .engines import CONTEXT, DRAWN, SLOTS, generate, make_request, reference, reference_tokens, start_engine, story, text_of
+from .engines import (
+    CONTEXT,
+    DRAWN,
+    SLOTS,
+    generate,
+    make_request,
+    reference,
+    reference_tokens,
+    start_engine,
+    story,
+    text_of,
+)
 
 QUEUE = 4
 STORY = "x" + "once upon a time there was a fox that generate " * 3
@@ -48,14 +59,24 @@ async def wait_until_idle(engine):
 
 
 def test_a_seeded_request_gives_the_same_text_in_a_mixed_batch_and_alone(engine):
-    others = ({"greedy": True}, {"top_k": 5, "repetition_penalty": 1.4}, {"mirostat": 2, "min_p": 0.1})
+    others = (
+        {"greedy": True},
+        {"top_k": 5, "repetition_penalty": 1.4},
+        {"mirostat": 2, "min_p": 0.1},
+    )
 
     async def both():
         alone = await generate(engine, STORY, **DRAWN)
         assert alone == [story(STORY)]
         for number in range(12):
-            neighbors = [("a" * (1 + 40 * n), {"n": 1 + (n == 1), **others[(number + n) % 3]}) for n in range(number % 4)]
-            tasks = [asyncio.create_task(generate(engine, prompt, **settings)) for prompt, settings in neighbors]
+            neighbors = [
+                ("a" * (1 + 40 * n), {"n": 1 + (n == 1), **others[(number + n) % 3]})
+                for n in range(number % 4)
+            ]
+            tasks = [
+                asyncio.create_task(generate(engine, prompt, **settings))
+                for prompt, settings in neighbors
+            ]
             await asyncio.sleep(0.01 * (number % 3))
             assert await generate(engine, STORY, **DRAWN) == alone
             await asyncio.gather(*tasks)
@@ -65,7 +86,9 @@ def test_a_seeded_request_gives_the_same_text_in_a_mixed_batch_and_alone(engine)
 
 
 def test_repeated_settings_are_cached(engine):
-    """Another seed, length, sample count or stop string adds no cache entry. The text equals that of the reference."""
+    """Another seed, length, sample count or stop string adds no cache entry. The text equals that
+    of the reference.
+    """
     made = engine._batch._settings._cached_row_params.cache_info().misses
 
     async def read():
@@ -73,11 +96,16 @@ def test_repeated_settings_are_cached(engine):
             settings = {"temperature": 1.1, "top_k": 7, "seed": seed, "max_new_tokens": size}
             assert await generate(engine, "hello", **settings) == [reference("hello", **settings)]
         await generate(engine, "hello", temperature=1.1, top_k=8, seed=1)
-        return engine.submit(make_request(engine, "hello", temperature=1.1, top_k=7, stop=["a"], seed=None))
+        return engine.submit(
+            make_request(engine, "hello", temperature=1.1, top_k=7, stop=["a"], seed=None)
+        )
 
     asyncio.run(read())
     assert engine._batch._settings._cached_row_params.cache_info().misses == made + 2
-    assert [engine.settings({"top_k": 7, "seed": seed}).generation.seed for seed in (5, 6)] == [5, 6]
+    assert [engine.settings({"top_k": 7, "seed": seed}).generation.seed for seed in (5, 6)] == [
+        5,
+        6,
+    ]
     assert engine.settings({"stop": ["a" * 5000], "seed": 5}).generation.stop == ("a" * 5000,)
     with pytest.raises(UserError, match=ERRORS["seed"]):
         engine.settings({"top_k": 7, "seed": 2**32})
@@ -85,7 +113,10 @@ def test_repeated_settings_are_cached(engine):
 
 def test_deltas_have_tokens_and_a_finish_reason(engine, run):
     def logprobs_of(ids):
-        return [builder.log_softmax(row_V)[token] for row_V, token in zip(builder.all_logits(run.model, ids), ids[1:])]  # noqa: B905
+        return [
+            builder.log_softmax(row_V)[token]
+            for row_V, token in zip(builder.all_logits(run.model, ids), ids[1:], strict=False)
+        ]
 
     async def read():
         stream = engine.submit(make_request(engine, "hello", logprobs=2, echo=True, n=2, **DRAWN))
@@ -96,16 +127,25 @@ def test_deltas_have_tokens_and_a_finish_reason(engine, run):
             tokens = [token for delta in own for token in delta.tokens]
             reason = "eos" if expected[-1] in run.tokenizer.stop_ids else "length"
             assert [delta.finish_reason for delta in own if delta.finish_reason] == [reason]
-            assert "".join(delta.text for delta in own) == reference("hello", sample=sample, **DRAWN)
+            assert "".join(delta.text for delta in own) == reference(
+                "hello", sample=sample, **DRAWN
+            )
             assert [token["id"] for token in tokens] == expected
             assert [len(token["alternatives"]) for token in tokens] == [2] * len(tokens)
             logprobs = logprobs_of([*b"hello", *expected])[4:]
-            assert [token["logprob"] for token in tokens] == pytest.approx(logprobs, abs=builder.LOGPROB_TOLERANCE)
+            assert [token["logprob"] for token in tokens] == pytest.approx(
+                logprobs, abs=builder.LOGPROB_TOLERANCE
+            )
         assert [token["id"] for token in stream.prompt] == list(b"hello")
         logprobs = [token["logprob"] for token in stream.prompt[1:]]
         assert logprobs == pytest.approx(logprobs_of([*b"hello"]), abs=builder.LOGPROB_TOLERANCE)
         assert stream.stats.new_tokens == sum(len(delta.tokens) for delta in deltas)
-        assert 0 <= stream.stats.queued_seconds <= stream.stats.first_token_seconds <= stream.stats.seconds
+        assert (
+            0
+            <= stream.stats.queued_seconds
+            <= stream.stats.first_token_seconds
+            <= stream.stats.seconds
+        )
 
     asyncio.run(read())
 
@@ -114,14 +154,21 @@ def test_stop_strings_and_zero_new_tokens(engine):
     async def read():
         whole = (await generate(engine, "hello", **DRAWN))[0]
         stop = whole[4:6]
-        deltas = [delta async for delta in engine.submit(make_request(engine, "hello", stop=[stop], **DRAWN))]
+        deltas = [
+            delta
+            async for delta in engine.submit(make_request(engine, "hello", stop=[stop], **DRAWN))
+        ]
         assert "".join(delta.text for delta in deltas) == whole[: whole.index(stop)]
         assert deltas[-1].finish_reason == "stop"
-        (only,) = [delta async for delta in engine.submit(make_request(engine, "hello", max_new_tokens=0))]
+        (only,) = [
+            delta async for delta in engine.submit(make_request(engine, "hello", max_new_tokens=0))
+        ]
         assert only == (0, "", [], "length", None)
         full = "a" * (CONTEXT - 5)
         (stream,) = await generate(engine, full, ignore_eos=True, max_new_tokens=50, **DRAWN)
-        assert stream == reference(full, max_new_tokens=5, ignore_eos=True, **DRAWN), "up to the end of the context"
+        assert stream == reference(full, max_new_tokens=5, ignore_eos=True, **DRAWN), (
+            "up to the end of the context"
+        )
 
     asyncio.run(read())
 
@@ -143,7 +190,10 @@ def test_requests_can_be_cancelled_in_every_state(engine):
         with pytest.raises(Busy) as busy:
             engine.submit(make_request(engine, "abc"))
         assert 1 <= busy.value.retry_after <= 60
-        assert engine.status().busy == SLOTS or engine.status().queued == SLOTS + QUEUE - engine.status().busy
+        assert (
+            engine.status().busy == SLOTS
+            or engine.status().queued == SLOTS + QUEUE - engine.status().busy
+        )
         await anext(streams[0])
         for stream in streams:
             stream.cancel()
@@ -163,11 +213,23 @@ def test_invalid_requests_are_refused(engine):
     async def refused():
         config = engine.settings({})
         for wrong, message in (
-            (GenerationRequest((1,) * CONTEXT, config), f"must leave room in the context of {CONTEXT}"),
+            (
+                GenerationRequest((1,) * CONTEXT, config),
+                f"must leave room in the context of {CONTEXT}",
+            ),
             (GenerationRequest((), config), "the prompt has 0 tokens"),
-            (GenerationRequest((999,), config), r"tokens of the prompt must be in \[0, 259\), got 999"),
-            (GenerationRequest((1,), engine.settings({"n": 4})), r"generation.n must be in \[1, 3\] in this server, got 4"),
-            (GenerationRequest((1,), config, logprobs=21), r"logprobs must be in \[0, 20\] in this server, got 21"),
+            (
+                GenerationRequest((999,), config),
+                r"tokens of the prompt must be in \[0, 259\), got 999",
+            ),
+            (
+                GenerationRequest((1,), engine.settings({"n": 4})),
+                r"generation.n must be in \[1, 3\] in this server, got 4",
+            ),
+            (
+                GenerationRequest((1,), config, logprobs=21),
+                r"logprobs must be in \[0, 20\] in this server, got 21",
+            ),
             (GenerationRequest((1,), config, echo=True), "set logprobs too"),
         ):
             with pytest.raises(UserError, match=message):
@@ -179,12 +241,16 @@ def test_invalid_requests_are_refused(engine):
 
 
 def test_a_program_is_compiled_while_other_requests_are_served(engine, monkeypatch):
-    """A compilation that waits stands for that of another program; then the compiled programs stand for the new ones."""
+    """A compilation that waits stands for that of another program; then the compiled programs stand
+    for the new ones.
+    """
     batch, compiling, finish = engine._batch, threading.Event(), threading.Event()
     program_key, known = batch.program_key, batch.program_key(engine.settings({}))
 
     def other_key(config):
-        return program_key(config)._replace(choices=(("ties", "all"),) if config.generation.top_k == 33 else ())
+        return program_key(config)._replace(
+            choices=(("ties", "all"),) if config.generation.top_k == 33 else ()
+        )
 
     def compile(config, echo, subset):
         compiling.set()
@@ -192,7 +258,10 @@ def test_a_program_is_compiled_while_other_requests_are_served(engine, monkeypat
         key = other_key(config)
         batch._states[key] = batch._idle_rows(config)
         known_keys = [one for one in [*batch._programs] if known in one]
-        batch._programs |= {tuple(key if part == known else part for part in one): batch._programs[one] for one in known_keys}
+        batch._programs |= {
+            tuple(key if part == known else part for part in one): batch._programs[one]
+            for one in known_keys
+        }
 
     monkeypatch.setattr(batch._settings, "program_key", other_key)
     monkeypatch.setattr(batch, "program_key", other_key)
@@ -200,7 +269,10 @@ def test_a_program_is_compiled_while_other_requests_are_served(engine, monkeypat
 
     async def read():
         before = engine.status().counters.get("compilations", 0)
-        waiting = [engine.submit(make_request(engine, "hello", top_k=33, temperature=1.0, seed=3)) for _ in range(2)]
+        waiting = [
+            engine.submit(make_request(engine, "hello", top_k=33, temperature=1.0, seed=3))
+            for _ in range(2)
+        ]
         quick = [await generate(engine, "hello", **DRAWN) for _ in range(2)]
         assert compiling.is_set() and quick[0] == quick[1]
         assert engine.status().counters["compilations"] == before + 1
@@ -218,7 +290,9 @@ def test_the_router_is_compiled_while_other_requests_are_served(run):
         other = engine.submit(make_request(engine, "hello", strategy="entropy", seed=3))
         quick = [await generate(engine, "hello", **DRAWN) for _ in range(2)]
         assert engine.status().counters["compilations"] == 1 and quick[0] == quick[1]
-        assert await text_of(other) == [run.generate("hello", max_new_tokens=16, strategy="entropy", seed=3).text]
+        assert await text_of(other) == [
+            run.generate("hello", max_new_tokens=16, strategy="entropy", seed=3).text
+        ]
         engine.close()
 
     asyncio.run(read())
@@ -226,15 +300,26 @@ def test_the_router_is_compiled_while_other_requests_are_served(run):
 
 @pytest.mark.slow
 def test_streams_mark_the_tokens_of_a_clarify_text(run):
-    """Where every token selects clarify, the text comes first, and again after the cooldown; the stream is the whole text."""
-    always = {"strategy": "entropy", "use_attention": False, "low_entropy": 0.0, "clarify_entropy": 0.0, "low_varentropy": 1e6}
+    """Where every token selects clarify, the text comes first, and again after the cooldown; the
+    stream is the whole text.
+    """
+    always = {
+        "strategy": "entropy",
+        "use_attention": False,
+        "low_entropy": 0.0,
+        "clarify_entropy": 0.0,
+        "low_varentropy": 1e6,
+    }
     always |= {"clarify_text": "Why? ", "clarify_cooldown": 4, "seed": 3, "ignore_eos": True}
 
     async def read():
         engine = start_engine(QUEUE)
         texts = {}
         for logprobs in (None, 0):
-            deltas = [delta async for delta in engine.submit(make_request(engine, "hello", logprobs, **always))]
+            deltas = [
+                delta
+                async for delta in engine.submit(make_request(engine, "hello", logprobs, **always))
+            ]
             texts[logprobs] = "".join(delta.text for delta in deltas)
             records = [record for delta in deltas for record in delta.tokens]
         engine.close()
@@ -268,17 +353,26 @@ def test_constrained_texts_equal_those_of_the_reference_in_a_mixed_batch(engine,
             {"seed": 4, "temperature": 1.0, "ignore_eos": True},
             {"seed": 5, "temperature": 1.0, "stop": ["x"]},
         ):
-            held = replace(make_request(engine, "hello", n=2, max_new_tokens=64, **settings), constraint=constraint)
+            held = replace(
+                make_request(engine, "hello", n=2, max_new_tokens=64, **settings),
+                constraint=constraint,
+            )
             free = asyncio.create_task(generate(engine, STORY, **DRAWN))
             await asyncio.sleep(0.005)
             deltas = [delta async for delta in engine.submit(held)]
             for sample in range(2):
                 matcher = run.grammars.matcher(kind, source)
-                text = reference("hello", sample=sample, max_new_tokens=64, matcher=matcher, **settings)
+                text = reference(
+                    "hello", sample=sample, max_new_tokens=64, matcher=matcher, **settings
+                )
                 own = [delta for delta in deltas if delta.sample == sample]
                 stopped = "x" in text and "stop" in settings
-                assert "".join(delta.text for delta in own) == (text[: text.index("x")] if stopped else text)
-                assert [delta.finish_reason for delta in own if delta.finish_reason] == ["stop" if stopped else "eos"]
+                assert "".join(delta.text for delta in own) == (
+                    text[: text.index("x")] if stopped else text
+                )
+                assert [delta.finish_reason for delta in own if delta.finish_reason] == [
+                    "stop" if stopped else "eos"
+                ]
             assert await free == [story(STORY)]
 
     asyncio.run(both())
@@ -290,11 +384,20 @@ def test_an_impossible_constraint_ends_only_its_own_request(engine):
 
     async def both():
         with pytest.raises(UserError, match=ERRORS["unclosed_group"]):
-            await text_of(engine.submit(replace(make_request(engine, "hello"), constraint=Constraint("regex", "(a"))))
+            await text_of(
+                engine.submit(
+                    replace(make_request(engine, "hello"), constraint=Constraint("regex", "(a"))
+                )
+            )
         free = asyncio.create_task(generate(engine, STORY, **DRAWN))
         with pytest.raises(UserError, match=ERRORS["takes_too_long_to_evaluate_2"]):
             await text_of(
-                engine.submit(replace(make_request(engine, "hello", n=2, max_new_tokens=150, **DRAWN), constraint=slow))
+                engine.submit(
+                    replace(
+                        make_request(engine, "hello", n=2, max_new_tokens=150, **DRAWN),
+                        constraint=slow,
+                    )
+                )
             )
         assert len(await free) == 1 and len(await generate(engine, "a", n=SLOTS, **DRAWN)) == SLOTS
 
@@ -330,14 +433,24 @@ def test_draining_and_failing(monkeypatch):
 
 
 VICTIM = "the victim of a fault"
-# Calls on the engine's threads in which a fault is injected: (object, method, whether the call belongs to a single request).
+# Calls on the engine's threads in which a fault is injected: (object, method, whether the call
+# belongs to a single request).
 CALLS = [
     *(("batch", name, True) for name in ("row_params", "assign_prompt", "prefill")),
-    *(("batch", name, True) for name in ("prompt_steps", "copy_prompt", "start_decoding", "set_token_mask")),
+    *(
+        ("batch", name, True)
+        for name in ("prompt_steps", "copy_prompt", "start_decoding", "set_token_mask")
+    ),
     *(("batch", name, False) for name in ("ready", "remaining", "stop", "dispatch", "collect")),
-    *(("scheduler", name, False) for name in ("admit", "finish_prefill", "release", "slots_of", "remove")),
+    *(
+        ("scheduler", name, False)
+        for name in ("admit", "finish_prefill", "release", "slots_of", "remove")
+    ),
     *(("engine", name, True) for name in ("_sample_texts", "_start_rows", "_add_tokens")),
-    *(("engine", name, False) for name in ("_admit", "_prefill_prompts", "_end", "_dispatch", "_collect")),
+    *(
+        ("engine", name, False)
+        for name in ("_admit", "_prefill_prompts", "_end", "_dispatch", "_collect")
+    ),
     ("matcher", "mask", True),
     ("matcher", "consume", True),
     ("text", "add_tokens", True),
@@ -349,11 +462,14 @@ CALLS = [
 
 @pytest.mark.parametrize(("where", "name", "own"), CALLS, ids=lambda value: str(value))
 def test_a_fault_in_one_request_ends_only_that_request(engine, run, monkeypatch, where, name, own):
-    """The server continues after any exception on its threads. A fault in one request does not end another request."""
+    """The server continues after any exception on its threads. A fault in one request does not end
+    another request.
+    """
     victim_ids, faults = tuple(run.prompt_ids(VICTIM)), []
     owner = {
-        "batch": engine._batch, "scheduler": engine._engine._scheduler, "engine": engine._engine, "matcher": Matcher,
-        "text": SampleText, "responder": _Responder, "stream": ResponseStream, "compile": engine._batch,
+        "batch": engine._batch, "scheduler": engine._engine._scheduler, "engine": engine._engine,
+        "matcher": Matcher, "text": SampleText, "responder": _Responder, "stream": ResponseStream,
+        "compile": engine._batch,
     }[where]  # fmt: skip
     real = getattr(owner, name)
 
@@ -362,12 +478,22 @@ def test_a_fault_in_one_request_ends_only_that_request(engine, run, monkeypatch,
         for value in args:
             value = getattr(value, "job", value)
             ids = getattr(getattr(value, "request", None), "ids", getattr(value, "ids", value))
-            takes_slot = name in ("prefill", "prompt_steps", "copy_prompt", "start_decoding", "set_token_mask")
+            takes_slot = name in (
+                "prefill",
+                "prompt_steps",
+                "copy_prompt",
+                "start_decoding",
+                "set_token_mask",
+            )
             if isinstance(value, int) and takes_slot:
                 ids = engine._batch._rows[value].ids
             if isinstance(ids, tuple) and ids == victim_ids:
                 return True
-        return where in ("matcher", "compile") or name == "row_params" or (where == "text" and args[0].guides)
+        return (
+            where in ("matcher", "compile")
+            or name == "row_params"
+            or (where == "text" and args[0].guides)
+        )
 
     def faulty(*args, **kwargs):
         on_loop = threading.current_thread() is threading.main_thread()
@@ -385,7 +511,14 @@ def test_a_fault_in_one_request_ends_only_that_request(engine, run, monkeypatch,
             await asyncio.sleep(0.001)
         settings = {"strategy": "entropy", "use_attention": False} if where == "compile" else {}
         request = make_request(
-            engine, VICTIM, logprobs=0, echo=name == "prompt_steps", n=2, max_new_tokens=40, seed=9, **settings
+            engine,
+            VICTIM,
+            logprobs=0,
+            echo=name == "prompt_steps",
+            n=2,
+            max_new_tokens=40,
+            seed=9,
+            **settings,
         )
         request = replace(request, constraint=Constraint("regex", "[a-z]{30,40}"))
         monkeypatch.setattr(owner, name, faulty)
@@ -413,7 +546,9 @@ def test_a_constraint_whose_only_token_is_a_stop_token_is_refused(engine):
     pytest.importorskip("llguidance")
 
     async def read():
-        request = replace(make_request(engine, "x", stop_token_ids=[97]), constraint=Constraint("regex", "a"))
+        request = replace(
+            make_request(engine, "x", stop_token_ids=[97]), constraint=Constraint("regex", "a")
+        )
         with pytest.raises(UserError, match=ERRORS["regex"]):
             await text_of(engine.submit(request))
         assert engine.status().state == "ready" and len(await generate(engine, "x", **DRAWN)) == 1
@@ -422,7 +557,9 @@ def test_a_constraint_whose_only_token_is_a_stop_token_is_refused(engine):
 
 
 def test_any_order_of_steps_runs_in_the_program_of_the_warm_up(engine):
-    """None of 24 orders compiles a program, and each gives the text of the reference in that order."""
+    """None of 24 orders compiles a program, and each gives the text of the reference in that
+    order.
+    """
     names = ("top_k", "top_p", "min_p", "repetition_penalty", "temperature")
     orders = [list(order) for order in itertools.permutations(names)][::5]
     settings = {"top_k": 9, "top_p": 0.9, "repetition_penalty": 1.5, "min_p": 0.02, **DRAWN}
@@ -431,7 +568,9 @@ def test_any_order_of_steps_runs_in_the_program_of_the_warm_up(engine):
         before = engine.status().counters.get("compilations", 0)
         for number in range(0, len(orders), SLOTS):
             some = orders[number : number + SLOTS]
-            texts = await asyncio.gather(*(generate(engine, "hello", sampler_order=order, **settings) for order in some))
+            texts = await asyncio.gather(
+                *(generate(engine, "hello", sampler_order=order, **settings) for order in some)
+            )
             if number % 9 == 0:
                 assert texts[0] == [reference("hello", order=tuple(some[0]), **settings)]
         assert engine.status().counters.get("compilations", 0) == before
@@ -466,7 +605,9 @@ def test_a_prefix_cache_without_a_folder_is_not_saved(engine):
 
 
 def test_an_abandoned_save_of_the_prefix_cache_does_not_end_the_engine(tmp_path, monkeypatch):
-    """A client that disconnects during the save cancels it; the engine and the saves of other clients go on."""
+    """A client that disconnects during the save cancels it; the engine and the saves of other
+    clients go on.
+    """
     engine = start_engine(QUEUE, cache_dir=tmp_path)
 
     async def read():
@@ -520,7 +661,9 @@ def test_one_copy_of_the_prefix_cache_exists_at_a_time(tmp_path, monkeypatch):
 
 
 def test_a_request_is_prepared_before_the_engine_can_close(engine, monkeypatch):
-    """`close` takes the lock before it stops the thread `prepare`, which then accepts no more work."""
+    """`close` takes the lock before it stops the thread `prepare`, which then accepts no more
+    work.
+    """
     queued, submit = [], engine._preparer.submit
 
     def recorded(*args):
@@ -536,7 +679,9 @@ def test_requests_with_different_salts_share_no_prefix(engine):
     async def read():
         counts = []
         for salt in ("", "a", "b", "a"):
-            stream = engine.submit(replace(make_request(engine, STORY + "?" * 40, **DRAWN), salt=salt))
+            stream = engine.submit(
+                replace(make_request(engine, STORY + "?" * 40, **DRAWN), salt=salt)
+            )
             await text_of(stream)
             counts.append(stream.stats.reused_tokens)
         assert counts[1:3] == [0, 0] and counts[3] >= 128

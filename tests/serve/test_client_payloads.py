@@ -1,7 +1,8 @@
 """Tests that the requests of widely used clients are answered and that their settings apply.
 
-`client_variants.json` has, for each client, its options. Each has the setting that the option sets, or null, and values in the
-range that the client offers; `{"sent", "is"}` is a value that the setting has in another form.
+`client_variants.json` has, for each client, its options. Each has the setting that the option sets,
+or null, and values in the range that the client offers; `{"sent", "is"}` is a value that the
+setting has in another form.
 """
 
 import json
@@ -47,7 +48,9 @@ def test_a_default_request_is_answered(served, name):
 
 VARIANTS = [
     pytest.param(client, option, setting, value, id=f"{client}, {option}: {json.dumps(value)}")
-    for client, options in json.loads(Path(__file__).with_name("client_variants.json").read_text(encoding="utf-8")).items()
+    for client, options in json.loads(
+        Path(__file__).with_name("client_variants.json").read_text(encoding="utf-8")
+    ).items()
     for option, (setting, *values) in options.items()
     for value in values
 ]
@@ -56,7 +59,11 @@ VARIANTS = [
 @pytest.mark.parametrize(("client", "option", "setting", "value"), VARIANTS)
 def test_an_option_of_a_client_applies(served, client, option, setting, value):
     engine, http = served
-    sent, expected = (value["sent"], value["is"]) if isinstance(value, dict) and "sent" in value else (value, value)
+    sent, expected = (
+        (value["sent"], value["is"])
+        if isinstance(value, dict) and "sent" in value
+        else (value, value)
+    )
     path, body = PAYLOADS[client]
     folder, _, name = option.rpartition(".")
     body = body | ({folder: body[folder] | {name: sent}} if folder else {name: sent})

@@ -1,4 +1,6 @@
-"""Tests of real clients against a server on a socket. `make serve-test` installs the clients (the extra `clients`)."""
+"""Tests of real clients against a server on a socket. `make serve-test` installs the clients (the
+extra `clients`).
+"""
 
 import json
 import math
@@ -28,7 +30,9 @@ def engine():
 
 @pytest.fixture
 def url(engine):
-    with serving(make_app(engine, Options(template=ChatTemplate.from_name("plain", BYTES), key=KEY))) as port:
+    with serving(
+        make_app(engine, Options(template=ChatTemplate.from_name("plain", BYTES), key=KEY))
+    ) as port:
         yield f"http://127.0.0.1:{port}"
 
 
@@ -37,7 +41,9 @@ def url(engine):
 
 @pytest.fixture
 def openai():
-    return pytest.importorskip("openai", reason="the client openai is not installed: make serve-test")
+    return pytest.importorskip(
+        "openai", reason="the client openai is not installed: make serve-test"
+    )
 
 
 @pytest.fixture
@@ -46,13 +52,21 @@ def client(openai, url):
 
 
 def test_openai_completes(client):
-    found = client.completions.create(model="fake", prompt=["a", "bc"], n=2, max_tokens=6, logprobs=2, seed=3, stop=["zz"])
+    found = client.completions.create(
+        model="fake", prompt=["a", "bc"], n=2, max_tokens=6, logprobs=2, seed=3, stop=["zz"]
+    )
     assert [(choice.index, choice.text, choice.finish_reason) for choice in found.choices] == [
         (number, SAYS[number % 2 : number % 2 + 6], "length") for number in range(4)
     ]
     assert found.choices[0].logprobs.tokens == [*SAYS[:6]] and found.usage.completion_tokens == 24
     events = [
-        *client.completions.create(model="fake", prompt="a", max_tokens=6, stream=True, stream_options={"include_usage": True})
+        *client.completions.create(
+            model="fake",
+            prompt="a",
+            max_tokens=6,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
     ]
     assert "".join(event.choices[0].text for event in events[:-1]) == SAYS[:6]
     assert events[-1].choices == [] and events[-1].usage.total_tokens == 7
@@ -69,7 +83,11 @@ def test_openai_chats(client, engine):
     }
     found = client.chat.completions.create(**body, extra_body={"top_k": 3, "min_p": 0.1})
     (choice,) = found.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", SAYS[:5], "length")
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        SAYS[:5],
+        "length",
+    )
     assert choice.logprobs.content[0].top_logprobs[0].bytes == [0]
     assert engine.asked[0].config.generation.top_k == 3
     events = [*client.chat.completions.create(**body, stream=True)]
@@ -80,7 +98,9 @@ def test_openai_chats(client, engine):
 
 
 def test_openai_raises_the_errors_of_the_server(openai, client, engine, url):
-    assert [model.id for model in client.models.list()] == ["fake"] and client.models.retrieve("fake").id == "fake"
+    assert [model.id for model in client.models.list()] == ["fake"] and client.models.retrieve(
+        "fake"
+    ).id == "fake"
     with pytest.raises(openai.BadRequestError, match=ERRORS["top_p_2"]) as caught:
         client.completions.create(model="fake", prompt="a", top_p=7)
     assert caught.value.param == "top_p" and caught.value.type == "invalid_request_error"
@@ -108,7 +128,10 @@ def test_openai_retries(client, engine):
 
     engine.submit = busy_once
     assert (
-        client.with_options(max_retries=2).completions.create(model="fake", prompt="a", max_tokens=2).choices[0].text
+        client.with_options(max_retries=2)
+        .completions.create(model="fake", prompt="a", max_tokens=2)
+        .choices[0]
+        .text
         == SAYS[:2]
     )
 
@@ -116,7 +139,9 @@ def test_openai_retries(client, engine):
 def test_openai_embeds(openai, client):
     """The client requests base64 and decodes it."""
     found = client.embeddings.create(model="fake", input=["abc", "hello"])
-    plain = client.embeddings.create(model="fake", input=["abc", "hello"], encoding_format="float", dimensions=8)
+    plain = client.embeddings.create(
+        model="fake", input=["abc", "hello"], encoding_format="float", dimensions=8
+    )
     for row, other in zip(found.data, plain.data, strict=True):
         assert row.embedding == pytest.approx(other.embedding, abs=1e-7) and len(row.embedding) == 8
         assert sum(x * x for x in row.embedding) == pytest.approx(1, abs=1e-6)
@@ -139,7 +164,10 @@ def tool_url():
     says = f"<think>Hm.</think>{CALL}"
     template = ChatTemplate(ChatTemplate.from_name("plain", BYTES).source + "{# </think> #}", BYTES)
     with serving(
-        make_app(FakeEngine(fake_run(context=4096, max_new_tokens=len(says)), says), Options(template=template))
+        make_app(
+            FakeEngine(fake_run(context=4096, max_new_tokens=len(says)), says),
+            Options(template=template),
+        )
     ) as port:
         yield f"http://127.0.0.1:{port}"
 
@@ -151,9 +179,19 @@ def test_openai_calls_tools(openai, tool_url):
     message = client.chat.completions.create(**body).choices[0].message
     assert (message.content, message.reasoning_content) == ("I look.", "Hm.")
     (call,) = message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
-    history = [*HELLO, message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    assert client.chat.completions.create(**body | {"messages": history}).choices[0].message.content == "I look."
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "weather",
+        {"city": "Rome"},
+    )
+    history = [
+        *HELLO,
+        message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    assert (
+        client.chat.completions.create(**body | {"messages": history}).choices[0].message.content
+        == "I look."
+    )
     events = [*client.chat.completions.create(**body, stream=True)]
     parts = [part for event in events for part in event.choices[0].delta.tool_calls or ()]
     assert "".join(part.function.arguments or "" for part in parts) == '{"city": "Rome"}'
@@ -164,19 +202,32 @@ def test_openai_creates_responses(openai, tool_url):
     tools = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
     found = client.responses.create(model="fake", input="hello", tools=tools)
     reasoning, message, call = found.output
-    assert (reasoning.content[0].text, found.output_text, call.arguments) == ("Hm.", "I look.", '{"city": "Rome"}')
+    assert (reasoning.content[0].text, found.output_text, call.arguments) == (
+        "Hm.",
+        "I look.",
+        '{"city": "Rome"}',
+    )
     events = [*client.responses.create(model="fake", input="hello", tools=tools, stream=True)]
     assert events[-1].response.output_text == "I look." and events[-1].type == "response.incomplete"
 
 
 def test_anthropic_sends_messages(tool_url):
-    anthropic = pytest.importorskip("anthropic", reason="the client anthropic is not installed: make serve-test")
+    anthropic = pytest.importorskip(
+        "anthropic", reason="the client anthropic is not installed: make serve-test"
+    )
     client = anthropic.Anthropic(base_url=tool_url, api_key="none", max_retries=0)
     body = {"model": "fake", "max_tokens": 200, "messages": HELLO}
     body["tools"] = [{"name": "weather", "description": "Looks.", "input_schema": CITY}]
     thinking, text, call = client.messages.create(**body).content[:3]
-    assert (thinking.thinking, text.text, call.name, call.input) == ("Hm.", "I look.", "weather", {"city": "Rome"})
-    with client.messages.stream(**body | {"max_tokens": len(CALL) + len("<think>Hm.</think>")}) as stream:
+    assert (thinking.thinking, text.text, call.name, call.input) == (
+        "Hm.",
+        "I look.",
+        "weather",
+        {"city": "Rome"},
+    )
+    with client.messages.stream(
+        **body | {"max_tokens": len(CALL) + len("<think>Hm.</think>")}
+    ) as stream:
         final = stream.get_final_message()
     assert final.content[1].text == "I look." and final.content[2].input == {"city": "Rome"}
     assert client.messages.count_tokens(model="fake", messages=HELLO).input_tokens > 5
@@ -189,7 +240,9 @@ def test_anthropic_sends_messages(tool_url):
 
 @pytest.fixture
 def ollama(url):
-    library = pytest.importorskip("ollama", reason="the client ollama is not installed: make serve-test")
+    library = pytest.importorskip(
+        "ollama", reason="the client ollama is not installed: make serve-test"
+    )
     return library, library.Client(host=url, headers={"Authorization": f"Bearer {KEY}"})
 
 
@@ -197,12 +250,23 @@ def test_ollama_generates_and_chats(ollama, engine):
     _, client = ollama
     options = {"num_predict": 6, "temperature": 0.5, "top_k": 3, "num_ctx": 4096}
     found = client.generate(model="fake", prompt="hello", options=options)
-    assert (found.response, found.done, found.done_reason, found.eval_count) == (SAYS[:6], True, "length", 6)
-    assert found.total_duration >= found.eval_duration and found.context[-6:] == [*SAYS[:6].encode()]
+    assert (found.response, found.done, found.done_reason, found.eval_count) == (
+        SAYS[:6],
+        True,
+        "length",
+        6,
+    )
+    assert found.total_duration >= found.eval_duration and found.context[-6:] == [
+        *SAYS[:6].encode()
+    ]
     assert engine.asked[0].config.generation.top_k == 3
     parts = [*client.generate(model="fake", prompt="hello", options=options, stream=True)]
-    assert "".join(part.response for part in parts) == SAYS[:6] and [part.done for part in parts] == [False] * 6 + [True]
-    answer = client.chat(model="fake:latest", messages=HELLO, options=options, keep_alive="5m", format="json")
+    assert "".join(part.response for part in parts) == SAYS[:6] and [
+        part.done for part in parts
+    ] == [False] * 6 + [True]
+    answer = client.chat(
+        model="fake:latest", messages=HELLO, options=options, keep_alive="5m", format="json"
+    )
     assert (answer.message.role, answer.message.content) == ("assistant", SAYS[:6])
     assert engine.asked[-1].constraint.kind == "json_object"
     stream = client.chat(model="fake", messages=HELLO, options=options, stream=True, think=False)
@@ -234,7 +298,9 @@ def test_ollama_raises_errors_of_a_stream(ollama, engine):
 
 
 def test_langchain(url):
-    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed: make serve-test")
+    langchain = pytest.importorskip(
+        "langchain_openai", reason="langchain-openai is not installed: make serve-test"
+    )
     chat = langchain.ChatOpenAI(model="fake", base_url=f"{url}/v1", api_key=KEY, max_tokens=6)
     assert chat.invoke("hello").content == SAYS[:6]
     assert "".join(chunk.content for chunk in chat.stream("hello")) == SAYS[:6]
@@ -248,7 +314,10 @@ def test_litellm(url, monkeypatch):
     litellm = pytest.importorskip("litellm", reason="litellm is not installed: make serve-test")
     where = {"model": "openai/fake", "api_base": f"{url}/v1", "api_key": KEY, "max_tokens": 6}
     assert litellm.completion(messages=HELLO, **where).choices[0].message.content == SAYS[:6]
-    parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(messages=HELLO, stream=True, **where)]
+    parts = [
+        chunk.choices[0].delta.content or ""
+        for chunk in litellm.completion(messages=HELLO, stream=True, **where)
+    ]
     assert "".join(parts) == SAYS[:6]
     text = litellm.text_completion(prompt="a", **(where | {"model": "text-completion-openai/fake"}))
     assert text.choices[0].text == SAYS[:6]
@@ -258,18 +327,36 @@ def test_litellm(url, monkeypatch):
 
 def test_llm(url, tmp_path):
     pytest.importorskip("llm", reason="llm is not installed: make serve-test")
-    models = [{"model_id": "fake", "model_name": "fake", "api_base": f"{url}/v1", "api_key_name": "fake"}]
+    models = [
+        {"model_id": "fake", "model_name": "fake", "api_base": f"{url}/v1", "api_key_name": "fake"}
+    ]
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(models))
     (tmp_path / "keys.json").write_text(json.dumps({"fake": KEY}))
     for more in ([], ["--no-stream"]):
-        command = [sys.executable, "-m", "llm", "-m", "fake", "-o", "max_tokens", "6", "hello", *more]
-        where = {"LLM_USER_PATH": str(tmp_path), "PYTHONPATH": ":".join(path for path in sys.path if path)}
+        command = [
+            sys.executable,
+            "-m",
+            "llm",
+            "-m",
+            "fake",
+            "-o",
+            "max_tokens",
+            "6",
+            "hello",
+            *more,
+        ]
+        where = {
+            "LLM_USER_PATH": str(tmp_path),
+            "PYTHONPATH": ":".join(path for path in sys.path if path),
+        }
         done = subprocess.run(command, capture_output=True, text=True, env=where)
         assert done.stdout == SAYS[:6] + "\n", done.stderr
 
 
 def test_lm_eval(url, monkeypatch):
-    """lm-eval gets log-likelihoods of continuations, and generated texts, with the server's tokenizer."""
+    """lm-eval gets log-likelihoods of continuations, and generated texts, with the server's
+    tokenizer.
+    """
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: make serve-test")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     from lm_eval.api.instance import Instance
@@ -280,9 +367,13 @@ def test_lm_eval(url, monkeypatch):
     pairs = [("ab", "cde"), ("a", "b" * 20), ("hello wörld", " é")]
     asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
     found = model.loglikelihood(asked)
-    assert [total for total, _ in found] == pytest.approx([len(after.encode()) * math.log(0.5) for _, after in pairs])
+    assert [total for total, _ in found] == pytest.approx(
+        [len(after.encode()) * math.log(0.5) for _, after in pairs]
+    )
     assert all(greedy for _, greedy in found)
-    texts = model.generate_until([Instance("generate_until", {}, ("ab", {"until": ["time"], "max_gen_toks": 30}), 0)])
+    texts = model.generate_until(
+        [Instance("generate_until", {}, ("ab", {"until": ["time"], "max_gen_toks": 30}), 0)]
+    )
     assert texts == ["once upon a "]
 
 
@@ -293,6 +384,8 @@ def test_curl(url):
     if not Path("/usr/bin/curl").exists():
         pytest.skip("curl is not installed")
     done = subprocess.run(
-        ["/usr/bin/curl", "-s", f"{url}/v1/completions", *headers, "-d", body], capture_output=True, text=True
+        ["/usr/bin/curl", "-s", f"{url}/v1/completions", *headers, "-d", body],
+        capture_output=True,
+        text=True,
     )
     assert json.loads(done.stdout)["choices"][0]["text"] == SAYS[:6]

@@ -1,4 +1,6 @@
-"""Tests of the limits on open connections: in total, of one address, and which connections are closed for new ones."""
+"""Tests of the limits on open connections: in total, of one address, and which connections are
+closed for new ones.
+"""
 
 import contextlib
 import json
@@ -25,7 +27,9 @@ REQUEST = f"POST /v1/completions HTTP/1.1\r\n{HEADERS}\r\n\r\n{ASK}".encode()
 
 @pytest.fixture
 def limited(monkeypatch):
-    """Sets the limits: in total, of one address, of refused connections, and the seconds after which one counts as idle."""
+    """Sets the limits: in total, of one address, of refused connections, and the seconds after
+    which one counts as idle.
+    """
 
     def limit(total, of_address=100, refused=100, idle_seconds=0.0):
         monkeypatch.setattr(connection, "MAX_CONNECTIONS", total)
@@ -41,7 +45,9 @@ def connect():
     with serving(make_app(FakeEngine(pause=0.02))) as port, contextlib.ExitStack() as stack:
 
         def connect(address="127.0.0.1"):
-            return stack.enter_context(socket.create_connection(("127.0.0.1", port), 5, source_address=(address, 0)))
+            return stack.enter_context(
+                socket.create_connection(("127.0.0.1", port), 5, source_address=(address, 0))
+            )
 
         yield connect
 
@@ -117,7 +123,9 @@ def test_a_connection_with_an_incomplete_body_is_closed_for_a_new_one(connect, l
 
 
 def test_requests_are_read_before_their_connections_count_as_idle(limited, monkeypatch):
-    """Many connections arrive while the server is busy: those with a request are answered, whatever their number."""
+    """Many connections arrive while the server is busy: those with a request are answered, whatever
+    their number.
+    """
     limited(40)
     monkeypatch.setattr(server, "ACCEPTED_AT_ONCE", 5)
 

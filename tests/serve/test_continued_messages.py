@@ -1,4 +1,6 @@
-"""Tests that an answer continues the last message if that is of the assistant, in every protocol with conversations."""
+"""Tests that an answer continues the last message if that is of the assistant, in every protocol
+with conversations.
+"""
 
 import json
 
@@ -14,13 +16,20 @@ from .fakes import BYTES, FakeEngine, fake_run
 TEMPLATE = """\
 {%- for message in messages %}{{ '<' + message.role + '>' + message.content + '</>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
-THINKING = TEMPLATE + "{# <think> </think> #}"  # the notation of reasoning is found in the source of the template
+THINKING = (
+    TEMPLATE + "{# <think> </think> #}"
+)  # the notation of reasoning is found in the source of the template
 USER = {"role": "user", "content": "Name a color"}
 BEGUN = {"role": "assistant", "content": "A primary color is"}
 PROMPT = "<user>Name a color</><assistant>A primary color is"
 NEW_TURN = PROMPT + "</><assistant>"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-CHAT, ANTHROPIC, OLLAMA, RESPONSES = "/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/responses"
+CHAT, ANTHROPIC, OLLAMA, RESPONSES = (
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/api/chat",
+    "/v1/responses",
+)
 NATIVE = "/api/dantinox/generate"
 BODIES = {
     CHAT: {"max_tokens": 6},
@@ -93,11 +102,23 @@ def test_the_fields_of_vllm(engine, fields, prompt):
 @pytest.mark.parametrize(
     ("path", "more", "words"),
     [
-        (CHAT, {"continue_final_message": True, "messages": [USER]}, "needs a last message that is of the assistant"),
-        (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "must be the opposite"),
+        (
+            CHAT,
+            {"continue_final_message": True, "messages": [USER]},
+            "needs a last message that is of the assistant",
+        ),
+        (
+            CHAT,
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "must be the opposite",
+        ),
         (CHAT, {"response_format": {"type": "json_object"}}, "continues the last message"),
         (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "continues the last message"),
-        (ANTHROPIC, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "continues the last message"),
+        (
+            ANTHROPIC,
+            {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "continues the last message",
+        ),
         (OLLAMA, {"format": "json"}, "continues the last message"),
     ],
 )

@@ -46,9 +46,13 @@ def served():
     options = Options()
     options.keys.replace([single_key("secret-of-one")])
     with TestClient(
-        make_app(FakeEngine(), options), base_url="http://localhost", headers={"x-api-key": "secret-of-one"}
+        make_app(FakeEngine(), options),
+        base_url="http://localhost",
+        headers={"x-api-key": "secret-of-one"},
     ) as http:
-        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        assert (
+            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        )
         families = list(text_string_to_metric_families(http.get("/metrics").text))
     found = {}
     for family in families:
@@ -67,7 +71,11 @@ def test_every_metric_and_label_exists(served, expression):
     assert [name for name in names if name not in served] == []
     known = PROMQL_LABELS.union(*(served[name] for name in names))
     labels = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression)
-    labels += [label.strip() for group in re.findall(r"\bby \(([^)]*)\)", expression) for label in group.split(",")]
+    labels += [
+        label.strip()
+        for group in re.findall(r"\bby \(([^)]*)\)", expression)
+        for label in group.split(",")
+    ]
     assert [label for label in labels if label not in known] == []
 
 
@@ -80,11 +88,18 @@ def test_expressions_are_balanced_and_counters_have_rates(expression):
 
 
 def test_every_subject_is_in_the_dashboard(served):
-    shown = {name.removesuffix("_total").removesuffix("_bucket") for name in re.findall(r"\bdantinox_\w+", str(EXPRESSIONS))}
+    shown = {
+        name.removesuffix("_total").removesuffix("_bucket")
+        for name in re.findall(r"\bdantinox_\w+", str(EXPRESSIONS))
+    }
     subjects = (
-        "ready responses requests refused first_token_seconds token_seconds queued_seconds request_seconds busy slots queued "
+        "ready responses requests refused first_token_seconds token_seconds queued_seconds"
+        " request_seconds busy slots queued "
     )
-    subjects += "new_tokens prompt_tokens reused_tokens key_requests key_tokens key_refused reloads compilations"
+    subjects += (
+        "new_tokens prompt_tokens reused_tokens key_requests key_tokens key_refused reloads"
+        " compilations"
+    )
     assert shown >= {f"dantinox_{subject}" for subject in subjects.split()}
 
 
@@ -94,11 +109,17 @@ def test_panels_have_titles_units_and_places():
     places = set()
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert not places & cells and all(0 <= x < 24 for x, _ in cells), panel["title"]
         places |= cells
     for panel in PANELS:
-        assert panel["description"] and panel["fieldConfig"]["defaults"]["unit"] and panel["targets"]
+        assert (
+            panel["description"] and panel["fieldConfig"]["defaults"]["unit"] and panel["targets"]
+        )
         assert panel["datasource"]["uid"] == "${datasource}"
 
 
@@ -106,7 +127,10 @@ def test_alerts_have_the_fields_of_prometheus():
     assert len({rule["alert"] for rule in RULES}) == len(RULES) >= 8
     for rule in RULES:
         assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
-        assert rule["labels"]["severity"] in ("info", "warning", "critical") and rule["annotations"]["summary"]
+        assert (
+            rule["labels"]["severity"] in ("info", "warning", "critical")
+            and rule["annotations"]["summary"]
+        )
         assert re.fullmatch(r"\d+[mh]", rule.get("for", "1m"))
         for label in re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])):
             assert label == "instance" or re.search(rf"by \([^)]*\b{label}\b", rule["expr"])
@@ -121,12 +145,16 @@ def container():
 
 
 def entry_point():
-    (line,) = re.findall(r"^ENTRYPOINT (\[.*\])$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    (line,) = re.findall(
+        r"^ENTRYPOINT (\[.*\])$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE
+    )
     return json.loads(line)
 
 
 def service_command():
-    (line,) = re.findall(r"^ExecStart=(.*)$", (DEPLOY / "dantinox.service").read_text(), re.MULTILINE)
+    (line,) = re.findall(
+        r"^ExecStart=(.*)$", (DEPLOY / "dantinox.service").read_text(), re.MULTILINE
+    )
     return shlex.split(line)
 
 
@@ -163,13 +191,24 @@ def test_ports_and_probes():
     (deployment,) = [manifest for manifest in MANIFESTS if manifest["kind"] == "Deployment"]
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"] == labels
-    with TestClient(make_app(FakeEngine(), Options(hosts=frozenset({"ip"}))), base_url="http://10.1.2.3:8000") as http:
-        for probe in ("startupProbe", "readinessProbe"):  # kubelet sends the address of the pod as host
+    with TestClient(
+        make_app(FakeEngine(), Options(hosts=frozenset({"ip"}))), base_url="http://10.1.2.3:8000"
+    ) as http:
+        for probe in (
+            "startupProbe",
+            "readinessProbe",
+        ):  # kubelet sends the address of the pod as host
             assert http.get(pod[probe]["httpGet"]["path"]).status_code == 200
     mounted = {mount["name"] for mount in pod["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in deployment["spec"]["template"]["spec"]["volumes"]}
-    assert service["metadata"]["name"] in pod["args"]  # --allow_host, because clients send the name of the service
-    assert (job := load("monitoring/prometheus.yaml")["scrape_configs"][0])["static_configs"][0]["targets"] == ["server:8000"]
+    assert mounted == {
+        volume["name"] for volume in deployment["spec"]["template"]["spec"]["volumes"]
+    }
+    assert (
+        service["metadata"]["name"] in pod["args"]
+    )  # --allow_host, because clients send the name of the service
+    assert (job := load("monitoring/prometheus.yaml")["scrape_configs"][0])["static_configs"][0][
+        "targets"
+    ] == ["server:8000"]
     assert job["job_name"] in RULES[0]["expr"] and "server" in server["command"]
 
 
@@ -177,7 +216,9 @@ def test_files_of_the_compose_file_exist():
     for service in COMPOSE["services"].values():
         for volume in service.get("volumes", ()):
             source = (
-                volume.rpartition(":/")[0] if not volume.endswith(":ro") else volume.removesuffix(":ro").rpartition(":/")[0]
+                volume.rpartition(":/")[0]
+                if not volume.endswith(":ro")
+                else volume.removesuffix(":ro").rpartition(":/")[0]
             )
             if source.startswith("./") and source != "./keys":
                 assert (DEPLOY / source).is_file(), source
@@ -214,11 +255,15 @@ def test_the_image_runs_without_privileges_and_has_its_volumes():
     (volumes,) = re.findall(r"^VOLUME (\[.*\])$", last, re.MULTILINE)
     assert {"/model", "/runs", "/home/dantinox/.cache"} == {*json.loads(volumes)}
     assert entry_point()[entry_point().index("--run_dir") + 1] == "/model"
-    links = [path.resolve() for path in (DEPLOY.parent / "dantinox").rglob("*") if path.is_symlink()]
+    links = [
+        path.resolve() for path in (DEPLOY.parent / "dantinox").rglob("*") if path.is_symlink()
+    ]
     assert links and all(f"COPY {path.relative_to(DEPLOY.parent)} /src/" in text for path in links)
     for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
         for name in line.split():
-            assert (DEPLOY.parent / name).exists() and f"!{name}" in (DEPLOY / "Dockerfile.dockerignore").read_text().split()
+            assert (DEPLOY.parent / name).exists() and f"!{name}" in (
+                DEPLOY / "Dockerfile.dockerignore"
+            ).read_text().split()
 
 
 def test_example_keys_must_be_replaced(tmp_path):

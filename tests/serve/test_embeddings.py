@@ -1,4 +1,6 @@
-"""Tests `/v1/embeddings` and `/v1/rerank`: bodies, errors, and the engine's queue of texts with a real model."""
+"""Tests `/v1/embeddings` and `/v1/rerank`: bodies, errors, and the engine's queue of texts with a
+real model.
+"""
 
 import asyncio
 import base64
@@ -39,7 +41,9 @@ def client(engine):
 
 def vector(text, dimensions=8):
     """The vector of the fake engine, computed again."""
-    counts = np.array([1 + sum(byte % 8 == d for byte in text.encode()) for d in range(8)], np.float64)[:dimensions]
+    counts = np.array(
+        [1 + sum(byte % 8 == d for byte in text.encode()) for d in range(8)], np.float64
+    )[:dimensions]
     return counts / np.sqrt((counts**2).sum())
 
 
@@ -55,9 +59,16 @@ def vector(text, dimensions=8):
 )
 def test_every_form_of_input(client, engine, given, texts):
     answer = client.post(PATH, json={"input": given, "model": "fake"}).json()
-    assert answer.keys() == {"object", "data", "model", "usage"} and (answer["object"], answer["model"]) == ("list", "fake")
-    assert [(row["object"], row["index"]) for row in answer["data"]] == [("embedding", i) for i in range(len(texts))]
-    np.testing.assert_allclose([row["embedding"] for row in answer["data"]], [*map(vector, texts)], atol=1e-6)
+    assert answer.keys() == {"object", "data", "model", "usage"} and (
+        answer["object"],
+        answer["model"],
+    ) == ("list", "fake")
+    assert [(row["object"], row["index"]) for row in answer["data"]] == [
+        ("embedding", i) for i in range(len(texts))
+    ]
+    np.testing.assert_allclose(
+        [row["embedding"] for row in answer["data"]], [*map(vector, texts)], atol=1e-6
+    )
     tokens = len("".join(texts))
     assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
     assert engine.embedded[0][1] == "last"
@@ -81,7 +92,11 @@ def test_base64_and_dimensions(client):
         ({"input": ["a"] * 2049}, "input", "at most 2,048 texts"),
         ({"input": ""}, None, None),
         ({"input": [259]}, "input", "token ids in [0, 259), got 259"),
-        ({"input": "a" * 257}, "input", "maximum context length is 256 tokens, and the prompt has 257"),
+        (
+            {"input": "a" * 257},
+            "input",
+            "maximum context length is 256 tokens, and the prompt has 257",
+        ),
         ({"input": "a", "dimensions": 9}, "dimensions", "dimensions must be in [1, 8], got 9"),
         ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
@@ -94,7 +109,9 @@ def test_errors_of_embeddings(client, body, param, message):
         assert answer.status_code == 200
         return
     error = answer.json()["error"]
-    assert answer.status_code in (400, 404) and error["param"] == param and message in error["message"], error
+    assert (
+        answer.status_code in (400, 404) and error["param"] == param and message in error["message"]
+    ), error
 
 
 def test_a_text_may_fill_the_context(client):
@@ -109,9 +126,13 @@ def test_documents_are_ranked_by_cosine_similarity(client, path):
     order = sorted(range(4), key=lambda i: -scores[i])
     body = {"query": "abc", "documents": documents}
     answer = client.post(path, json=body).json()
-    assert answer["id"].startswith("rerank-") and answer["usage"]["total_tokens"] == len("abc" + "".join(texts))
+    assert answer["id"].startswith("rerank-") and answer["usage"]["total_tokens"] == len(
+        "abc" + "".join(texts)
+    )
     assert [row["index"] for row in answer["results"]] == order and order[0] == 1
-    assert [row["relevance_score"] for row in answer["results"]] == pytest.approx([scores[i] for i in order], abs=1e-6)
+    assert [row["relevance_score"] for row in answer["results"]] == pytest.approx(
+        [scores[i] for i in order], abs=1e-6
+    )
     assert all("document" not in row for row in answer["results"])
     answer = client.post(path, json=body | {"top_n": 2, "return_documents": True}).json()
     assert [row["document"]["text"] for row in answer["results"]] == [texts[i] for i in order[:2]]
@@ -131,7 +152,9 @@ def test_documents_are_ranked_by_cosine_similarity(client, path):
 def test_errors_of_rerank(client, change, param, message):
     answer = client.post(RANK, json={"query": "a", "documents": ["b"]} | change)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == param and message in error["message"], error
+    assert answer.status_code == 400 and error["param"] == param and message in error["message"], (
+        error
+    )
 
 
 def test_a_full_queue_and_a_state(client, engine):
@@ -182,7 +205,9 @@ def test_the_engine_embeds_while_it_decodes(real, run):
 
 
 def test_one_chunk_is_computed_between_two_steps(real, run):
-    """A long text does not delay other requests by more than a chunk: the engine steps between any two chunks."""
+    """A long text does not delay other requests by more than a chunk: the engine steps between any
+    two chunks.
+    """
     order, step, chunk = [], real._engine.step, Embedder.step
 
     def record_step():
@@ -312,7 +337,9 @@ def test_the_flags_have_the_names_of_the_engine():
 
 @pytest.mark.slow
 def test_programs_are_compiled_in_the_background(run):
-    """The first request for prompt log-probabilities, the router or embeddings then compiles nothing."""
+    """The first request for prompt log-probabilities, the router or embeddings then compiles
+    nothing.
+    """
     engine = AsyncEngine(run, EngineOptions(slots=2, queue=2, background=BACKGROUND))
     engine.start()
     while engine.status().state == "loading":

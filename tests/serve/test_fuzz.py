@@ -1,4 +1,5 @@
-"""Fuzzed requests. None may cause a server error, and after them a valid request must be answered as before.
+"""Fuzzed requests. None may cause a server error, and after them a valid request must be answered
+as before.
 
 `FUZZ=20000 pytest tests/serve/test_fuzz.py` sends 20,000 requests; the default is 400.
 """
@@ -32,7 +33,9 @@ FUZZ = int(os.environ.get("FUZZ", 150))
 OPENAI = sorted({*BAD, *BAD_CHAT, *REQUEST_KEYS, "top_logprobs", "user", "guided_grammar"})
 KOBOLD = sorted({*kobold.LITE, *kobold.NUMBERS, *kobold.COUNTS, "grammar", "genkey", "memory"})
 OWN = sorted(GenerateBody.model_fields)
-LLAMA = sorted({*LlamaCompletionBody.model_fields, *InfillBody.model_fields, *REQUEST_KEYS, "n_predict"})
+LLAMA = sorted(
+    {*LlamaCompletionBody.model_fields, *InfillBody.model_fields, *REQUEST_KEYS, "n_predict"}
+)
 # The paths of Ollama, and those without generation → the class of the body, and a valid body.
 OTHERS = {
     "/v1/embeddings": (EmbeddingBody, {"input": "a"}),
@@ -62,7 +65,12 @@ PATHS = {
     "/infill": (LLAMA, {"input_prefix": "a", "input_suffix": "b"}),
     **{path: (sorted(kind.model_fields), body) for path, (kind, body) in OTHERS.items()},
 }
-SHAPES = {TEXT: CompletionBody, CHAT: ChatBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
+SHAPES = {
+    TEXT: CompletionBody,
+    CHAT: ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
 SHAPES |= {path: kind for path, (kind, _) in OTHERS.items()}
 EXPECTED = {200, 400, 404, 413, 415}
 
@@ -75,18 +83,23 @@ values = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.sampled_from([*REQUEST_KEYS]), inner, max_size=4)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8) | st.sampled_from([*REQUEST_KEYS]), inner, max_size=4)
     ),
     max_leaves=8,
 )
 requests = st.sampled_from(sorted(PATHS)).flatmap(
-    lambda path: st.tuples(st.just(path), st.dictionaries(st.sampled_from(PATHS[path][0]), values, max_size=5))
+    lambda path: st.tuples(
+        st.just(path), st.dictionaries(st.sampled_from(PATHS[path][0]), values, max_size=5)
+    )
 )
 
 
 @pytest.fixture
 def http():
-    """Yields a function that sends a request; at the end, a valid request must be answered as at the start."""
+    """Yields a function that sends a request; at the end, a valid request must be answered as at
+    the start.
+    """
     engine, seen = FakeEngine(fake_run(context=48)), Counter()
     app = make_app(engine, Options(template=ChatTemplate.from_name("plain", BYTES)))
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
@@ -97,7 +110,10 @@ def http():
             assert answer.status_code in EXPECTED, (path, content, answer.status_code, answer.text)
 
         def good():
-            return [client.post(path, json=PATHS[path][1] | {"max_tokens": 5}).json()["choices"] for path in (TEXT, CHAT)]
+            return [
+                client.post(path, json=PATHS[path][1] | {"max_tokens": 5}).json()["choices"]
+                for path in (TEXT, CHAT)
+            ]
 
         before = good()
         yield post
@@ -108,7 +124,9 @@ def http():
 def fuzzed(share):
     """Returns hypothesis settings for a share of the requests, without a database."""
     count = max(20, int(share * FUZZ))
-    return settings(max_examples=count, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+    return settings(
+        max_examples=count, deadline=None, database=None, suppress_health_check=[*HealthCheck]
+    )
 
 
 def test_fields_of_the_protocols(http):
@@ -127,39 +145,74 @@ def objects(**fields):
 
 
 function = objects(
-    name=st.sampled_from(["a", "b c", "weather"]), parameters=values, strict=st.booleans(), arguments=st.text(max_size=9)
+    name=st.sampled_from(["a", "b c", "weather"]),
+    parameters=values,
+    strict=st.booleans(),
+    arguments=st.text(max_size=9),
 )
 chat_tool = objects(type=st.just("function"), function=function)
 call = objects(type=st.just("function"), id=st.text(max_size=4), function=function)
 role = st.sampled_from(["system", "user", "assistant", "tool"])
-chat_message = objects(role=role, content=st.text(max_size=9), tool_calls=st.lists(call, max_size=2))
+chat_message = objects(
+    role=role, content=st.text(max_size=9), tool_calls=st.lists(call, max_size=2)
+)
 block_types = st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])
-block = objects(type=block_types, text=st.text(max_size=9), name=st.text(max_size=4), input=values, content=values, id=values)
-message = objects(role=st.sampled_from(["user", "assistant"]), content=st.lists(block, max_size=3) | st.text(max_size=9))
+block = objects(
+    type=block_types,
+    text=st.text(max_size=9),
+    name=st.text(max_size=4),
+    input=values,
+    content=values,
+    id=values,
+)
+message = objects(
+    role=st.sampled_from(["user", "assistant"]),
+    content=st.lists(block, max_size=3) | st.text(max_size=9),
+)
 item_types = st.sampled_from(["message", "function_call", "function_call_output", "reasoning"])
 item = objects(
-    type=item_types, role=role, content=st.text(max_size=9) | st.lists(block, max_size=2), output=values, call_id=values
+    type=item_types,
+    role=role,
+    content=st.text(max_size=9) | st.lists(block, max_size=2),
+    output=values,
+    call_id=values,
 )
 choices = st.sampled_from(["auto", "none", "required"]) | objects(
     type=st.sampled_from(["function", "any", "tool"]), name=values
 )
 # Path → the fields of a conversation with tools.
 CONVERSATIONS = {
-    CHAT: objects(messages=st.lists(chat_message, max_size=3), tools=st.lists(chat_tool, max_size=2), tool_choice=choices),
-    "/v1/responses": objects(input=st.lists(item, max_size=3), tools=st.lists(function, max_size=2), tool_choice=choices),
+    CHAT: objects(
+        messages=st.lists(chat_message, max_size=3),
+        tools=st.lists(chat_tool, max_size=2),
+        tool_choice=choices,
+    ),
+    "/v1/responses": objects(
+        input=st.lists(item, max_size=3), tools=st.lists(function, max_size=2), tool_choice=choices
+    ),
     "/v1/messages": objects(
         messages=st.lists(message, max_size=3),
         tools=st.lists(objects(name=st.text(max_size=4), input_schema=values), max_size=2),
         tool_choice=choices,
-        thinking=objects(type=st.sampled_from(["enabled", "disabled"]), budget_tokens=st.integers(-1, 9)),
+        thinking=objects(
+            type=st.sampled_from(["enabled", "disabled"]), budget_tokens=st.integers(-1, 9)
+        ),
     ),
-    "/api/chat": objects(messages=st.lists(chat_message, max_size=3), tools=st.lists(chat_tool, max_size=2), think=values),
+    "/api/chat": objects(
+        messages=st.lists(chat_message, max_size=3),
+        tools=st.lists(chat_tool, max_size=2),
+        think=values,
+    ),
 }
 
 
 def test_conversations_with_tools(http):
     @fuzzed(0.4)
-    @given(st.sampled_from(sorted(CONVERSATIONS)).flatmap(lambda path: st.tuples(st.just(path), CONVERSATIONS[path])))
+    @given(
+        st.sampled_from(sorted(CONVERSATIONS)).flatmap(
+            lambda path: st.tuples(st.just(path), CONVERSATIONS[path])
+        )
+    )
     def send(request):
         path, body = request
         http(path, json=PATHS[path][1] | body)
@@ -171,7 +224,10 @@ def test_bodies_that_are_not_json(http):
     headers = {"content-type": "application/json"}
 
     @fuzzed(0.1)
-    @given(st.sampled_from(sorted(PATHS)), st.binary(max_size=60) | st.text('{}[]",:0e9tfn\\u ', max_size=40).map(str.encode))
+    @given(
+        st.sampled_from(sorted(PATHS)),
+        st.binary(max_size=60) | st.text('{}[]",:0e9tfn\\u ', max_size=40).map(str.encode),
+    )
     def send(path, content):
         http(path, content=content, headers=headers)
 
@@ -180,10 +236,17 @@ def test_bodies_that_are_not_json(http):
 
 def test_schemathesis(http):
     """Bodies generated from the schemas of the server."""
-    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: make serve-test")
+    schemathesis = pytest.importorskip(
+        "schemathesis", reason="schemathesis is not installed: make serve-test"
+    )
     answers = {"200": {"description": "good"}}
-    paths = {path: {"post": {"requestBody": _body(shape), "responses": answers}} for path, shape in SHAPES.items()}
-    schema = schemathesis.openapi.from_dict({"openapi": "3.1.0", "info": {"title": "x", "version": "1"}, "paths": paths})
+    paths = {
+        path: {"post": {"requestBody": _body(shape), "responses": answers}}
+        for path, shape in SHAPES.items()
+    }
+    schema = schemathesis.openapi.from_dict(
+        {"openapi": "3.1.0", "info": {"title": "x", "version": "1"}, "paths": paths}
+    )
     for path in SHAPES:
 
         @fuzzed(0.4 / len(SHAPES))

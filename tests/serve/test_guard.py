@@ -1,4 +1,6 @@
-"""Tests of hosts, origins, keys, size and time limits, strict JSON, and cancellation on disconnect."""
+"""Tests of hosts, origins, keys, size and time limits, strict JSON, and cancellation on
+disconnect.
+"""
 
 import asyncio
 import contextlib
@@ -36,7 +38,9 @@ def post(text, headers="", path="/v1/completions", length=None):
     """Returns the bytes of a request."""
     body = text if isinstance(text, bytes) else text.encode()
     length = len(body) if length is None else length
-    return f"POST {path} HTTP/1.1\r\n{HEAD}Content-Length: {length}\r\n{headers}\r\n".encode() + body
+    return (
+        f"POST {path} HTTP/1.1\r\n{HEAD}Content-Length: {length}\r\n{headers}\r\n".encode() + body
+    )
 
 
 def status(answer: bytes) -> int:
@@ -77,7 +81,9 @@ def test_invalid_json_is_refused(text, words):
 
 
 def test_valid_json_is_parsed():
-    text = '{"a": [1, -2.5, true, null, "\\ud83d\\ude00é"], "b": {"a": {}}, "c": 18446744073709551615}'
+    text = (
+        '{"a": [1, -2.5, true, null, "\\ud83d\\ude00é"], "b": {"a": {}}, "c": 18446744073709551615}'
+    )
     assert parse_json(text.encode()) == json.loads(text)
     deepest = "[" * MAX_DEPTH + "]" * MAX_DEPTH
     assert parse_json(deepest.encode()) == json.loads(deepest)
@@ -112,7 +118,9 @@ def test_many_keys_are_checked_in_linear_time():
 )
 def test_content_type(kind, expected):
     with client() as http:
-        answer = http.post("/v1/completions", content=json.dumps(ASK), headers={"content-type": kind})
+        answer = http.post(
+            "/v1/completions", content=json.dumps(ASK), headers={"content-type": kind}
+        )
     assert answer.status_code == expected
     if expected == 415:
         assert "application/json" in answer.json()["error"]["message"]
@@ -121,14 +129,18 @@ def test_content_type(kind, expected):
 @pytest.mark.parametrize("text", ["[]", "3", '"a"', "null"])
 def test_a_body_must_be_an_object(text):
     with client() as http:
-        answer = http.post("/v1/completions", content=text, headers={"content-type": "application/json"})
+        answer = http.post(
+            "/v1/completions", content=text, headers={"content-type": "application/json"}
+        )
     assert answer.status_code == 400 and "object" in answer.json()["error"]["message"]
 
 
 # --- hosts, origins and keys
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "localhost."])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "localhost."]
+)
 def test_own_hosts_are_accepted(host):
     with client() as http:
         assert http.get("/health", headers={"host": host}).status_code == 200
@@ -156,7 +168,12 @@ def test_other_hosts_are_refused(host):
 
 def test_allowed_hosts():
     with client(hosts=frozenset({"a.example", "ip"})) as http:
-        for host, expected in (("a.example:80", 200), ("10.1.2.3", 200), ("[fe80::1]:80", 200), ("b.example", 400)):
+        for host, expected in (
+            ("a.example:80", 200),
+            ("10.1.2.3", 200),
+            ("[fe80::1]:80", 200),
+            ("b.example", 400),
+        ):
             assert http.get("/health", headers={"host": host}).status_code == expected
     with client(hosts=frozenset({"*"})) as http:
         assert http.get("/health", headers={"host": "anything"}).status_code == 200
@@ -192,7 +209,10 @@ def test_cors_is_off_by_default():
 
 def test_a_preflight_request_needs_no_key():
     with client(origins=("*",), key="secret") as http:
-        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, content-type"}
+        asked = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization, content-type",
+        }
         answer = http.options("/v1/completions", headers={"origin": "https://a.example", **asked})
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "*"
         denied = http.post("/v1/completions", json=ASK, headers={"origin": "https://a.example"})
@@ -212,14 +232,27 @@ SDK_HEADERS = (
 def test_a_preflight_request_of_an_sdk(origins, method):
     with client(origins=origins) as http:
         for headers in SDK_HEADERS:
-            asked = {"access-control-request-method": method, "access-control-request-headers": headers}
-            answer = http.options("/v1/responses/x", headers={"origin": "https://a.example", **asked})
-            assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] in ("*", "https://a.example")
-            allowed = answer.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")
+            asked = {
+                "access-control-request-method": method,
+                "access-control-request-headers": headers,
+            }
+            answer = http.options(
+                "/v1/responses/x", headers={"origin": "https://a.example", **asked}
+            )
+            assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] in (
+                "*",
+                "https://a.example",
+            )
+            allowed = (
+                answer.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")
+            )
             assert {*headers.replace(" ", "").split(",")} <= {*allowed}
             assert method in answer.headers["access-control-allow-methods"]
     with client(origins=("https://a.example",)) as http:
-        asked = {"access-control-request-method": method, "access-control-request-headers": SDK_HEADERS[0]}
+        asked = {
+            "access-control-request-method": method,
+            "access-control-request-headers": SDK_HEADERS[0],
+        }
         answer = http.options("/v1/responses/x", headers={"origin": "https://b.example", **asked})
         assert answer.status_code == 400 and "access-control-allow-origin" not in answer.headers
 
@@ -254,7 +287,11 @@ def test_the_key(value, expected):
 
 def test_headers_for_browsers():
     with client() as http:
-        for answer in (http.get("/health"), http.get("/nothing"), http.post("/v1/completions", json=ASK)):
+        for answer in (
+            http.get("/health"),
+            http.get("/nothing"),
+            http.post("/v1/completions", json=ASK),
+        ):
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert answer.headers["content-security-policy"].startswith("default-src 'none'")
             assert answer.headers["cache-control"] == "no-store"
@@ -268,12 +305,21 @@ def test_bodies_that_are_too_large():
     limits = Limits(max_body=1000)
     large = json.dumps({"prompt": "a" * 2000})
     with client(limits=limits) as http:
-        answer = http.post("/v1/completions", content=large, headers={"content-type": "application/json"})
+        answer = http.post(
+            "/v1/completions", content=large, headers={"content-type": "application/json"}
+        )
         assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
         assert http.post("/v1/completions", json=ASK).status_code == 200
         fitting = json.dumps(ASK).ljust(1000)
-        assert http.post("/v1/completions", content=fitting, headers={"content-type": "application/json"}).status_code == 200
-        answer = http.post("/v1/completions", content=fitting + " ", headers={"content-type": "application/json"})
+        assert (
+            http.post(
+                "/v1/completions", content=fitting, headers={"content-type": "application/json"}
+            ).status_code
+            == 200
+        )
+        answer = http.post(
+            "/v1/completions", content=fitting + " ", headers={"content-type": "application/json"}
+        )
         assert answer.status_code == 413
 
 
@@ -282,18 +328,29 @@ def test_a_real_server_counts_received_bytes():
     limits = Limits(max_body=1000, receive_seconds=0.5)
     with serving(make_app(FakeEngine(), Options(limits=limits)), limits) as port:
         part = b"3e8\r\n" + b" " * 1000 + b"\r\n"
-        chunked = f"POST /v1/completions HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
+        chunked = (
+            f"POST /v1/completions HTTP/1.1\r\n{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
+        )
         assert status(exchange(port, chunked + part * 3 + b"0\r\n\r\n")) == 413
         assert status(exchange(port, chunked + part * 40)) == 413  # without an end
         assert status(exchange(port, post(b" " * 5000))) == 413
-        assert status(exchange(port, post("", length=10**9))) == 413  # the declared length suffices for the refusal
+        assert (
+            status(exchange(port, post("", length=10**9))) == 413
+        )  # the declared length suffices for the refusal
         assert status(exchange(port, post("", length=10**18))) == 413
-        assert status(exchange(port, post(json.dumps(ASK), length=900))) == 408  # the body is shorter than declared
-        assert status(exchange(port, post(json.dumps(ASK) + "more", length=len(json.dumps(ASK))))) == 200
+        assert (
+            status(exchange(port, post(json.dumps(ASK), length=900))) == 408
+        )  # the body is shorter than declared
+        assert (
+            status(exchange(port, post(json.dumps(ASK) + "more", length=len(json.dumps(ASK)))))
+            == 200
+        )
         assert status(exchange(port, post(json.dumps(ASK), length=5))) == 400  # a truncated body
         assert status(exchange(port, post(json.dumps(ASK), "Content-Length: 7\r\n"))) == 400
         assert status(exchange(port, post("", "Expect: 100-continue\r\n", length=2000))) == 413
-        assert exchange(port, post("", "Expect: 100-continue\r\n", length=50)).startswith(b"HTTP/1.1 100")
+        assert exchange(port, post("", "Expect: 100-continue\r\n", length=50)).startswith(
+            b"HTTP/1.1 100"
+        )
         without = f"POST /v1/completions HTTP/1.1\r\n{HEAD}Connection: close\r\n\r\n".encode()
         assert status(exchange(port, without)) == 400
         assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=ASK).status_code == 200
@@ -303,13 +360,17 @@ def test_heads_that_are_too_large_or_too_slow():
     limits = Limits(receive_seconds=0.5)
     with serving(make_app(FakeEngine(), Options(limits=limits)), limits) as port:
         head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "
-        assert status(exchange(port, head + b"a" * 15_000 + b"\r\nConnection: close\r\n\r\n")) == 200
+        assert (
+            status(exchange(port, head + b"a" * 15_000 + b"\r\nConnection: close\r\n\r\n")) == 200
+        )
         assert status(exchange(port, head + b"a" * 20_000)) == 431
         for sent in (b"", head):  # nothing, and an incomplete head
             before = time.perf_counter()
             assert exchange(port, sent, seconds=60) == b""
             assert 0.3 < time.perf_counter() - before < 30
-        with socket.create_connection(("127.0.0.1", port), 5) as slow:  # single bytes do not extend the time
+        with socket.create_connection(
+            ("127.0.0.1", port), 5
+        ) as slow:  # single bytes do not extend the time
             before = time.perf_counter()
             with contextlib.suppress(OSError):
                 for byte in head + b"a" * 10_000:
@@ -337,12 +398,20 @@ def test_a_stalled_reader_is_disconnected():
 @pytest.mark.parametrize("connection", ["keep-alive", "close"])
 @pytest.mark.parametrize("size", [30_000, 200_000])
 def test_a_client_that_does_not_read_the_end_of_a_response_is_disconnected(size, connection):
-    """The response is complete for the application. Its last bytes wait in a buffer, whether small or large."""
+    """The response is complete for the application. Its last bytes wait in a buffer, whether small
+    or large.
+    """
     limits = Limits(stall_seconds=0.3, receive_seconds=0.3)
     lost = threading.Event()
 
     async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", connection.encode())]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"connection", connection.encode())],
+            }
+        )
         await send({"type": "http.response.body", "body": b"a" * size})
 
     with (
@@ -361,7 +430,9 @@ def patched_loss(lost):
     """Sets an event when a connection of a server is lost."""
     with pytest.MonkeyPatch.context() as patch:
         known = Connection.connection_lost
-        patch.setattr(Connection, "connection_lost", lambda self, error: (known(self, error), lost.set())[0])
+        patch.setattr(
+            Connection, "connection_lost", lambda self, error: (known(self, error), lost.set())[0]
+        )
         yield
 
 
@@ -370,7 +441,9 @@ def test_a_disconnect_cancels_its_requests(stream):
     engine = FakeEngine(pause=0.05)
     with serving(make_app(engine)) as port:
         with socket.create_connection(("127.0.0.1", port), 5) as connection:
-            connection.sendall(post(json.dumps({"prompt": ["a", "b"], "max_tokens": 100, "stream": stream})))
+            connection.sendall(
+                post(json.dumps({"prompt": ["a", "b"], "max_tokens": 100, "stream": stream}))
+            )
             until = time.monotonic() + 30
             while len(engine.asked) < 2 and time.monotonic() < until:
                 time.sleep(0.01)
@@ -390,7 +463,9 @@ def test_the_server_answers_after_two_hundred_disconnects():
     with serving(make_app(engine)) as port:
         for _ in range(200):
             with socket.create_connection(("127.0.0.1", port), 5) as connection:
-                connection.sendall(post(json.dumps({"prompt": "a", "max_tokens": 200, "stream": True})))
+                connection.sendall(
+                    post(json.dumps({"prompt": "a", "max_tokens": 200, "stream": True}))
+                )
         before = time.monotonic()
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=ASK)
         assert answer.status_code == 200
@@ -418,7 +493,9 @@ def test_one_connection_for_many_requests():
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("data", [b"", b"\x00\xff\xfe", b"GET", b"\r\n" * 50, b"POST / HTTP/9.9\r\n\r\n", b"a" * 100])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x00\xff\xfe", b"GET", b"\r\n" * 50, b"POST / HTTP/9.9\r\n\r\n", b"a" * 100]
+)
 def test_bytes_that_are_not_http(path, data):
     with serving(make_app(FakeEngine()), Limits(receive_seconds=0.2)) as port:
         answer = exchange(port, data.replace(b" / ", f" {path} ".encode()))
@@ -466,7 +543,13 @@ def test_the_middleware_propagates_cancellation():
     async def check():
         engine = FakeEngine(pause=10)
         body = json.dumps(ASK).encode()
-        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/v1/completions"}
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/completions",
+        }
         scope |= {
             "raw_path": b"/v1/completions",
             "query_string": b"",

@@ -1,4 +1,6 @@
-"""Tests of unusual HTTP messages: each gets one JSON error, and sizes are checked before any work."""
+"""Tests of unusual HTTP messages: each gets one JSON error, and sizes are checked before any
+work.
+"""
 
 import functools
 import json
@@ -31,7 +33,9 @@ def port():
 
 
 def send(port, head, body=""):
-    """Sends a request; returns status, head and JSON of the only response, and whether the server closed the connection."""
+    """Sends a request; returns status, head and JSON of the only response, and whether the server
+    closed the connection.
+    """
     before = time.monotonic()
     answer = exchange(port, head.encode() + b"\r\n" + body.encode(), seconds=30)
     top, _, content = answer.partition(b"\r\n\r\n")
@@ -60,7 +64,9 @@ def test_request_targets_without_a_path(port, line):
 )
 def test_request_targets_with_scheme_and_host(port, target, host, expected):
     """RFC 9112, section 3.2.2: a server must accept them."""
-    status, _, content, _ = send(port, f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n")
+    status, _, content, _ = send(
+        port, f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    )
     assert status == expected and (expected == 200 or content["error"]["message"])
 
 
@@ -69,8 +75,13 @@ def test_the_preface_of_http_2(port):
 
 
 def test_a_request_with_two_lengths_closes_the_connection(port):
-    head = f"POST /v1/completions HTTP/1.1\r\n{HEAD}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n"
-    status, top, content, closed = send(port, head, f"{len(BODY):x}\r\n{BODY}\r\n0\r\n\r\n" + "GET /health HTTP/1.1\r\n" + HEAD)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\n{HEAD}Content-Length: 5\r\nTransfer-Encoding:"
+        " chunked\r\n"
+    )
+    status, top, content, closed = send(
+        port, head, f"{len(BODY):x}\r\n{BODY}\r\n0\r\n\r\n" + "GET /health HTTP/1.1\r\n" + HEAD
+    )
     assert status == 400 and b"connection: close" in top and closed
     assert "Transfer-Encoding" in content["error"]["message"]
 
@@ -83,12 +94,17 @@ def test_heads_that_are_too_large(port, size):
 
 
 def test_a_length_of_twenty_digits(port):
-    status, _, content, closed = send(port, f"POST /v1/completions HTTP/1.1\r\n{HEAD}Content-Length: {'9' * 20}\r\n")
+    status, _, content, closed = send(
+        port, f"POST /v1/completions HTTP/1.1\r\n{HEAD}Content-Length: {'9' * 20}\r\n"
+    )
     assert status == 413 and content["error"]["code"] == "body_too_large" and closed
 
 
 def test_compressed_bodies(port):
-    head = f"POST /api/v1/generate HTTP/1.1\r\n{HEAD}Content-Encoding: gzip\r\nContent-Length: {len(BODY)}\r\n"
+    head = (
+        f"POST /api/v1/generate HTTP/1.1\r\n{HEAD}Content-Encoding: gzip\r\nContent-Length:"
+        f" {len(BODY)}\r\n"
+    )
     status, _, content, _ = send(port, head, BODY)
     assert status == 415 and "gzip" in content["detail"]["msg"]
 
@@ -98,7 +114,9 @@ def test_malformed_http_gets_json(port):
     assert status == 400 and content["error"]["code"] == "malformed"
 
 
-@pytest.mark.parametrize(("path", "read"), [("/v1/models", ["error", "message"]), ("/api/v1/model", ["detail", "msg"])])
+@pytest.mark.parametrize(
+    ("path", "read"), [("/v1/models", ["error", "message"]), ("/api/v1/model", ["detail", "msg"])]
+)
 def test_too_many_connections(port, path, read, monkeypatch):
     monkeypatch.setattr(connection, "MAX_CONNECTIONS", 0)
     status, _, content, _ = send(port, f"GET {path} HTTP/1.1\r\n{HEAD}")
@@ -147,7 +165,10 @@ def test_too_many_dry_breakers():
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("/v1/completions", "maximum context length"), ("/api/dantinox/generate", "a list of strings and token ids")],
+    [
+        ("/v1/completions", "maximum context length"),
+        ("/api/dantinox/generate", "a list of strings and token ids"),
+    ],
 )
 def test_prompts_with_too_many_ids(path, words):
     with TestClient(make_app(FakeEngine()), base_url="http://localhost") as client:
@@ -199,7 +220,10 @@ def test_large_inputs_are_processed_on_a_thread(path, body, monkeypatch):
 
 
 def test_limits_equal_those_of_the_engine():
-    assert limits.MAX_ENTRIES == slots.MAX_ENTRIES and limits.MAX_ENTRIES_OF["bad_words"] == slots.MAX_SEQUENCES
+    assert (
+        limits.MAX_ENTRIES == slots.MAX_ENTRIES
+        and limits.MAX_ENTRIES_OF["bad_words"] == slots.MAX_SEQUENCES
+    )
     assert limits.MAX_ENTRIES_OF["stop_token_ids"] == slots.MAX_END_IDS
     assert limits.MAX_ENTRIES_OF["dry_breakers"] == slots.MAX_ENTRIES_BY_SETTING["dry_breakers"]
 
@@ -207,5 +231,7 @@ def test_limits_equal_those_of_the_engine():
 def test_tokens_that_contain_a_string():
     texts = ("a", "\n", "zz")
     vocabulary = [BYTES.decode([token]) for token in range(BYTES.vocab_size)]
-    expected = [token for token, text in enumerate(vocabulary) if any(part in text for part in texts)]
+    expected = [
+        token for token, text in enumerate(vocabulary) if any(part in text for part in texts)
+    ]
     assert tokens_containing(BYTES, (*texts, 3)) == tuple(sorted({*expected, 3}))

@@ -27,11 +27,13 @@ from .sockets import serving
 ORDER = [6, 0, 1, 3, 4, 2, 5]
 # A story request of Kobold Lite 339 with its defaults.
 LITE = {
-    "n": 1, "max_context_length": 12288, "max_length": 1536, "rep_pen": 1.05, "temperature": 0.75, "top_p": 0.92, "top_k": 100,
-    "top_a": 0, "typical": 1, "tfs": 1, "rep_pen_range": 360, "rep_pen_slope": 0.7, "sampler_order": ORDER, "memory": "",
-    "trim_stop": True, "genkey": "KCPP1234", "min_p": 0, "dynatemp_range": 0, "dynatemp_exponent": 1, "smoothing_factor": 0,
-    "smoothing_curve": 1, "nsigma": 0, "banned_tokens": [], "render_special": False, "logprobs": False, "presence_penalty": 0,
-    "logit_bias": {}, "stop_sequence": [], "use_default_badwordsids": False, "bypass_eos": False, "prompt": "Once",
+    "n": 1, "max_context_length": 12288, "max_length": 1536, "rep_pen": 1.05, "temperature": 0.75,
+    "top_p": 0.92, "top_k": 100, "top_a": 0, "typical": 1, "tfs": 1, "rep_pen_range": 360,
+    "rep_pen_slope": 0.7, "sampler_order": ORDER, "memory": "", "trim_stop": True,
+    "genkey": "KCPP1234", "min_p": 0, "dynatemp_range": 0, "dynatemp_exponent": 1,
+    "smoothing_factor": 0, "smoothing_curve": 1, "nsigma": 0, "banned_tokens": [],
+    "render_special": False, "logprobs": False, "presence_penalty": 0, "logit_bias": {},
+    "stop_sequence": [], "use_default_badwordsids": False, "bypass_eos": False, "prompt": "Once",
 }  # fmt: skip
 
 
@@ -91,7 +93,13 @@ def test_the_version_has_only_supported_features(client):
     found = client.get("/api/extra/version").json()
     assert (found["result"], found["version"]) == ("KoboldCpp", "1.74")
     assert found["server"].startswith("DantinoX ")
-    assert [name for name, value in found.items() if value] == ["result", "version", "embeddings", "guidance", "server"]
+    assert [name for name, value in found.items() if value] == [
+        "result",
+        "version",
+        "embeddings",
+        "guidance",
+        "server",
+    ]
     answer = client.post("/api/extra/embeddings", json={"input": "abc"})
     assert answer.json() == client.post("/v1/embeddings", json={"input": "abc"}).json()
 
@@ -117,7 +125,10 @@ def test_texts_are_tokenized_and_tokens_decoded(client):
     found = client.post("/api/extra/tokencount", json={"prompt": text}).json()
     assert found == {"value": 6, "ids": list(text.encode())}
     assert client.post("/api/extra/tokenize", json={"prompt": text}).json() == found
-    assert client.post("/api/extra/detokenize", json={"ids": found["ids"]}).json() == {"result": text, "success": True}
+    assert client.post("/api/extra/detokenize", json={"ids": found["ids"]}).json() == {
+        "result": text,
+        "success": True,
+    }
     assert client.post("/api/extra/tokencount", json={}).json() == {"value": 0, "ids": []}
 
 
@@ -126,13 +137,24 @@ def test_texts_are_tokenized_and_tokens_decoded(client):
 
 def test_a_response(client, engine):
     found = client.post("/api/v1/generate", json={"prompt": "Once", "max_length": 9}).json()
-    result = {"text": SAYS[:9], "finish_reason": "length", "prompt_tokens": 4, "completion_tokens": 9, "logprobs": None}
+    result = {
+        "text": SAYS[:9],
+        "finish_reason": "length",
+        "prompt_tokens": 4,
+        "completion_tokens": 9,
+        "logprobs": None,
+    }
     assert found == {"results": [result]}
-    assert client.post("/api/latest/generate", json={"prompt": "Once", "max_length": 9}).json() == found
+    assert (
+        client.post("/api/latest/generate", json={"prompt": "Once", "max_length": 9}).json()
+        == found
+    )
 
 
 def test_n_gives_n_results(client):
-    results = client.post("/api/v1/generate", json={"prompt": "a", "max_length": 5, "n": 3}).json()["results"]
+    results = client.post("/api/v1/generate", json={"prompt": "a", "max_length": 5, "n": 3}).json()[
+        "results"
+    ]
     assert [result["text"] for result in results] == [SAYS[i : i + 5] for i in range(3)]
     assert [result["completion_tokens"] for result in results] == [5, 5, 5]
 
@@ -141,14 +163,25 @@ def test_a_stream_has_the_exact_bytes(client):
     for says, tokens in (("ab", 2), ("é \u2028\r\n\U0001f98a", 6)):
         engine = FakeEngine(says=says)
         for streaming in clients(engine):
-            response = streaming.post("/api/extra/generate/stream", json={"prompt": "x", "max_length": len(says.encode())})
+            response = streaming.post(
+                "/api/extra/generate/stream", json={"prompt": "x", "max_length": len(says.encode())}
+            )
             assert response.headers["content-type"].startswith("text/event-stream")
             parts = response.content.split(b"\n\n")
-            assert parts.pop() == b"" and b"\r" not in response.content and b"[DONE]" not in response.content
-            assert len(parts) == tokens and "".join(event["token"] for event in events(response.text)) == says
+            assert (
+                parts.pop() == b""
+                and b"\r" not in response.content
+                and b"[DONE]" not in response.content
+            )
+            assert (
+                len(parts) == tokens
+                and "".join(event["token"] for event in events(response.text)) == says
+            )
             for number, part in enumerate(parts):
                 first, second = part.split(b"\n")
-                assert first == b"event: message" and second.startswith(b"data: ") and second.isascii()
+                assert (
+                    first == b"event: message" and second.startswith(b"data: ") and second.isascii()
+                )
                 data = json.loads(second[6:])
                 assert list(data) == ["token", "finish_reason"]
                 assert data["finish_reason"] == ("length" if number == len(parts) - 1 else None)
@@ -156,10 +189,15 @@ def test_a_stream_has_the_exact_bytes(client):
         b'event: message\ndata: {"token": "o", "finish_reason": null}\n\n'
         b'event: message\ndata: {"token": "n", "finish_reason": "length"}\n\n'
     )
-    assert client.post("/api/extra/generate/stream", json={"prompt": "x", "max_length": 2}).content == whole
+    assert (
+        client.post("/api/extra/generate/stream", json={"prompt": "x", "max_length": 2}).content
+        == whole
+    )
 
 
-@pytest.mark.parametrize("trim, text", [(True, "once upon a "), (False, "once upon a time"), (None, "once upon a ")])
+@pytest.mark.parametrize(
+    "trim, text", [(True, "once upon a "), (False, "once upon a time"), (None, "once upon a ")]
+)
 def test_stop_strings_are_kept_or_removed(client, trim, text):
     body = {"prompt": "x", "max_length": 40, "stop_sequence": ["", "time", "zz"], "trim_stop": trim}
     result = client.post("/api/v1/generate", json=body).json()["results"][0]
@@ -176,20 +214,39 @@ def test_log_probabilities_are_in_the_response_and_available_by_key(client):
     assert [token["token"] for token in content] == list(SAYS[:3])
     assert all(token["logprob"] == pytest.approx(-0.6931, abs=1e-4) for token in content)
     assert all(len(token["top_logprobs"]) == 5 for token in content)
-    assert client.post("/api/extra/last_logprobs", json={"genkey": "k1"}).json()["logprobs"] == with_answer
+    assert (
+        client.post("/api/extra/last_logprobs", json={"genkey": "k1"}).json()["logprobs"]
+        == with_answer
+    )
     for other in ({"genkey": "k2"}, {}):
         assert client.post("/api/extra/last_logprobs", json=other).json() == {"logprobs": None}
 
 
 def test_perf_reports_the_last_generation(client):
-    client.post("/api/v1/generate", json={"prompt": "x", "max_length": 7, "sampler_seed": 42, "stop_sequence": ["pon"]})
+    client.post(
+        "/api/v1/generate",
+        json={"prompt": "x", "max_length": 7, "sampler_seed": 42, "stop_sequence": ["pon"]},
+    )
     found = client.get("/api/extra/perf").json()
-    assert (found["last_token_count"], found["last_seed"], found["stop_reason"], found["total_gens"]) == (7, 42, 0, 1)
+    assert (
+        found["last_token_count"],
+        found["last_seed"],
+        found["stop_reason"],
+        found["total_gens"],
+    ) == (7, 42, 0, 1)
     assert (found["idle"], found["queue"], found["quiet"]) == (1, 0, True)
-    assert (found["last_input_count"], found["last_draft_success"], found["last_draft_failed"]) == (1, 0, 0)
+    assert (found["last_input_count"], found["last_draft_success"], found["last_draft_failed"]) == (
+        1,
+        0,
+        0,
+    )
     assert found["last_process_speed"] * found["last_process_time"] == pytest.approx(1)
     assert found["last_eval_speed"] * found["last_eval_time"] == pytest.approx(7)
-    assert 0 <= found["last_process"] < 5 and 0 <= found["last_eval"] < 5 and found["uptime"] >= found["idletime"] >= 0
+    assert (
+        0 <= found["last_process"] < 5
+        and 0 <= found["last_eval"] < 5
+        and found["uptime"] >= found["idletime"] >= 0
+    )
 
 
 # --- fields
@@ -214,47 +271,68 @@ SETTINGS = [
     ({"nsigma": -1}, {"top_n_sigma": 0.0}),
     ({"rep_pen": 1.1, "rep_pen_range": 64, "rep_pen_slope": 0.7},
      {"repetition_penalty": 1.1, "repetition_range": 64, "repetition_slope": 0.7}),
-    ({"rep_pen": 1.1, "rep_pen_range": 64, "rep_pen_slope": 1}, {"repetition_penalty": 1.1, "repetition_slope": 0.0}),
+    ({"rep_pen": 1.1, "rep_pen_range": 64, "rep_pen_slope": 1}, {"repetition_penalty": 1.1,
+        "repetition_slope": 0.0}),
     ({"rep_pen": 1.1, "rep_pen_range": 0}, {"repetition_penalty": 1.0}),
-    ({"rep_pen": 1.1, "rep_pen_range": -1, "rep_pen_slope": 0.7}, {"repetition_penalty": 1.1, "repetition_range": 0}),
+    ({"rep_pen": 1.1, "rep_pen_range": -1, "rep_pen_slope": 0.7}, {"repetition_penalty": 1.1,
+        "repetition_range": 0}),
     ({"rep_pen": 0}, {"repetition_penalty": 1.0}),
-    ({"rep_pen": 1, "rep_pen_range": 64, "rep_pen_slope": 0.7}, {"repetition_penalty": 1.0, "repetition_range": 0}),
+    ({"rep_pen": 1, "rep_pen_range": 64, "rep_pen_slope": 0.7}, {"repetition_penalty": 1.0,
+        "repetition_range": 0}),
     ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
     ({"rep_pen": 1.1, "repeat_penalty": 1.3}, {"repetition_penalty": 1.3}),
     ({"presence_penalty": 0.5}, {"presence_penalty": 0.5, "presence_scope": "all"}),
     ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
     ({"temperature": 1, "dynatemp_range": 0.5, "dynatemp_exponent": 2},
      {"temperature": 1.0, "dynatemp_low": 0.5, "dynatemp_high": 1.5, "dynatemp_exponent": 2.0}),
-    ({"temperature": 0.3, "dynatemp_range": 0.5}, {"temperature": 1.0, "dynatemp_low": 0.0, "dynatemp_high": 0.8}),
+    ({"temperature": 0.3, "dynatemp_range": 0.5}, {"temperature": 1.0, "dynatemp_low": 0.0,
+                                                   "dynatemp_high": 0.8}),
     ({"temperature": 1, "dynatemp_range": -0.5}, {"dynatemp_low": 0.5, "dynatemp_high": 1.5}),
-    ({"dynatemp_range": 0, "dynatemp_exponent": 2}, {"dynatemp_high": 1.0, "dynatemp_exponent": 1.0}),
-    ({"smoothing_factor": 0.3, "smoothing_curve": 2}, {"smoothing_factor": 0.3, "smoothing_curve": 2.0}),
-    ({"smoothing_factor": 0.3, "smoothing_curve": 0}, {"smoothing_factor": 0.3, "smoothing_curve": 1.0}),
+    ({"dynatemp_range": 0, "dynatemp_exponent": 2}, {"dynatemp_high": 1.0,
+                                                     "dynatemp_exponent": 1.0}),
+    ({"smoothing_factor": 0.3, "smoothing_curve": 2}, {"smoothing_factor": 0.3,
+                                                       "smoothing_curve": 2.0}),
+    ({"smoothing_factor": 0.3, "smoothing_curve": 0}, {"smoothing_factor": 0.3,
+                                                       "smoothing_curve": 1.0}),
     ({"smoothing_factor": 0.3, "smoothing_curve": 9}, {"smoothing_curve": 3.0}),
-    ({"smoothing_factor": -1, "smoothing_curve": 2}, {"smoothing_factor": 0.0, "smoothing_curve": 1.0}),
-    ({"mirostat": 2, "mirostat_tau": 4, "mirostat_eta": 0.2, "top_k": 40, "top_p": 0.9, "tfs": 0.9, "xtc_probability": 0.5},
-     {"mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.2, "top_k": 0, "top_p": 1.0, "tail_free": 1.0,
+    ({"smoothing_factor": -1, "smoothing_curve": 2}, {"smoothing_factor": 0.0,
+                                                      "smoothing_curve": 1.0}),
+    ({"mirostat": 2, "mirostat_tau": 4, "mirostat_eta": 0.2, "top_k": 40, "top_p": 0.9, "tfs": 0.9,
+      "xtc_probability": 0.5},
+     {"mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.2, "top_k": 0, "top_p": 1.0,
+      "tail_free": 1.0,
       "xtc_probability": 0.0}),
-    ({"mirostat": 0, "mirostat_tau": 0, "top_k": 40}, {"mirostat": 0, "mirostat_tau": 5.0, "top_k": 40}),
-    ({"mirostat": 1, "temperature": 0.8, "dynatemp_range": 0.5}, {"mirostat": 1, "temperature": 0.8, "dynatemp_high": 1.0}),
+    ({"mirostat": 0, "mirostat_tau": 0, "top_k": 40}, {"mirostat": 0, "mirostat_tau": 5.0,
+                                                       "top_k": 40}),
+    ({"mirostat": 1, "temperature": 0.8, "dynatemp_range": 0.5}, {"mirostat": 1, "temperature": 0.8,
+        "dynatemp_high": 1.0}),
     ({"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 100,
       "dry_sequence_breakers": ["\n", ""]},
-     {"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_range": 100, "dry_breakers": ("\n",)}),
-    ({"dry_multiplier": 0.8, "dry_allowed_length": 0, "dry_penalty_last_n": -1, "dry_sequence_breakers": '["a", "b"]'},
+     {"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_range": 100,
+      "dry_breakers": ("\n",)}),
+    ({"dry_multiplier": 0.8, "dry_allowed_length": 0, "dry_penalty_last_n": -1,
+      "dry_sequence_breakers": '["a", "b"]'},
      {"dry_allowed_length": 1, "dry_range": 0, "dry_breakers": ("a", "b")}),
     ({"dry_multiplier": 0, "dry_base": 1.5}, {"dry_multiplier": 0.0, "dry_base": 1.75}),
     ({"dry_multiplier": 0.8, "dry_base": 0}, {"dry_multiplier": 0.0}),
-    ({"xtc_probability": 0.5, "xtc_threshold": 0.2}, {"xtc_probability": 0.5, "xtc_threshold": 0.2}),
+    ({"xtc_probability": 0.5, "xtc_threshold": 0.2}, {"xtc_probability": 0.5,
+                                                      "xtc_threshold": 0.2}),
     ({"xtc_probability": 0, "xtc_threshold": 0.2}, {"xtc_probability": 0.0, "xtc_threshold": 0.1}),
     ({"xtc_probability": 3, "xtc_threshold": 2}, {"xtc_probability": 1.0, "xtc_threshold": 1.0}),
-    ({"adaptive_target": 0.6, "adaptive_decay": 0.8}, {"adaptive_target": 0.6, "adaptive_decay": 0.8}),
+    ({"adaptive_target": 0.6, "adaptive_decay": 0.8}, {"adaptive_target": 0.6,
+                                                       "adaptive_decay": 0.8}),
     ({"adaptive_target": 3, "adaptive_decay": 3}, {"adaptive_target": 1.0, "adaptive_decay": 0.99}),
-    ({"guidance_scale": 1.5, "negative_prompt": "x"}, {"guidance_scale": 1.5, "negative_prompt": "x"}),
+    ({"guidance_scale": 1.5, "negative_prompt": "x"}, {"guidance_scale": 1.5,
+                                                       "negative_prompt": "x"}),
     ({"guidance_scale": 1, "negative_prompt": "x"}, {"guidance_scale": 1.0, "negative_prompt": ""}),
-    ({"adaptive_target": -1, "adaptive_decay": 0.5}, {"adaptive_target": -1.0, "adaptive_decay": 0.9}),
-    ({"adaptive_target": 0, "adaptive_decay": 0.5}, {"adaptive_target": -1.0, "adaptive_decay": 0.9}),
-    ({"mirostat": 2, "adaptive_target": 0.5, "top_h": 0.4}, {"mirostat": 2, "adaptive_target": -1.0, "top_h": 0.4}),
-    ({"sampler_order": ORDER, "adaptive_target": 0.5}, {"preset": "koboldcpp", "adaptive_target": 0.5}),
+    ({"adaptive_target": -1, "adaptive_decay": 0.5}, {"adaptive_target": -1.0,
+                                                      "adaptive_decay": 0.9}),
+    ({"adaptive_target": 0, "adaptive_decay": 0.5}, {"adaptive_target": -1.0,
+                                                     "adaptive_decay": 0.9}),
+    ({"mirostat": 2, "adaptive_target": 0.5, "top_h": 0.4}, {"mirostat": 2, "adaptive_target": -1.0,
+        "top_h": 0.4}),
+    ({"sampler_order": ORDER, "adaptive_target": 0.5}, {"preset": "koboldcpp",
+                                                        "adaptive_target": 0.5}),
     ({"sampler_order": ORDER}, {"preset": "koboldcpp", "sampler_order": tuple(ORDER)}),
     ({"sampler_order": [5, 4, 3, 2, 1, 0, 6]}, {"sampler_order": (5, 4, 3, 2, 1, 0, 6)}),
     ({"sampler_order": [0, 1, 2, 3, 4, 5]}, {"sampler_order": (0, 1, 2, 3, 4, 5)}),
@@ -271,12 +349,14 @@ SETTINGS = [
     ({"stop_sequence": [], "trim_stop": False}, {"stop": (), "keep_stop": False}),
     ({"custom_token_bans": "65, 66,"}, {"banned_tokens": (65, 66)}),
     ({"custom_token_bans": ""}, {"banned_tokens": ()}),
-    ({"banned_tokens": ["q", "two words"]}, {"banned_tokens": (ord("q"),), "banned_strings": ("two words",)}),
+    ({"banned_tokens": ["q", "two words"]}, {"banned_tokens": (ord("q"),),
+                                             "banned_strings": ("two words",)}),
     ({"banned_strings": ["two words"]}, {"banned_strings": ("two words",)}),
     ({"logit_bias": {"65": -5, "66": None}}, {"logit_bias": {"65": -5.0, "66": float("-inf")}}),
     ({"logit_bias": []}, {"logit_bias": {}}),
     ({"min_tokens": 3, "no_repeat_ngram": 4}, {"min_tokens": 3, "no_repeat_ngram": 4}),
-    ({"temperature": None, "top_k": None, "sampler_order": None, "stop_sequence": None}, {"temperature": 1.0, "top_k": None}),
+    ({"temperature": None, "top_k": None, "sampler_order": None, "stop_sequence": None},
+     {"temperature": 1.0, "top_k": None}),
 ]  # fmt: skip
 
 
@@ -290,12 +370,16 @@ def test_the_defaults_of_lite(client, engine):
     """No field is refused, and samplers that Lite disables are disabled."""
     found = asked(client, engine, **LITE).config.generation
     on = {
-        "preset": "koboldcpp", "sampler_order": tuple(ORDER), "temperature": 0.75, "top_k": 100, "top_p": 0.92,
-        "repetition_penalty": 1.05, "repetition_range": 360, "repetition_slope": 0.7,
+        "preset": "koboldcpp", "sampler_order": tuple(ORDER), "temperature": 0.75, "top_k": 100,
+        "top_p": 0.92, "repetition_penalty": 1.05, "repetition_range": 360, "repetition_slope": 0.7,
     }  # fmt: skip
-    default = fake_run().config.generation.model_copy(update=on | {"max_new_tokens": 252}).model_dump()
+    default = (
+        fake_run().config.generation.model_copy(update=on | {"max_new_tokens": 252}).model_dump()
+    )
     off = {"typical", "tail_free", "min_p"}
-    assert {k: v for k, v in found.model_dump().items() if k not in off} == {k: v for k, v in default.items() if k not in off}
+    assert {k: v for k, v in found.model_dump().items() if k not in off} == {
+        k: v for k, v in default.items() if k not in off
+    }
 
 
 def test_an_answer_has_80_tokens_by_default(client, engine):
@@ -309,11 +393,18 @@ def test_a_single_line(more):
         body = {"prompt": "x", "max_length": 7, "singleline": True, **more}
         (result,) = client.post("/api/v1/generate", json=body).json()["results"]
         assert (result["text"], result["finish_reason"]) == ("one", "stop")
-        assert client.post("/api/v1/generate", json=body | {"singleline": False}).json()["results"][0]["text"] == "one\ntwo"
+        assert (
+            client.post("/api/v1/generate", json=body | {"singleline": False}).json()["results"][0][
+                "text"
+            ]
+            == "one\ntwo"
+        )
 
 
 def test_missing_fields_have_the_values_of_the_run():
-    engine = FakeEngine(fake_run(temperature=0.5, top_k=7, stop=("time",), max_new_tokens=3, eta_cutoff=0.1))
+    engine = FakeEngine(
+        fake_run(temperature=0.5, top_k=7, stop=("time",), max_new_tokens=3, eta_cutoff=0.1)
+    )
     for client in clients(engine):
         client.post("/api/v1/generate", json={"prompt": "a"})
         assert engine.asked[-1].config == engine.run.config
@@ -325,10 +416,21 @@ def test_missing_fields_have_the_values_of_the_run():
 def test_only_penalties_apply_with_the_router(where):
     engine = FakeEngine(fake_run(**({"strategy": "entropy"} if where == "run" else {})))
     for client in clients(engine):
-        body = LITE | {"dry_multiplier": 0.8} | ({"strategy": "entropy"} if where == "request" else {})
+        body = (
+            LITE | {"dry_multiplier": 0.8} | ({"strategy": "entropy"} if where == "request" else {})
+        )
         found = asked(client, engine, **body).config.generation
-        assert (found.strategy, found.repetition_penalty, found.dry_multiplier) == ("entropy", 1.05, 0.8)
-        assert (found.preset, found.temperature, found.top_k, found.top_p) == ("default", 1.0, None, None)
+        assert (found.strategy, found.repetition_penalty, found.dry_multiplier) == (
+            "entropy",
+            1.05,
+            0.8,
+        )
+        assert (found.preset, found.temperature, found.top_k, found.top_p) == (
+            "default",
+            1.0,
+            None,
+            None,
+        )
 
 
 def test_a_temperature_overrides_that_of_the_run():
@@ -343,11 +445,15 @@ def test_the_end_token_can_be_banned():
     engine = FakeEngine(fake_run(tokenizer=SPECIAL))
     for client in clients(engine):
         for name in ("ban_eos_token", "use_default_badwordsids"):
-            assert asked(client, engine, **{name: True}).config.generation.banned_tokens == tuple(SPECIAL.stop_ids)
+            assert asked(client, engine, **{name: True}).config.generation.banned_tokens == tuple(
+                SPECIAL.stop_ids
+            )
 
 
 def test_a_schema_becomes_a_grammar(client, engine):
-    """As in KoboldCpp, a client converts a schema and sends the result as `grammar`, which may also be the schema itself."""
+    """As in KoboldCpp, a client converts a schema and sends the result as `grammar`, which may also
+    be the schema itself.
+    """
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     answer = client.post("/api/extra/json_to_grammar", json={"schema": schema})
     assert answer.status_code == 200 and answer.json()["success"] is True
@@ -386,7 +492,11 @@ def test_memory_is_kept_and_the_prompt_loses_its_beginning(context, memory, prom
     if len(text) + new <= context:
         assert (bytes(ids), count) == (text, new)
     else:  # either all requested tokens fit, or the context is full
-        assert len(ids) + count == context or (count == new and kept == len(prompt)) or len(ids) == context - new
+        assert (
+            len(ids) + count == context
+            or (count == new and kept == len(prompt))
+            or len(ids) == context - new
+        )
         assert len(ids) >= min(len(text), context // 2)
 
 
@@ -397,7 +507,9 @@ def test_the_budget_of_lite_is_limited_to_the_context(client, engine):
     assert bytes(ask.ids).decode() == "MEMORY" + story[-122:]
     ask = asked(client, engine, **LITE | {"prompt": story, "max_length": 56})
     assert bytes(ask.ids).decode() == story[-200:] and ask.config.generation.max_new_tokens == 56
-    ask = asked(client, engine, **LITE | {"prompt": story, "max_context_length": 100, "max_length": 20})
+    ask = asked(
+        client, engine, **LITE | {"prompt": story, "max_context_length": 100, "max_length": 20}
+    )
     assert bytes(ask.ids).decode() == story[-80:]
     refused = client.post("/api/v1/generate", json={"prompt": "a", "memory": "m" * 300})
     assert (refused.status_code, refused.json()["detail"]["type"]) == (400, "bad_input")
@@ -410,12 +522,25 @@ def test_the_budget_of_lite_is_limited_to_the_context(client, engine):
 def special_tokenizer() -> Tokenizer:
     """Returns a byte tokenizer with the special tokens of a chat."""
     tree = json.loads(
-        train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter(["ab ab"])).to_json()
+        train_tokenizer(
+            TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter(["ab ab"])
+        ).to_json()
     )
     names = ("<|im_start|>", "<|im_end|>")
-    known = max([*tree["model"]["vocab"].values(), *(token["id"] for token in tree["added_tokens"])]) + 1
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tree["added_tokens"] += [{"id": known + i, "content": name} | flags for i, name in enumerate(names)]
+    known = (
+        max([*tree["model"]["vocab"].values(), *(token["id"] for token in tree["added_tokens"])])
+        + 1
+    )
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    tree["added_tokens"] += [
+        {"id": known + i, "content": name} | flags for i, name in enumerate(names)
+    ]
     return Tokenizer(json.dumps(tree), roles={"eos_token": "<|im_end|>", "add_bos_token": False})
 
 
@@ -424,12 +549,25 @@ PLACES = "\n{{[INPUT]}}\nHi\n{{[OUTPUT]}}\nHo\n{{[INPUT]}}\nSo?\n{{[OUTPUT]}}\n"
 
 
 def test_placeholders_become_koboldcpp_tags_without_a_template(client, engine):
-    ask = asked(client, engine, prompt=PLACES, stop_sequence=["{{[INPUT]}}", "{{[OUTPUT]}}", "{{[INPUT_END]}}"])
+    ask = asked(
+        client,
+        engine,
+        prompt=PLACES,
+        stop_sequence=["{{[INPUT]}}", "{{[OUTPUT]}}", "{{[INPUT_END]}}"],
+    )
     turn = "\n### Instruction:\nHi\n### Response:\nHo\n### Instruction:\nSo?\n### Response:\n"
     assert bytes(ask.ids).decode() == turn
     assert ask.config.generation.stop == ("### Instruction:", "### Response:")
-    ask = asked(client, engine, memory="{{[SYSTEM]}}Be kind{{[SYSTEM_END]}}", prompt="{{[INPUT]}}Hi{{[OUTPUT]}}")
-    assert bytes(ask.ids).decode() == "\n### Instruction:\nBe kind\n### Instruction:\nHi\n### Response:\n"
+    ask = asked(
+        client,
+        engine,
+        memory="{{[SYSTEM]}}Be kind{{[SYSTEM_END]}}",
+        prompt="{{[INPUT]}}Hi{{[OUTPUT]}}",
+    )
+    assert (
+        bytes(ask.ids).decode()
+        == "\n### Instruction:\nBe kind\n### Instruction:\nHi\n### Response:\n"
+    )
     ask = asked(client, engine, prompt=PLACES, replace_instruct_placeholders=False)
     assert bytes(ask.ids).decode() == PLACES
 
@@ -437,20 +575,40 @@ def test_placeholders_become_koboldcpp_tags_without_a_template(client, engine):
 def test_placeholders_become_tags_of_the_template():
     engine = FakeEngine(fake_run(tokenizer=SPECIAL))
     template = ChatTemplate.from_name("chatml", SPECIAL)
-    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "So?"}]
+    said = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"},
+        {"role": "user", "content": "So?"},
+    ]
     start, end = (SPECIAL.special_tokens[name] for name in ("<|im_start|>", "<|im_end|>"))
     for client in clients(engine, template=template):
         ask = asked(client, engine, prompt=PLACES, stop_sequence=["{{[INPUT]}}", "{{[OUTPUT]}}"])
         assert list(ask.ids) == template.encode(said, generation_prompt=True)
         generation = ask.config.generation
-        assert generation.stop == () and set(generation.stop_token_ids) | set(SPECIAL.stop_ids) == {end}
+        assert generation.stop == () and set(generation.stop_token_ids) | set(SPECIAL.stop_ids) == {
+            end
+        }
         system = {"role": "system", "content": "Be kind"}
-        ask = asked(client, engine, memory="{{[SYSTEM]}}\nBe kind\n{{[SYSTEM_END]}}\n", prompt=PLACES.lstrip())
+        ask = asked(
+            client,
+            engine,
+            memory="{{[SYSTEM]}}\nBe kind\n{{[SYSTEM_END]}}\n",
+            prompt=PLACES.lstrip(),
+        )
         assert list(ask.ids) == template.encode([system, *said], generation_prompt=True)
-        # Tags that the client itself writes also become special tokens, both in the prompt and as stop strings.
-        ask = asked(client, engine, prompt="<|im_start|>user\nHi<|im_end|>\n", stop_sequence=["<|im_start|>user", "User:"])
+        # Tags that the client itself writes also become special tokens, both in the prompt and as
+        # stop strings.
+        ask = asked(
+            client,
+            engine,
+            prompt="<|im_start|>user\nHi<|im_end|>\n",
+            stop_sequence=["<|im_start|>user", "User:"],
+        )
         assert [token for token in ask.ids if token in SPECIAL.special_ids] == [start, end]
-        assert (ask.config.generation.stop, ask.config.generation.stop_token_ids) == (("User:",), (start,))
+        assert (ask.config.generation.stop, ask.config.generation.stop_token_ids) == (
+            ("User:",),
+            (start,),
+        )
 
 
 # --- generations by their key
@@ -469,7 +627,10 @@ async def eventually(condition, seconds=5.0):
 
 
 def open_client(engine, **options):
-    return httpx.AsyncClient(transport=httpx.ASGITransport(make_app(engine, Options(**options))), base_url="http://localhost")
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(make_app(engine, Options(**options))),
+        base_url="http://localhost",
+    )
 
 
 def test_a_generation_is_read_and_aborted_by_its_key():
@@ -479,16 +640,24 @@ def test_a_generation_is_read_and_aborted_by_its_key():
         async with open_client(engine) as client:
 
             async def text(key):
-                found = (await client.post("/api/extra/generate/check", json={"genkey": key})).json()["results"]
+                found = (
+                    await client.post("/api/extra/generate/check", json={"genkey": key})
+                ).json()["results"]
                 return found[0]["text"]
 
             bodies = [{"prompt": "x", "max_length": 200, "genkey": key} for key in ("a", "b")]
-            a, b = (asyncio.create_task(client.post("/api/v1/generate", json=body)) for body in bodies)
+            a, b = (
+                asyncio.create_task(client.post("/api/v1/generate", json=body)) for body in bodies
+            )
             await eventually(lambda: text("a"))
-            assert await text("c") == "" and (await client.get("/api/extra/generate/check")).json()["results"] == [{"text": ""}]
+            assert await text("c") == "" and (await client.get("/api/extra/generate/check")).json()[
+                "results"
+            ] == [{"text": ""}]
             nobody = await client.post("/api/extra/abort", json={"genkey": "c"})
             assert nobody.json() == {"success": "false", "done": "false"}
-            assert (await client.post("/api/extra/abort")).json()["success"] == "false"  # ambiguous: two are running
+            assert (await client.post("/api/extra/abort")).json()[
+                "success"
+            ] == "false"  # ambiguous: two are running
             assert not engine.cancelled
             ended = await client.post("/api/extra/abort", json={"genkey": "a"})
             assert ended.json() == {"success": "true", "done": "true"}
@@ -498,7 +667,9 @@ def test_a_generation_is_read_and_aborted_by_its_key():
             assert not b.done() and len(engine.cancelled) == 1
             await client.post("/api/extra/abort", json={"genkey": "b"})
             await b
-            assert (await client.post("/api/extra/abort", json={"genkey": "b"})).json()["success"] == "false"
+            assert (await client.post("/api/extra/abort", json={"genkey": "b"})).json()[
+                "success"
+            ] == "false"
 
     asyncio.run(run())
 
@@ -509,7 +680,9 @@ def test_a_request_without_a_key_refers_to_the_only_generation():
     async def run():
         async with open_client(engine) as client:
             check = "/api/extra/generate/check"
-            work = asyncio.create_task(client.post("/api/v1/generate", json={"prompt": "x", "max_length": 200}))
+            work = asyncio.create_task(
+                client.post("/api/v1/generate", json={"prompt": "x", "max_length": 200})
+            )
 
             async def seen():
                 return (await client.get(check)).json()["results"][0]["text"]
@@ -517,17 +690,23 @@ def test_a_request_without_a_key_refers_to_the_only_generation():
             assert SAYS.startswith((await eventually(seen))[: len(SAYS)])
             assert (await client.post("/api/extra/abort")).json()["success"] == "true"
             result = (await work).json()["results"][0]
-            assert result["text"] and (await seen()) == ""  # after the end, its text is no longer available without a key
+            assert (
+                result["text"] and (await seen()) == ""
+            )  # after the end, its text is no longer available without a key
 
     asyncio.run(run())
 
 
 def test_finished_generations_are_bounded_and_expire(client, monkeypatch):
     def text(number):
-        return client.post("/api/extra/generate/check", json={"genkey": f"k{number}"}).json()["results"][0]["text"]
+        return client.post("/api/extra/generate/check", json={"genkey": f"k{number}"}).json()[
+            "results"
+        ][0]["text"]
 
     for number in range(kobold.MAX_FINISHED + 3):
-        client.post("/api/v1/generate", json={"prompt": "x", "max_length": 1, "genkey": f"k{number}"})
+        client.post(
+            "/api/v1/generate", json={"prompt": "x", "max_length": 1, "genkey": f"k{number}"}
+        )
     assert [bool(text(number)) for number in range(5)] == [False, False, False, True, True]
     assert text(kobold.MAX_FINISHED + 2) == "o"
     now = time.monotonic()
@@ -561,7 +740,10 @@ def test_a_full_queue_and_an_engine_that_is_not_ready(client, engine):
     engine.full = True
     for path in ("/api/v1/generate", "/api/extra/generate/stream"):
         response = client.post(path, json={"prompt": "x"})
-        assert (response.status_code, response.json()["detail"]["type"]) == (503, "service_unavailable")
+        assert (response.status_code, response.json()["detail"]["type"]) == (
+            503,
+            "service_unavailable",
+        )
         assert int(response.headers["retry-after"]) >= 1
     engine.full, engine.state = False, "draining"
     response = client.post("/api/v1/generate", json={"prompt": "x"})
@@ -576,7 +758,10 @@ def test_a_failed_stream_has_an_error_event_and_no_final_chunk():
     with serving(make_app(engine)) as port:
         url = f"http://127.0.0.1:{port}/api/extra/generate/stream"
         found = b""
-        with pytest.raises(httpx.RemoteProtocolError), httpx.stream("POST", url, json={"prompt": "x"}) as response:
+        with (
+            pytest.raises(httpx.RemoteProtocolError),
+            httpx.stream("POST", url, json={"prompt": "x"}) as response,
+        ):
             for part in response.iter_raw():
                 found += part
     expected = {"detail": {"msg": "the engine failed", "type": "service_unavailable"}}
@@ -585,25 +770,72 @@ def test_a_failed_stream_has_an_error_event_and_no_final_chunk():
 
 
 NUMBERS = (
-    "temperature", "top_p", "top_a", "min_p", "typical", "tfs", "rep_pen", "rep_pen_slope", "presence_penalty",
-    "dynatemp_range", "dynatemp_exponent", "smoothing_factor", "smoothing_curve", "nsigma",
-    "mirostat_tau", "mirostat_eta", "dry_multiplier",
-    "dry_base", "xtc_probability", "xtc_threshold", "adaptive_target", "adaptive_decay",
+    "temperature", "top_p", "top_a", "min_p", "typical", "tfs", "rep_pen", "rep_pen_slope",
+    "presence_penalty", "dynatemp_range", "dynatemp_exponent", "smoothing_factor",
+    "smoothing_curve", "nsigma", "mirostat_tau", "mirostat_eta", "dry_multiplier", "dry_base",
+    "xtc_probability", "xtc_threshold", "adaptive_target", "adaptive_decay",
 )  # fmt: skip
-COUNTS = ("n", "max_length", "max_context_length", "top_k", "rep_pen_range", "mirostat", "dry_allowed_length", "sampler_seed")
+COUNTS = (
+    "n",
+    "max_length",
+    "max_context_length",
+    "top_k",
+    "rep_pen_range",
+    "mirostat",
+    "dry_allowed_length",
+    "sampler_seed",
+)
 BAD = [
     *({name: value} for name in NUMBERS for value in ("1", True, [], {}, 1e300)),
     *({name: value} for name in COUNTS for value in ("1", True, 1.5, [1], 10**19)),
-    *({name: value} for name in ("prompt", "memory", "genkey", "grammar") for value in (1, True, ["a"], {})),
-    *({name: value} for name in ("trim_stop", "bypass_eos", "logprobs", "ban_eos_token") for value in (1, "true", [])),
-    *({name: -1} for name in ("temperature", "top_p", "top_a", "min_p", "typical", "tfs", "rep_pen", "n", "max_length")),
+    *(
+        {name: value}
+        for name in ("prompt", "memory", "genkey", "grammar")
+        for value in (1, True, ["a"], {})
+    ),
+    *(
+        {name: value}
+        for name in ("trim_stop", "bypass_eos", "logprobs", "ban_eos_token")
+        for value in (1, "true", [])
+    ),
+    *(
+        {name: -1}
+        for name in (
+            "temperature",
+            "top_p",
+            "top_a",
+            "min_p",
+            "typical",
+            "tfs",
+            "rep_pen",
+            "n",
+            "max_length",
+        )
+    ),
     *({"n": n} for n in (0, 17, 4096)),
-    *({"sampler_order": order} for order in ([0], [0] * 7, [7, 0, 1, 2, 3, 4, 5], ["a"], [6.5], 6, [[6]], list(range(99)))),
+    *(
+        {"sampler_order": order}
+        for order in ([0], [0] * 7, [7, 0, 1, 2, 3, 4, 5], ["a"], [6.5], 6, [[6]], list(range(99)))
+    ),
     *({"stop_sequence": stop} for stop in (1, [1], {"a": 1}, ["a" * 600], ["ab"] * 40)),
     *({"banned_tokens": bans} for bans in (1, [1], ["a" * 600], ["ab"] * 1100)),
     *({"custom_token_bans": bans} for bans in ("a", "1;2", "-1", "999999999", "9" * 5000, [-1], 5)),
-    *({"logit_bias": bias} for bias in ({"1": "a"}, {"1": True}, {"999999": 1}, {"9" * 5000: 1}, [1], "a", {"1": 1e300})),
-    *({"dry_multiplier": 1, "dry_sequence_breakers": value} for value in ("[", "[1]", "[" * 2000, 1, [1], "[NaN]")),
+    *(
+        {"logit_bias": bias}
+        for bias in (
+            {"1": "a"},
+            {"1": True},
+            {"999999": 1},
+            {"9" * 5000: 1},
+            [1],
+            "a",
+            {"1": 1e300},
+        )
+    ),
+    *(
+        {"dry_multiplier": 1, "dry_sequence_breakers": value}
+        for value in ("[", "[1]", "[" * 2000, 1, [1], "[NaN]")
+    ),
     {"dry_multiplier": 1, "dry_base": 0.5},
     {"mirostat": 2, "mirostat_tau": 0},
     {"mirostat": 3},
@@ -626,7 +858,11 @@ def test_invalid_bodies_get_one_sentence(client, engine, path):
         response = client.post(path, json={"prompt": "x"} | body)
         assert response.status_code == 400, (body, response.text[:300])
         detail = response.json()["detail"]
-        assert detail["type"] == "bad_input" and 0 < len(detail["msg"]) < 400 and "\n" not in detail["msg"], body
+        assert (
+            detail["type"] == "bad_input"
+            and 0 < len(detail["msg"]) < 400
+            and "\n" not in detail["msg"]
+        ), body
     assert not engine.asked
     assert client.post(path, json={"prompt": "x", "max_length": 2}).status_code == 200
 
@@ -634,14 +870,17 @@ def test_invalid_bodies_get_one_sentence(client, engine, path):
 @pytest.mark.parametrize(
     "content, status",
     [
-        (b"", 415), (b"{", 400), (b"[]", 400), (b'"a"', 400), (b"null", 400), (b'{"temperature": NaN}', 400),
-        (b'{"temperature": 1e999}', 400), (b'{"prompt": "\xff"}', 400), (b'{"prompt": "\\ud800"}', 400),
-        (b'{"n": 1, "n": 2}', 400), (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", 400), (b"x" * (1 << 21), 413),
+        (b"", 415), (b"{", 400), (b"[]", 400), (b'"a"', 400), (b"null", 400),
+        (b'{"temperature": NaN}', 400), (b'{"temperature": 1e999}', 400),
+        (b'{"prompt": "\xff"}', 400), (b'{"prompt": "\\ud800"}', 400), (b'{"n": 1, "n": 2}', 400),
+        (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", 400), (b"x" * (1 << 21), 413),
     ],
 )  # fmt: skip
 def test_invalid_bytes_get_an_error_of_the_protocol(client, content, status):
     for path in ("/api/v1/generate", "/api/extra/tokencount", "/api/extra/detokenize"):
-        response = client.post(path, content=content, headers={"content-type": "application/json"} if content else {})
+        response = client.post(
+            path, content=content, headers={"content-type": "application/json"} if content else {}
+        )
         assert response.status_code == status
         assert set(response.json()["detail"]) == {"msg", "type"}
 

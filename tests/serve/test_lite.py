@@ -1,4 +1,6 @@
-"""Tests of Kobold Lite in a browser. DANTINOX_LITE is the path of a copy, because Lite is not part of this project."""
+"""Tests of Kobold Lite in a browser. DANTINOX_LITE is the path of a copy, because Lite is not part
+of this project.
+"""
 
 import json
 import os
@@ -18,7 +20,11 @@ LITE = os.environ.get("DANTINOX_LITE", "")
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(
-        not LITE, reason="DANTINOX_LITE is not set to a copy of Kobold Lite (github.com/LostRuins/lite.koboldai.net)"
+        not LITE,
+        reason=(
+            "DANTINOX_LITE is not set to a copy of Kobold Lite"
+            " (github.com/LostRuins/lite.koboldai.net)"
+        ),
     ),
 ]
 SAYS = "the fox – 🦊 –\u2028said “ho”; "
@@ -28,9 +34,13 @@ SAYS = "the fox – 🦊 –\u2028said “ho”; "
 def chromium():
     from selenium import webdriver as driver
 
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    binary = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     service = shutil.which("chromedriver")
-    assert binary and service, "chromium and chromedriver are needed: apt-get install chromium chromium-driver"
+    assert binary and service, (
+        "chromium and chromedriver are needed: apt-get install chromium chromium-driver"
+    )
     options = driver.ChromeOptions()
     options.binary_location = binary
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
@@ -49,11 +59,15 @@ class Page:
         chromium.get_log("browser"), chromium.get_log("performance")
         chromium.get(f"http://127.0.0.1:{port}/lite")
         self.run(
-            "localStorage.clear(); indexedDB.databases().then(all => all.forEach(one => indexedDB.deleteDatabase(one.name)))"
+            "localStorage.clear(); indexedDB.databases().then(all => all.forEach(one =>"
+            " indexedDB.deleteDatabase(one.name)))"
         )
         chromium.get(f"http://127.0.0.1:{port}/lite")
         self.wait("koboldcpp_version")
-        self.run("localsettings.opmode = 1; localsettings.trimsentences = false; hide_popups(); render_gametext()")
+        self.run(
+            "localsettings.opmode = 1; localsettings.trimsentences = false; hide_popups();"
+            " render_gametext()"
+        )
 
     def run(self, script):
         return self.chromium.execute_script(script)
@@ -87,9 +101,20 @@ class Page:
 
     def asked(self):
         """Returns the requested addresses and their bodies, in order."""
-        entries = [json.loads(entry["message"])["message"] for entry in self.chromium.get_log("performance")]
-        requests = [entry["params"]["request"] for entry in entries if entry["method"] == "Network.requestWillBeSent"]
-        return [(request["url"], request.get("postData")) for request in requests if request["url"].startswith("http")]
+        entries = [
+            json.loads(entry["message"])["message"]
+            for entry in self.chromium.get_log("performance")
+        ]
+        requests = [
+            entry["params"]["request"]
+            for entry in entries
+            if entry["method"] == "Network.requestWillBeSent"
+        ]
+        return [
+            (request["url"], request.get("postData"))
+            for request in requests
+            if request["url"].startswith("http")
+        ]
 
 
 @pytest.fixture
@@ -104,10 +129,17 @@ def test_it_connects_only_to_its_own_server(page):
     urls = [url for url, _ in page.asked()]
     assert {url.split("/")[2] for url in urls} == {f"127.0.0.1:{page.port}"}
     paths = ["/" + url.split("/", 3)[3] for url in urls]
-    assert {"/api/v1/model", "/api/extra/version", "/api/extra/preloadstory", "/sdapi/v1/sd-models"} <= set(paths)
+    assert {
+        "/api/v1/model",
+        "/api/extra/version",
+        "/api/extra/preloadstory",
+        "/sdapi/v1/sd-models",
+    } <= set(paths)
     assert page.run("return koboldcpp_version") == "1.74"
     assert page.run("return selected_models[0].name") == "fake"
-    complaints = [entry["message"] for entry in page.chromium.get_log("browser") if entry["level"] == "SEVERE"]
+    complaints = [
+        entry["message"] for entry in page.chromium.get_log("browser") if entry["level"] == "SEVERE"
+    ]
     assert all("manifest" in complaint.lower() for complaint in complaints)
 
 
@@ -134,7 +166,10 @@ def test_the_next_turn_sends_the_whole_story(page):
     sent = [bytes(ask.ids).decode() for ask in page.engine.asked]
     assert sent[0] == "One. "
     assert sent[1].startswith(sent[0] + "the fox") and sent[1].endswith("Two. ")
-    assert first.replace("\n", "").startswith("One. the fox") and len(page.run("return gametext_arr")) == 4
+    assert (
+        first.replace("\n", "").startswith("One. the fox")
+        and len(page.run("return gametext_arr")) == 4
+    )
 
 
 def test_an_abort_keeps_the_text_and_frees_the_slot(page):
@@ -149,8 +184,12 @@ def test_an_abort_keeps_the_text_and_frees_the_slot(page):
     assert len(page.engine.cancelled) == 1 and not page.engine.tasks
     assert any(url.endswith("/api/extra/abort") for url, _ in page.asked())
     assert 10 < len("".join(page.run("return gametext_arr"))) < 400
-    # If Lite sends a request before its abort is answered, the abort also ends this request. So wait for the answer.
-    page.wait("performance.getEntriesByType('resource').some(one => one.name.endsWith('/abort') && one.responseEnd > 0)")
+    # If Lite sends a request before its abort is answered, the abort also ends this request. So
+    # wait for the answer.
+    page.wait(
+        "performance.getEntriesByType('resource').some(one => one.name.endsWith('/abort') &&"
+        " one.responseEnd > 0)"
+    )
     time.sleep(1)
     page.send("more")  # the story continues
     page.wait("document.getElementById('gametext').innerText.includes('morethe fox')")
@@ -159,14 +198,24 @@ def test_an_abort_keeps_the_text_and_frees_the_slot(page):
 
 def test_sampler_settings_of_the_form_are_sent(page):
     page.set("max_length", 8)
-    for name, value in (("sampler_order", "5,6,0,1,2,3,4"), ("temperature", 0.55), ("min_p", 0.05), ("dynatemp_range", 0.25)):
+    for name, value in (
+        ("sampler_order", "5,6,0,1,2,3,4"),
+        ("temperature", 0.55),
+        ("min_p", 0.05),
+        ("dynatemp_range", 0.25),
+    ):
         page.set(name, value)
-    page.run("localsettings.dry_multiplier = 0.8; localsettings.xtc_probability = 0.4; localsettings.mirostat = 0")
+    page.run(
+        "localsettings.dry_multiplier = 0.8; localsettings.xtc_probability = 0.4;"
+        " localsettings.mirostat = 0"
+    )
     page.send("Once")
     page.finish()
     found = page.engine.asked[-1].config.generation
     assert (found.preset, found.sampler_order) == ("koboldcpp", (5, 6, 0, 1, 2, 3, 4))
-    assert (found.dynatemp_low, found.dynatemp_high) == pytest.approx((0.3, 0.8)) and found.min_p == 0.05
+    assert (found.dynatemp_low, found.dynatemp_high) == pytest.approx(
+        (0.3, 0.8)
+    ) and found.min_p == 0.05
     assert (found.dry_multiplier, found.xtc_probability) == (0.8, 0.4)
 
 
@@ -193,7 +242,9 @@ def test_a_key_can_be_entered(chromium):
     with serving(make_app(engine, Options(lite=Path(LITE), key="secret-key"))) as port:
         chromium.get(f"http://127.0.0.1:{port}/lite")
         until = time.monotonic() + 15
-        while "try a different URL or API type" not in chromium.find_element("tag name", "body").text:
+        while (
+            "try a different URL or API type" not in chromium.find_element("tag name", "body").text
+        ):
             assert time.monotonic() < until
         chromium.find_element("link text", "try a different URL or API type").click()
         chromium.find_element("id", "customkoboldkey").send_keys("secret-key")

@@ -1,4 +1,6 @@
-"""Tests adapters in the server: their files, their selection in every protocol, and their change while it runs."""
+"""Tests adapters in the server: their files, their selection in every protocol, and their change
+while it runs.
+"""
 
 import asyncio
 from pathlib import Path
@@ -47,15 +49,22 @@ def folder(tmp_path_factory, run_dir):
 def tokens_of(path):
     """Returns the tokens of a run, whose adapters are merged, from the reference."""
     run = dantinox.load(path)
-    return builder.slowly(run.model, run.prompt_ids("hello"), 8, greedy=True, eos_ids=run.tokenizer.stop_ids)
+    return builder.slowly(
+        run.model, run.prompt_ids("hello"), 8, greedy=True, eos_ids=run.tokenizer.stop_ids
+    )
 
 
 def test_load_reads_runs_and_peft_folders(run_dir, folder):
     """Four rows of one batch have no adapter, and those of two runs and of a PEFT folder."""
-    model = dantinox.load(run_dir, loras={"one": folder / "one", "two": folder / "two", "peft": folder / "peft"})
+    model = dantinox.load(
+        run_dir, loras={"one": folder / "one", "two": folder / "two", "peft": folder / "peft"}
+    )
     names = (None, "one", "two", "peft")
     results = model.complete([model.request("hello", GREEDY, lora=name) for name in names])
-    expected = {name: tokens_of(path) for name, path in zip(names, (run_dir, folder / "one", folder / "two"), strict=False)}
+    expected = {
+        name: tokens_of(path)
+        for name, path in zip(names, (run_dir, folder / "one", folder / "two"), strict=False)
+    }
     assert len({*map(tuple, expected.values())}) == 3
     assert [result.tokens for result in results] == [*expected.values(), expected["one"]]
     assert model.loras["peft"].digest == model.loras["one"].digest != model.loras["two"].digest
@@ -64,21 +73,31 @@ def test_load_reads_runs_and_peft_folders(run_dir, folder):
 def test_errors_of_adapter_files(run_dir, folder, tmp_path, ending_run_dir):
     base, model = open_run(run_dir), dantinox.load(run_dir).model.config
     for path, message in (
-        (tmp_path / "nothing", "no adapter at .*nothing: it must be a run with adapters or a PEFT folder"),
+        (
+            tmp_path / "nothing",
+            "no adapter at .*nothing: it must be a run with adapters or a PEFT folder",
+        ),
         (run_dir, "is a run without adapters"),
-        (make_lora_run(tmp_path / "other", run_dir, 1, digest="0" * 64), "were trained on the weights 000000000000…"),
+        (
+            make_lora_run(tmp_path / "other", run_dir, 1, digest="0" * 64),
+            "were trained on the weights 000000000000…",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             load_lora(path, base, model)
     damaged = make_lora_run(tmp_path / "damaged", run_dir, 1)
-    (damaged / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 99}')
+    (damaged / "adapter" / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 2, "lora_alpha": 99}'
+    )
     with pytest.raises(UserError, match=r"adapter_config\.json"):
         load_lora(damaged, base, model)
     with pytest.raises(UserError, match="use the base that they were trained on"):
         load_lora(folder / "one", open_run(ending_run_dir), model)
     with pytest.raises(UserError, match="an adapter of rank 3, but the largest rank allowed is 2"):
         load_lora(folder / "two", base, model, 2)
-    smaller = dantinox.load_config("quickstart", {"model.num_blocks": 1, "model.dim": 32}).architecture(259)
+    smaller = dantinox.load_config(
+        "quickstart", {"model.num_blocks": 1, "model.dim": 32}
+    ).architecture(259)
     with pytest.raises(UserError, match="but this model has 1 layers"):
         load_lora(folder / "peft", None, smaller)
 
@@ -89,19 +108,45 @@ def test_flags(run_dir, folder, capsys):
         (["--lora", f"a={folder}/one", f"a={folder}/two"], "--lora has the name 'a' twice"),
         (["--lora", f"a:b={folder}/one"], "the name of an adapter must be"),
         (["--lora_dir", str(folder / "one" / "config.yaml")], "--lora_dir: no directory at"),
-        (["--lora_dir", str(folder), "--no_auth", "--host", "0.0.0.0"], "give it a key instead of --no_auth"),
-        (["--lora", f"a={folder}/one", f"b={folder}/two", "--max_loras", "1"], "at most 1 can be loaded"),
-        (["--lora", f"a={folder}/two", "--max_lora_rank", "2"], "the adapter a has rank 3, but the largest rank allowed is 2"),
+        (
+            ["--lora_dir", str(folder), "--no_auth", "--host", "0.0.0.0"],
+            "give it a key instead of --no_auth",
+        ),
+        (
+            ["--lora", f"a={folder}/one", f"b={folder}/two", "--max_loras", "1"],
+            "at most 1 can be loaded",
+        ),
+        (
+            ["--lora", f"a={folder}/two", "--max_lora_rank", "2"],
+            "the adapter a has rank 3, but the largest rank allowed is 2",
+        ),
     ):
-        assert main(["serve", "--run_dir", str(run_dir), "--port", "0", "--slots", "1", *flags]) != 0, flags
+        assert (
+            main(["serve", "--run_dir", str(run_dir), "--port", "0", "--slots", "1", *flags]) != 0
+        ), flags
         assert message in capsys.readouterr().err
 
 
 def test_paths_of_requests_stay_below_the_directory(folder, tmp_path):
     (tmp_path / "link").symlink_to(folder / "one")
     (tmp_path / "inside").mkdir()
-    assert path_below(tmp_path, "inside") == path_below(tmp_path, f"{tmp_path}/./inside") == (tmp_path / "inside").resolve()
-    for given in ("", ".", "..", "../x", "inside/../..", "/etc", "link", "a\0b", "x" * 5000 + "/..", str(folder / "one")):
+    assert (
+        path_below(tmp_path, "inside")
+        == path_below(tmp_path, f"{tmp_path}/./inside")
+        == (tmp_path / "inside").resolve()
+    )
+    for given in (
+        "",
+        ".",
+        "..",
+        "../x",
+        "inside/../..",
+        "/etc",
+        "link",
+        "a\0b",
+        "x" * 5000 + "/..",
+        str(folder / "one"),
+    ):
         with pytest.raises(RequestError, match="lora_path must be a folder below"):
             path_below(tmp_path, given)
 
@@ -118,7 +163,11 @@ def engine():
 
 def client_of(engine, **options):
     options.setdefault("template", ChatTemplate.from_name("plain", engine.run.tokenizer))
-    return TestClient(make_app(engine, Options(**options)), base_url="http://localhost", raise_server_exceptions=False)
+    return TestClient(
+        make_app(engine, Options(**options)),
+        base_url="http://localhost",
+        raise_server_exceptions=False,
+    )
 
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -145,11 +194,16 @@ def test_a_request_selects_an_adapter(engine, path):
             assert answer.json()["model"] == "fake:two"
     assert [request.lora for request in engine.asked] == ["two"] * 4
     assert (
-        client.post(path, json=PATHS[path]).status_code == client.post(path, json=PATHS[path] | {"model": "fake"}).status_code
+        client.post(path, json=PATHS[path]).status_code
+        == client.post(path, json=PATHS[path] | {"model": "fake"}).status_code
     )
     assert [request.lora for request in engine.asked[4:]] == [None, None]
     for fields, status, message in (
-        ({"model": "fake:three"}, 404, "no model 'fake:three', only 'fake', 'fake:one', 'fake:two'"),
+        (
+            {"model": "fake:three"},
+            404,
+            "no model 'fake:three', only 'fake', 'fake:one', 'fake:two'",
+        ),
         ({"lora": "three"}, 404, "no adapter 'three', only 'one', 'two'"),
         ({"model": "fake:one", "lora": "two"}, 400, "model selects the adapter one, and lora two"),
         ({"lora": 3}, 400, "lora must be"),
@@ -175,19 +229,27 @@ def test_models_lists_the_adapters(engine):
 def test_routes_that_change_adapters(engine, tmp_path):
     refused = client_of(engine)
     for path in (LOAD, UNLOAD):
-        assert "start it with --lora_dir" in refusal(refused.post(path, json={"lora_name": "one", "lora_path": "x"}), 403)
+        assert "start it with --lora_dir" in refusal(
+            refused.post(path, json={"lora_name": "one", "lora_path": "x"}), 403
+        )
     (tmp_path / "new").mkdir()
     client = client_of(engine, lora_dir=tmp_path)
     answer = client.post(LOAD, json={"lora_name": "new", "lora_path": "new"})
     assert (answer.status_code, answer.json()["id"]) == (200, "fake:new")
     assert engine.loras["new"] == (tmp_path / "new").resolve()
-    assert "already loaded" in refusal(client.post(LOAD, json={"lora_name": "new", "lora_path": "new"}), 400)
-    assert "below" in refusal(client.post(LOAD, json={"lora_name": "b", "lora_path": "../x"}), 400, "lora_path")
+    assert "already loaded" in refusal(
+        client.post(LOAD, json={"lora_name": "new", "lora_path": "new"}), 400
+    )
+    assert "below" in refusal(
+        client.post(LOAD, json={"lora_name": "b", "lora_path": "../x"}), 400, "lora_path"
+    )
     assert "is missing" in refusal(client.post(LOAD, json={"lora_name": "b"}), 400, "lora_path")
     inplace = {"lora_name": "b", "lora_path": "new", "load_inplace": True}
     assert "not supported" in refusal(client.post(LOAD, json=inplace), 400, "load_inplace")
     assert client.post(UNLOAD, json={"lora_name": "new"}).json()["deleted"] is True
-    assert "no adapter 'new'" in refusal(client.post(UNLOAD, json={"lora_name": "new"}), 404, "lora_name")
+    assert "no adapter 'new'" in refusal(
+        client.post(UNLOAD, json={"lora_name": "new"}), 404, "lora_name"
+    )
     locked = client_of(engine, lora_dir=tmp_path, key="secret-key")
     assert locked.post(LOAD, json={"lora_name": "b", "lora_path": "new"}).status_code == 401
 
@@ -213,12 +275,15 @@ def test_adapters_are_loaded_and_unloaded_in_a_running_server(run_dir, folder):
         assert await asyncio.gather(text(None), text("one")) == [expected[None], expected["one"]]
         assert engine.loras == ("one",)
         answers = await asyncio.gather(
-            text(None), text("one"), engine.load_lora("two", folder / "two"), engine.load_lora("two", folder / "two"),
+            text(None), text("one"), engine.load_lora("two", folder / "two"),
+            engine.load_lora("two", folder / "two"),
             return_exceptions=True,
         )  # fmt: skip
         assert answers[:3] == [expected[None], expected["one"], None]
         assert "the adapter two is already loaded" in str(answers[3])
-        assert await asyncio.gather(text("two"), text("one"), text(None)) == [expected[n] for n in ("two", "one", None)]
+        assert await asyncio.gather(text("two"), text("one"), text(None)) == [
+            expected[n] for n in ("two", "one", None)
+        ]
         for name, path, message in (
             ("three", folder / "one", "2 adapters are loaded, the most"),
             ("a:b", folder / "one", "the name of an adapter"),

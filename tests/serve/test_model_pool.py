@@ -1,4 +1,6 @@
-"""Tests a server with several models: loads, unloads and their bounds, errors, and the choice of the model."""
+"""Tests a server with several models: loads, unloads and their bounds, errors, and the choice of
+the model.
+"""
 
 import asyncio
 import contextlib
@@ -99,7 +101,10 @@ class Opener:
 
 def make_pool(opener, options=None, **more):
     """Returns a pool of the models of an opener, and its application."""
-    specs = [ModelSpec(name, Path(name), loras={"poems": Path("p")} if name == "b" else {}) for name in opener.sizes]
+    specs = [
+        ModelSpec(name, Path(name), loras={"poems": Path("p")} if name == "b" else {})
+        for name in opener.sizes
+    ]
     sizes = None if opener.sizes_unknown else opener.sizes
     pool = ModelPool(specs, opener, **{"memory": 10, "sizes": sizes, **more})
     return pool, make_pool_app(pool, options or Options())
@@ -110,7 +115,9 @@ async def running(pool, app, **headers):
     """Starts a pool and yields a client of its application."""
     pool.start()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers, timeout=60) as client:
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", headers=headers, timeout=60
+    ) as client:
         while pool.status().state == "loading":
             await asyncio.sleep(0.001)
         yield client
@@ -152,7 +159,9 @@ def quick_unloads(request, monkeypatch):
 # --- loads and unloads
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
+)
 def test_random_requests_to_more_models_than_fit(seed, monkeypatch):
     """Every request gets the answer of its model, and the loaded bytes never exceed the bound."""
     draw, opener = random.Random(seed), Opener()
@@ -164,7 +173,10 @@ def test_random_requests_to_more_models_than_fit(seed, monkeypatch):
         await asyncio.sleep(draw.random() / 5)
         name, tokens = draw.choice("abc"), draw.randint(1, 12)
         answer = await ask(client, name, tokens)
-        assert text(answer) == (f"{name} says it again; " * 2)[:tokens] and answer.json()["model"] == name
+        assert (
+            text(answer) == (f"{name} says it again; " * 2)[:tokens]
+            and answer.json()["model"] == name
+        )
         loaded = [member for member in pool.members.values() if member.state == "loaded"]
         sizes.append(sum(SIZES[member.name] for member in loaded))
 
@@ -176,7 +188,10 @@ def test_random_requests_to_more_models_than_fit(seed, monkeypatch):
             assert asked == 0  # engines without a model count nothing
             assert all(member.users == member.waiting == 0 for member in pool.members.values())
             assert len(opener.opened) == sum(member.loads for member in pool.members.values()) >= 3
-            assert all(member.loads - member.unloads == (member.state == "loaded") for member in pool.members.values())
+            assert all(
+                member.loads - member.unloads == (member.state == "loaded")
+                for member in pool.members.values()
+            )
 
     asyncio.run(check())
 
@@ -200,9 +215,20 @@ def test_the_least_recently_used_model_is_unloaded():
 
     async def check():
         async with running(pool, app) as client:
-            for name, loaded in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc"), ("c", "bc"), ("a", "ac")):
+            for name, loaded in (
+                ("a", "a"),
+                ("b", "ab"),
+                ("a", "ab"),
+                ("c", "ac"),
+                ("b", "bc"),
+                ("c", "bc"),
+                ("a", "ac"),
+            ):
                 text(await ask(client, name))
-                assert "".join(one.name for one in pool.members.values() if one.state == "loaded") == loaded
+                assert (
+                    "".join(one.name for one in pool.members.values() if one.state == "loaded")
+                    == loaded
+                )
         assert all(engine.closed for engine in opener.engines.values())
 
     asyncio.run(check())
@@ -216,10 +242,17 @@ def test_a_load_does_not_delay_other_models():
     async def check():
         async with running(pool, app) as client:
             loading = [asyncio.create_task(ask(client, "b")) for _ in range(3)]
-            await until(lambda: pool.members["b"].state == "loading" and pool.members["b"].waiting == 3)
+            await until(
+                lambda: pool.members["b"].state == "loading" and pool.members["b"].waiting == 3
+            )
             assert text(await ask(client, "a")).startswith("a says")
             listed = (await client.get("/v1/models")).json()["data"]
-            assert [entry["status"]["value"] for entry in listed] == ["loaded", "loading", "loading", "unloaded"]
+            assert [entry["status"]["value"] for entry in listed] == [
+                "loaded",
+                "loading",
+                "loading",
+                "unloaded",
+            ]
             opener.gates["b"].set()
             assert {text(answer) for answer in await asyncio.gather(*loading)} == {"b says i"}
             assert opener.opened == ["a", "b"]
@@ -240,7 +273,10 @@ def test_a_request_waits_for_room_and_is_refused_in_time(sizes_unknown):
             waits = asyncio.create_task(ask(client, "b"))
             await until(lambda: pool.members["b"].waiting)
             refused = await ask(client, "b")
-            assert refused.status_code == 503 and "too many requests wait for the model b" in message(refused)
+            assert (
+                refused.status_code == 503
+                and "too many requests wait for the model b" in message(refused)
+            )
             refused = await waits
             assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
             assert "all loaded models are in use" in message(refused)
@@ -276,8 +312,15 @@ def test_a_load_that_fails_leaves_other_models_alone(monkeypatch):
 
 
 def test_models_that_never_fit():
-    with pytest.raises(UserError, match=r"the model b needs 12 GB, but --model_memory allows 10 GB"):
-        ModelPool([ModelSpec("a", Path("a")), ModelSpec("b", Path("b"))], Opener(), sizes={"b": 12 * 10**9}, memory=10**10)
+    with pytest.raises(
+        UserError, match=r"the model b needs 12 GB, but --model_memory allows 10 GB"
+    ):
+        ModelPool(
+            [ModelSpec("a", Path("a")), ModelSpec("b", Path("b"))],
+            Opener(),
+            sizes={"b": 12 * 10**9},
+            memory=10**10,
+        )
     with pytest.raises(UserError, match=r"the model a needs .*: set fewer --slots"):
         make_pool(Opener({"a": 11}, sizes_unknown=True))
     pool, app = make_pool(Opener({"a": 4, "b": 11}, sizes_unknown=True))
@@ -285,7 +328,10 @@ def test_models_that_never_fit():
     async def check():
         async with running(pool, app) as client:
             answer = await ask(client, "b")
-            assert answer.status_code == 503 and "the model b needs 1.1e-08 GB, but --model_memory allows" in message(answer)
+            assert (
+                answer.status_code == 503
+                and "the model b needs 1.1e-08 GB, but --model_memory allows" in message(answer)
+            )
             assert text(await ask(client, "a")) and pool.peak <= 10
 
     asyncio.run(check())
@@ -349,7 +395,9 @@ def test_shutdown_completes_responses_and_ends_waiting_requests():
             await until(lambda: opener.engines["a"].tasks and pool.members["b"].state == "loading")
             draining = asyncio.create_task(pool.drain(10))
             assert (await waits).status_code == 503
-            assert (await ask(client, "a")).status_code == 503 and (await client.get("/health")).status_code == 503
+            assert (await ask(client, "a")).status_code == 503 and (
+                await client.get("/health")
+            ).status_code == 503
             assert len(text(await long)) == 30
             await draining
             opener.gates["b"].set()
@@ -379,7 +427,9 @@ def test_a_pool_whose_first_model_cannot_start():
 def test_lengths_of_names():
     assert check_model_name("n" * 200, "alias") == "n" * 200
     for name in ("n" * 201, " ", "a\nb"):
-        with pytest.raises(UserError, match="alias must be a printable name of at most 200 characters"):
+        with pytest.raises(
+            UserError, match="alias must be a printable name of at most 200 characters"
+        ):
             check_model_name(name, "alias")
 
 
@@ -390,13 +440,17 @@ def test_names_aliases_and_adapters():
     async def check():
         async with running(pool, app) as client:
             for name, model, adapter in (
-                (None, "a", None), ("b", "b", None), ("b:poems", "b", "poems"), ("nice", "b", "poems"), ("big", "c", None),
+                (None, "a", None), ("b", "b", None), ("b:poems", "b", "poems"),
+                ("nice", "b", "poems"), ("big", "c", None),
             ):  # fmt: skip
                 assert text(await ask(client, name)).startswith(f"{model} says")
                 assert opener.engines[model].asked[-1].lora == adapter
             for name in ("nope", "a:poems", "b:other"):
                 answer = await ask(client, name)
-                assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+                assert (
+                    answer.status_code == 404
+                    and answer.json()["error"]["code"] == "model_not_found"
+                )
                 assert "only 'a', 'b', 'b:poems', 'c', 'nice'" in message(answer)
             listed = (await client.get("/v1/models")).json()["data"]
             assert [entry["id"] for entry in listed] == ["a", "b", "b:poems", "c", "nice", "big"]
@@ -404,21 +458,36 @@ def test_names_aliases_and_adapters():
             assert (await client.get("/v1/models/nice")).json()["root"] == "b:poems"
             assert (await client.get("/v1/models/nope")).status_code == 404
             # Other protocols, and requests without a body.
-            answer = await client.post("/api/chat", json={"model": "c:latest", "messages": [], "stream": False})
+            answer = await client.post(
+                "/api/chat", json={"model": "c:latest", "messages": [], "stream": False}
+            )
             assert answer.status_code in (200, 400)
-            answer = await client.post("/api/generate", json={"model": "c:latest", "prompt": "x", "stream": False})
-            assert answer.json()["model"] == "c:latest" and answer.json()["response"].startswith("c says")
+            answer = await client.post(
+                "/api/generate", json={"model": "c:latest", "prompt": "x", "stream": False}
+            )
+            assert answer.json()["model"] == "c:latest" and answer.json()["response"].startswith(
+                "c says"
+            )
             assert (await client.get("/props?model=b")).json()["model_alias"] == "b"
             assert (await client.get("/props?model=nope")).status_code == 404
             assert (await client.get("/api/v1/model")).json() == {"result": "a"}
-            answer = await client.post("/api/v1/generate?model=c", json={"prompt": "x", "max_length": 4, "model": "koboldcpp"})
+            answer = await client.post(
+                "/api/v1/generate?model=c",
+                json={"prompt": "x", "max_length": 4, "model": "koboldcpp"},
+            )
             assert answer.json()["results"][0]["text"] == "c sa"
             answer = await client.post("/v1/embeddings", json={"model": "b", "input": "x"})
             assert answer.json()["model"] == "b"
             # Errors of bodies are those of a server with one model.
-            for content, status in ((b"{", 400), (b"[]", 400), (b'{"model": 3, "prompt": "x"}', 400)):
+            for content, status in (
+                (b"{", 400),
+                (b"[]", 400),
+                (b'{"model": 3, "prompt": "x"}', 400),
+            ):
                 headers = {"content-type": "application/json"}
-                assert (await client.post("/v1/completions", content=content, headers=headers)).status_code == status
+                assert (
+                    await client.post("/v1/completions", content=content, headers=headers)
+                ).status_code == status
             assert (await client.post("/v1/completions", content=b"x")).status_code == 415
             assert (await client.get("/v1/completions")).status_code == 405
             assert (await client.get("/no/path")).status_code == 404
@@ -434,17 +503,27 @@ def test_wrong_aliases(aliases):
 
 
 def test_keys_choose_among_their_models_and_load_no_others():
-    keys = ApiKeys([ApiKey("only-b", single_key("secret-b").digest, models=("b",)), single_key("secret-all", "all")])
+    keys = ApiKeys(
+        [
+            ApiKey("only-b", single_key("secret-b").digest, models=("b",)),
+            single_key("secret-all", "all"),
+        ]
+    )
     opener = Opener()
     pool, app = make_pool(opener, Options(keys=keys))
 
     async def check():
         async with running(pool, app, authorization="Bearer secret-b") as client:
             answer = await ask(client, "c")
-            assert answer.status_code == 404 and message(answer) == "the key only-b may not use the model 'c'"
+            assert (
+                answer.status_code == 404
+                and message(answer) == "the key only-b may not use the model 'c'"
+            )
             assert "only 'b'" in message(await ask(client, "nope"))
             assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["b"]
-            assert [one["name"] for one in (await client.get("/api/tags")).json()["models"]] == ["b:latest"]
+            assert [one["name"] for one in (await client.get("/api/tags")).json()["models"]] == [
+                "b:latest"
+            ]
             assert opener.opened == ["a"]
             assert text(await ask(client)) == "b says i"  # the first model that the key may use
             assert keys.usage["only-b"].counts["requests"] == 3
@@ -467,12 +546,16 @@ def test_adapters_of_clients_survive_an_unload(tmp_path):
             assert answer.json() == {"id": "c:verse", "object": "model", "loaded": True}
             text(await ask(client, "b"))
             assert pool.members["c"].state == "unloaded"
-            assert "c:verse" in [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
+            assert "c:verse" in [
+                one["id"] for one in (await client.get("/v1/models")).json()["data"]
+            ]
             text(await ask(client, "c:verse"))
-            assert opener.engines["c"].asked[-1].lora == "verse" and opener.engines["c"].lora_paths == {
-                "verse": tmp_path / "verse"
-            }
-            answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "verse", "model": "a"})
+            assert opener.engines["c"].asked[-1].lora == "verse" and opener.engines[
+                "c"
+            ].lora_paths == {"verse": tmp_path / "verse"}
+            answer = await client.post(
+                "/v1/unload_lora_adapter", json={"lora_name": "verse", "model": "a"}
+            )
             assert answer.status_code == 404
 
     asyncio.run(check())
@@ -488,11 +571,16 @@ def test_metrics_health_and_reload_of_several_models():
     async def check():
         async with running(pool, app, authorization="Bearer secret-root") as client:
             text(await ask(client, "b"))
-            assert (await client.get("/health")).json()["models"] == {"loaded": 2, "loading": 0, "unloaded": 1}
+            assert (await client.get("/health")).json()["models"] == {
+                "loaded": 2,
+                "loading": 0,
+                "unloaded": 1,
+            }
             found = (await client.get("/metrics")).text
             for line in (
-                'dantinox_model_loaded{model="b"} 1.0', 'dantinox_model_bytes{model="c"} 0.0', "dantinox_ready 1.0",
-                'dantinox_request_seconds_count{model="b"} 1.0', 'dantinox_slots{model="a"} 8.0',
+                'dantinox_model_loaded{model="b"} 1.0', 'dantinox_model_bytes{model="c"} 0.0',
+                "dantinox_ready 1.0", 'dantinox_request_seconds_count{model="b"} 1.0',
+                'dantinox_slots{model="a"} 8.0',
                 'dantinox_model_loads_total{model="a",result="success"} 1.0',
             ):  # fmt: skip
                 assert line in found
@@ -508,7 +596,9 @@ def test_metrics_health_and_reload_of_several_models():
 
 
 def test_a_reload_leaves_out_a_model_that_is_being_unloaded():
-    """The reload reaches it while its engine is being closed; new weights would then never be installed."""
+    """The reload reaches it while its engine is being closed; new weights would then never be
+    installed.
+    """
     opener = Opener()
     pool, app = make_pool(opener)
 
@@ -544,7 +634,9 @@ def test_a_reload_leaves_out_a_model_that_is_being_unloaded():
 
 
 def test_keep_alive_of_a_request_whose_client_disconnects():
-    """The time of the request before it no longer applies, so the model would otherwise stay loaded for ever."""
+    """The time of the request before it no longer applies, so the model would otherwise stay loaded
+    for ever.
+    """
     opener = Opener()
     opener.pause = 0.01
     pool, app = make_pool(opener)
@@ -572,22 +664,39 @@ def test_keep_alive():
         async with running(pool, app) as client:
 
             async def generate(**more):
-                return await client.post("/api/generate", json={"model": "b", "prompt": "x", "stream": False, **more})
+                return await client.post(
+                    "/api/generate", json={"model": "b", "prompt": "x", "stream": False, **more}
+                )
 
             assert (await generate(keep_alive="5m")).status_code == 200
-            (_, shown) = (await client.get("/api/ps")).json()["models"]
+            _, shown = (await client.get("/api/ps")).json()["models"]
             assert shown["name"] == "b:latest" and not shown["expires_at"].startswith("9999")
             await generate()
-            assert (await client.get("/api/ps")).json()["models"][1]["expires_at"].startswith("9999")
+            assert (
+                (await client.get("/api/ps")).json()["models"][1]["expires_at"].startswith("9999")
+            )
             await generate(keep_alive=0)
             await until(lambda: pool.members["b"].state == "unloaded")
             assert len((await client.get("/api/tags")).json()["models"]) == 3
             answer = await generate(keep_alive="soon")
-            assert answer.status_code == 400 and "keep_alive must be a number of seconds" in answer.json()["error"]
+            assert (
+                answer.status_code == 400
+                and "keep_alive must be a number of seconds" in answer.json()["error"]
+            )
             assert pool.members["b"].state == "unloaded"
 
     asyncio.run(check())
-    values = {"5m": 300.0, "1h30m": 5400.0, "90": 90.0, 2.5: 2.5, "1.5s": 1.5, "250ms": 0.25, "0": 0.0, -1: None, "-1m": None}
+    values = {
+        "5m": 300.0,
+        "1h30m": 5400.0,
+        "90": 90.0,
+        2.5: 2.5,
+        "1.5s": 1.5,
+        "250ms": 0.25,
+        "0": 0.0,
+        -1: None,
+        "-1m": None,
+    }
     for value, seconds in values.items():
         assert keep_seconds(value).seconds == pytest.approx(seconds)
     assert keep_seconds(None) is None
@@ -600,11 +709,19 @@ def test_keep_alive():
 def test_real_models_with_room_for_two(run_dir, ending_run_dir, tmp_path):
     """Answers equal those of each model alone, and an unload frees the weights."""
     copy = shutil.copytree(run_dir, tmp_path / "copy")
-    paths, settings = {"circle": run_dir, "ending": ending_run_dir, "copy": copy}, {"greedy": True, "max_new_tokens": 25}
+    paths, settings = (
+        {"circle": run_dir, "ending": ending_run_dir, "copy": copy},
+        {
+            "greedy": True,
+            "max_new_tokens": 25,
+        },
+    )
     around = CIRCLE[1:] + CIRCLE  # the text after "a", of 25 bytes
     expected = {"circle": around, "ending": CIRCLE[1:], "copy": around}
     options = EngineOptions(slots=2, context=64, queue=8, prefix_cache=0)
-    specs = [ModelSpec(name, path, settings=settings, options=options) for name, path in paths.items()]
+    specs = [
+        ModelSpec(name, path, settings=settings, options=options) for name, path in paths.items()
+    ]
     most = open_model(specs[0]).engine.memory_bytes  # they have equal shapes
     pool = ModelPool(specs, open_model, memory=2 * most)
     app, arrays = make_pool_app(pool, Options()), []
@@ -624,7 +741,9 @@ def test_real_models_with_room_for_two(run_dir, ending_run_dir, tmp_path):
             gc.collect()
             assert arrays[0]() is None
             # The engine counts the requests of all loads.
-            assert sum(status.counters["requests"] for status in pool.statuses().values()) == len(order)
+            assert sum(status.counters["requests"] for status in pool.statuses().values()) == len(
+                order
+            )
 
     asyncio.run(check())
 
@@ -640,13 +759,21 @@ def test_the_file_of_models(tmp_path):
     )
     assert read_models(path) == {
         "b": {"run_dir": Path("runs/b")},
-        "c": {"run_dir": Path("runs/c"), "lora": {"poems": Path("runs/p")}, "slots": 2, "settings": {"temperature": 0.5}},
+        "c": {
+            "run_dir": Path("runs/c"),
+            "lora": {"poems": Path("runs/p")},
+            "slots": 2,
+            "settings": {"temperature": 0.5},
+        },
     }
     for entry, sentence in (
         (3, "must be the path of a run directory"),
         ({"slots": 2}, "or an object with run_dir"),
         ({"run_dir": "x", "slot": 2}, "unknown field slot"),
-        ({"run_dir": "x", "slots": 0}, r"slots of b in .* must be an integer in \[1, 1024\], got 0"),
+        (
+            {"run_dir": "x", "slots": 0},
+            r"slots of b in .* must be an integer in \[1, 1024\], got 0",
+        ),
         ({"run_dir": "x", "lora": ["p"]}, "must be an object that maps names to paths"),
         ({"run_dir": "x", "lora": {"p": 1}}, "must map names to paths"),
         ({"run_dir": "x", "settings": 1}, "must be an object of settings"),
@@ -662,7 +789,10 @@ def test_the_file_of_models(tmp_path):
 
 def test_names_of_models_are_distinct():
     check_names(["a", "b:8b", "b2"])
-    for names, sentence in ((["a", "a"], "two models have the name 'a'"), (["a", "a:b"], "could also mean an adapter of 'a'")):
+    for names, sentence in (
+        (["a", "a"], "two models have the name 'a'"),
+        (["a", "a:b"], "could also mean an adapter of 'a'"),
+    ):
         with pytest.raises(UserError, match=sentence):
             check_names(names)
 

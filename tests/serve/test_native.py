@@ -1,4 +1,6 @@
-"""Tests the native protocol: the description of the server, the events of a text, and invalid bodies."""
+"""Tests the native protocol: the description of the server, the events of a text, and invalid
+bodies.
+"""
 
 import json
 import time
@@ -39,7 +41,10 @@ def parse_events(text):
     """Parses server-sent events to (name, data)."""
     blocks = text.removesuffix("\n\n").split("\n\n")
     lines = [block.split("\n") for block in blocks]
-    assert all(len(pair) == 2 and pair[0].startswith("event: ") and pair[1].startswith("data: ") for pair in lines)
+    assert all(
+        len(pair) == 2 and pair[0].startswith("event: ") and pair[1].startswith("data: ")
+        for pair in lines
+    )
     return [(name[7:], json.loads(data[6:])) for name, data in lines]
 
 
@@ -58,22 +63,34 @@ def refused(client, body):
 
 def test_about_has_every_setting_with_its_range_and_steps(client):
     about = client.get(ABOUT).json()
-    assert (about["model"], about["context"], about["vocab_size"], about["chat"]) == ("fake", 256, BYTES.vocab_size, True)
+    assert (about["model"], about["context"], about["vocab_size"], about["chat"]) == (
+        "fake",
+        256,
+        BYTES.vocab_size,
+        True,
+    )
     found = {setting["name"]: setting for setting in about["settings"]}
     fields = {**GenerationSection.model_fields, **RouterSection.model_fields}
     fixed = {"n", "use_cache", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel"}
     assert fields.keys() - found.keys() == {*fixed, "watermark_keys"}, "the keys are secret"
     for name, setting in found.items():
         assert setting["help"] == fields[name].description
-        assert setting["section"] == ("router" if name in RouterSection.model_fields else "generation")
-    assert (found["top_p"]["type"], found["top_p"]["low"], found["top_p"]["high"], found["top_p"]["default"]) == (
+        assert setting["section"] == (
+            "router" if name in RouterSection.model_fields else "generation"
+        )
+    assert (found["top_p"]["type"], found["top_p"]["low"], found["top_p"]["high"],
+            found["top_p"]["default"]) == (
         "number", 0, 1, None,
     )  # fmt: skip
-    assert found["top_p"]["steps"] == ["top_p"] and found["mirostat_tau"]["steps"] == ["mirostat_v1", "mirostat_v2"]
+    assert found["top_p"]["steps"] == ["top_p"] and found["mirostat_tau"]["steps"] == [
+        "mirostat_v1",
+        "mirostat_v2",
+    ]
     assert found["mirostat"]["choices"] == [0, 1, 2] and found["eta_cutoff"]["high"] == 1
     assert found["temperature_max"]["type"] == "number" and found["clarify_token"]["type"] == "text"
     assert found["clarify_text"]["type"] == "text"
-    assert {found[name]["type"] for name in ("stop", "logit_bias", "greedy", "max_new_tokens", "strategy")} == {
+    assert {found[name]["type"] for name in ("stop", "logit_bias", "greedy", "max_new_tokens",
+                                             "strategy")} == {
         "list", "map", "boolean", "integer", "choice",
     }  # fmt: skip
     assert set(about["orders"]) == {"default", "hf", "vllm", "llamacpp", "kobold", "koboldcpp"}
@@ -90,11 +107,18 @@ def test_about_has_the_settings_of_the_server():
 
 
 def test_a_text_is_streamed_token_by_token(client, engine):
-    events = generate(client, {"prompt": "abc", "settings": {"max_new_tokens": 5, "seed": 7}, "alternatives": 3})
+    events = generate(
+        client, {"prompt": "abc", "settings": {"max_new_tokens": 5, "seed": 7}, "alternatives": 3}
+    )
     names = [name for name, _ in events]
     assert names == ["begin", *["token"] * 5, "end"]
     begin, end = events[0][1], events[-1][1]
-    assert (begin["prompt_tokens"], begin["seed"], begin["texts"], begin["left_out"]) == (3, 7, [[97, 98, 99]], 0)
+    assert (begin["prompt_tokens"], begin["seed"], begin["texts"], begin["left_out"]) == (
+        3,
+        7,
+        [[97, 98, 99]],
+        0,
+    )
     assert (begin["vocab_size"], begin["context"], begin["router"]) == (BYTES.vocab_size, 256, None)
     assert "".join(data["text"] for _, data in events[1:-1]) == SAYS[:5]
     records = [record for _, data in events[1:-1] for record in data["tokens"]]
@@ -103,15 +127,31 @@ def test_a_text_is_streamed_token_by_token(client, engine):
         assert len(record["alternatives"]) == 3 and record["entropy"] == 1.5
         assert set(record["alternatives"][0]) == {"id", "text", "logprob", "logprob_sampled"}
     assert end["finish_reasons"] == ["length"]
-    assert end["stats"]["new_tokens"] == 5 and end["stats"]["prompt_tokens"] == 3 and end["stats"]["decode_tok_per_s"] > 0
+    assert (
+        end["stats"]["new_tokens"] == 5
+        and end["stats"]["prompt_tokens"] == 3
+        and end["stats"]["decode_tok_per_s"] > 0
+    )
     assert engine.asked[0].logprobs == 3
 
 
 def test_a_clarify_text_is_a_setting(client, engine):
-    settings = {"strategy": "entropy", "clarify_text": "Which one?", "clarify_cooldown": 5, "max_new_tokens": 2}
+    settings = {
+        "strategy": "entropy",
+        "clarify_text": "Which one?",
+        "clarify_cooldown": 5,
+        "max_new_tokens": 2,
+    }
     begin = generate(client, {"prompt": "a", "settings": settings})[0][1]
-    assert begin["settings"]["clarify_text"] == engine.asked[0].config.router.clarify_text == "Which one?"
-    assert "clarify_token" in refused(client, {"prompt": "a", "settings": settings | {"clarify_token": 3}})["message"]
+    assert (
+        begin["settings"]["clarify_text"]
+        == engine.asked[0].config.router.clarify_text
+        == "Which one?"
+    )
+    assert (
+        "clarify_token"
+        in refused(client, {"prompt": "a", "settings": settings | {"clarify_token": 3}})["message"]
+    )
 
 
 def test_a_prompt_mixes_texts_and_ids(client, engine):
@@ -127,40 +167,70 @@ def test_an_answer_continues_a_given_beginning(client, engine):
     generate(client, {"messages": message, "settings": {"max_new_tokens": 1}})
     generate(client, {"messages": message, "prompt": [65, 66], "settings": {"max_new_tokens": 1}})
     whole, continued = (ask.ids for ask in engine.asked)
-    assert continued == (*whole, 65, 66) and b"hello" in bytes(token for token in whole if token < 256)
+    assert continued == (*whole, 65, 66) and b"hello" in bytes(
+        token for token in whole if token < 256
+    )
 
 
 def test_a_missing_seed_is_drawn_and_reported(client, engine):
-    seeds = [generate(client, {"prompt": "a", "settings": {"max_new_tokens": 1}})[0][1]["seed"] for _ in range(2)]
+    seeds = [
+        generate(client, {"prompt": "a", "settings": {"max_new_tokens": 1}})[0][1]["seed"]
+        for _ in range(2)
+    ]
     assert seeds[0] != seeds[1] and [ask.config.generation.seed for ask in engine.asked] == seeds
 
 
 def test_several_samples(client):
     events = generate(client, {"prompt": "a", "settings": {"max_new_tokens": 3, "n": 2}})
-    texts = ["".join(data["text"] for name, data in events if name == "token" and data["sample"] == s) for s in (0, 1)]
-    assert texts == [SAYS[:3], SAYS[1:4]] and events[-1][1]["finish_reasons"] == ["length", "length"]
+    texts = [
+        "".join(data["text"] for name, data in events if name == "token" and data["sample"] == s)
+        for s in (0, 1)
+    ]
+    assert texts == [SAYS[:3], SAYS[1:4]] and events[-1][1]["finish_reasons"] == [
+        "length",
+        "length",
+    ]
 
 
 def test_fit_truncates_the_beginning_of_a_long_prompt(client, engine):
     long = "x" * 250 + "y" * 50
     assert "256" in refused(client, {"prompt": long})["message"]
-    begin = generate(client, {"prompt": long, "fit": True, "settings": {"max_new_tokens": 20}})[0][1]
+    begin = generate(client, {"prompt": long, "fit": True, "settings": {"max_new_tokens": 20}})[0][
+        1
+    ]
     assert (begin["left_out"], begin["prompt_tokens"]) == (300 - 236, 236)
     assert engine.asked[-1].ids == tuple(long[-236:].encode())
-    begin = generate(client, {"prompt": long, "fit": True, "settings": {"max_new_tokens": 1000}})[0][1]
+    begin = generate(client, {"prompt": long, "fit": True, "settings": {"max_new_tokens": 1000}})[
+        0
+    ][1]
     assert begin["prompt_tokens"] == 128
-    begin = generate(client, {"prompt": "abc", "fit": True, "settings": {"max_new_tokens": 5}})[0][1]
+    begin = generate(client, {"prompt": "abc", "fit": True, "settings": {"max_new_tokens": 5}})[0][
+        1
+    ]
     assert begin["left_out"] == 0
 
 
 def test_the_numbers_of_the_router_are_reported():
     client = client_of(app(VariedEngine()))
-    events = generate(client, {"prompt": "Nel", "settings": {"strategy": "entropy", "max_new_tokens": 30, "low_entropy": 0.25}})
+    events = generate(
+        client,
+        {
+            "prompt": "Nel",
+            "settings": {"strategy": "entropy", "max_new_tokens": 30, "low_entropy": 0.25},
+        },
+    )
     router = events[0][1]["router"]
-    assert router["low_entropy"] == 0.25 and router["high_entropy"] == 5.0 and router["temperature_max"] is None
+    assert (
+        router["low_entropy"] == 0.25
+        and router["high_entropy"] == 5.0
+        and router["temperature_max"] is None
+    )
     records = [record for name, data in events if name == "token" for record in data["tokens"]]
     assert len({record["strategy"] for record in records}) > 2
-    assert generate(client, {"prompt": "Nel", "settings": {"max_new_tokens": 1}})[0][1]["router"] is None
+    assert (
+        generate(client, {"prompt": "Nel", "settings": {"max_new_tokens": 1}})[0][1]["router"]
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,7 +256,10 @@ def test_the_numbers_of_the_router_are_reported():
         ({"prompt": "a", "settings": {"n": 17}}, "n must be at most 16"),
         ({"prompt": "a", "settings": {"kv_calibration": "/etc/passwd"}}, "kv.calibration"),
         ({"prompt": "a", "settings": {"kv_budget": 0.5}}, "kv.budget"),
-        ({"prompt": "a", "settings": {"router_preset": "calibrated", "strategy": "entropy"}}, "calibrat"),
+        (
+            {"prompt": "a", "settings": {"router_preset": "calibrated", "strategy": "entropy"}},
+            "calibrat",
+        ),
         ({"prompt": "a", "temperature": 1}, "temperature"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
     ],
@@ -206,7 +279,10 @@ def test_nonfinite_numbers_and_bodies_that_are_too_large(client):
         "{",
     ):
         assert client.post(GENERATE, content=text, headers=head).status_code == 400
-    assert client.post(GENERATE, content="{}", headers={"content-type": "text/plain"}).status_code == 415
+    assert (
+        client.post(GENERATE, content="{}", headers={"content-type": "text/plain"}).status_code
+        == 415
+    )
     assert client.post(GENERATE, json={"prompt": "a" * (1 << 20)}).status_code == 413
 
 
@@ -224,7 +300,10 @@ def test_a_full_queue_and_a_draining_engine(client, engine):
 
 
 def test_an_error_during_a_stream_is_an_event(client, engine):
-    for failure, says in ((Unavailable("the engine has failed"), "the engine has failed"), (ValueError("secret"), "its log")):
+    for failure, says in (
+        (Unavailable("the engine has failed"), "the engine has failed"),
+        (ValueError("secret"), "its log"),
+    ):
         engine.fails = failure
         events = generate(client, {"prompt": "a"})
         assert [name for name, _ in events] == ["begin", "token", "token", "error"]
@@ -234,7 +313,9 @@ def test_an_error_during_a_stream_is_an_event(client, engine):
 def test_a_disconnect_cancels_the_request():
     engine = FakeEngine(pause=0.02)
     with serving(app(engine)) as port, httpx.Client(base_url=f"http://localhost:{port}") as client:
-        with client.stream("POST", GENERATE, json={"prompt": "a", "settings": {"max_new_tokens": 200}}) as answer:
+        with client.stream(
+            "POST", GENERATE, json={"prompt": "a", "settings": {"max_new_tokens": 200}}
+        ) as answer:
             lines = answer.iter_lines()
             while not next(lines).startswith("event: token"):
                 pass
@@ -253,26 +334,47 @@ def test_all_paths_except_the_page_need_the_key(engine):
 
 
 def test_tools_and_reasoning_of_a_chat():
-    says = '<think>\nI wonder.\n</think>\n\nI look.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    says = (
+        '<think>\nI wonder.\n</think>\n\nI look.<tool_call>{"name": "weather", "arguments":'
+        ' {"city": "Rome"}}</tool_call>'
+    )
     engine = FakeEngine(fake_run(4096, ignore_eos=True, max_new_tokens=len(says)), says)
-    template = ChatTemplate(ChatTemplate.from_name("plain", BYTES).source + "{# <think></think> #}", BYTES)
+    template = ChatTemplate(
+        ChatTemplate.from_name("plain", BYTES).source + "{# <think></think> #}", BYTES
+    )
     client = client_of(make_app(engine, Options(template=template)))
     markers = client.get(ABOUT).json()["markers"]
-    assert markers["reasoning"] == {"begin": "<think>", "end": "</think>"} and markers["calls"]["begin"] == ["<tool_call>"]
+    assert markers["reasoning"] == {"begin": "<think>", "end": "</think>"} and markers["calls"][
+        "begin"
+    ] == ["<tool_call>"]
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-    body = {"messages": [{"role": "user", "content": "hello"}], "tools": [tool], "reasoning_effort": "low"}
+    body = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "tools": [tool],
+        "reasoning_effort": "low",
+    }
     (message,) = generate(client, body)[-1][1]["messages"]
     (call,) = message["tool_calls"]
     assert (message["content"], message["reasoning_content"]) == ("I look.", "I wonder.")
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Rome"})
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+        "weather",
+        {"city": "Rome"},
+    )
     request = engine.asked[0]
-    assert request.constraint.kind == "tools" and request.reasoning.budget == 512 and request.begun == 0
+    assert (
+        request.constraint.kind == "tools"
+        and request.reasoning.budget == 512
+        and request.begun == 0
+    )
     start = says[: says.index("ook")]
     engine.says = says[len(start) :]
     rest = {"prompt": start, "settings": {"max_new_tokens": len(engine.says)}}
     again = generate(client, body | rest)[-1][1]["messages"][0]
     assert again["content"] == "I look." and again["tool_calls"][0]["function"] == call["function"]
-    assert engine.asked[1].begun == len(start) and engine.asked[1].ids == (*request.ids, *start.encode())
+    assert engine.asked[1].begun == len(start) and engine.asked[1].ids == (
+        *request.ids,
+        *start.encode(),
+    )
     result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
     generate(client, body | {"messages": [*body["messages"], message, result]})
     assert "sunny" in BYTES.decode(engine.asked[2].ids)
@@ -286,8 +388,23 @@ def test_constraints_of_a_text(client, engine):
         ({"grammar": 'root ::= "a"'}, "gbnf"),
         ({"guided_grammar": 'start: "a"'}, "lark"),
         ({"response_format": {"type": "json_object"}}, "json_object"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}}, "json_schema"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "integer"}},
+                }
+            },
+            "json_schema",
+        ),
     ):
-        generate(client, {"prompt": ["ab", 99, "de", 102], "answer_at": 1, "settings": {"max_new_tokens": 1}} | fields)
+        generate(
+            client,
+            {"prompt": ["ab", 99, "de", 102], "answer_at": 1, "settings": {"max_new_tokens": 1}}
+            | fields,
+        )
         assert engine.asked[-1].constraint.kind == kind and engine.asked[-1].begun == 4
-    assert "both constrain" in refused(client, {"prompt": "a", "grammar": "a", "guided_regex": "b"})["message"]
+    assert (
+        "both constrain"
+        in refused(client, {"prompt": "a", "grammar": "a", "guided_regex": "b"})["message"]
+    )

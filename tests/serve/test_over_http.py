@@ -23,7 +23,10 @@ def engine():
 
 @pytest.fixture(scope="module")
 def http(engine):
-    with serving(make_app(engine)) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+    with (
+        serving(make_app(engine)) as port,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client,
+    ):
         yield client
 
 
@@ -37,7 +40,9 @@ def test_a_text_equals_that_of_the_reference(http):
     for prompt, settings in (("a", {"temperature": 0}), ("b\n", {"temperature": 1.3, "seed": 5})):
         found = complete(http, prompt=prompt, max_tokens=20, **settings)
         assert found["choices"][0]["text"] == reference(prompt, max_new_tokens=20, **settings)
-        assert found["usage"]["completion_tokens"] == len(reference_tokens(prompt, max_new_tokens=20, **settings))
+        assert found["usage"]["completion_tokens"] == len(
+            reference_tokens(prompt, max_new_tokens=20, **settings)
+        )
     whole = reference("a", max_new_tokens=20, temperature=1.0, seed=1)
     found = complete(http, prompt="a", max_tokens=20, temperature=1.0, seed=1, stop=whole[5])
     assert found["choices"][0]["text"] == whole[: whole.index(whole[5])]
@@ -51,7 +56,9 @@ def test_a_stream_has_the_same_text(http):
 
 
 def test_log_likelihoods_equal_those_of_the_model(http):
-    """Sends requests as lm-evaluation-harness does, and compares the results with a softmax in float64."""
+    """Sends requests as lm-evaluation-harness does, and compares the results with a softmax in
+    float64.
+    """
     run = small_model()
     prompts = [run.tokenizer.encode(text) for text in ("aè€", "hello 😀")]
     found = complete(http, prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True)
@@ -60,7 +67,9 @@ def test_log_likelihoods_equal_those_of_the_model(http):
         expected = [logprobs_TV[at, token] for at, token in enumerate(ids[1:])]
         logprobs = choice["logprobs"]
         assert logprobs["token_logprobs"][0] is None
-        np.testing.assert_allclose(logprobs["token_logprobs"][1:-1], expected, rtol=0, atol=builder.LOGPROB_TOLERANCE)
+        np.testing.assert_allclose(
+            logprobs["token_logprobs"][1:-1], expected, rtol=0, atol=builder.LOGPROB_TOLERANCE
+        )
         pairs = [*zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)][1:]
         greedy = [max(top.values()) == own for own, top in pairs]
         assert greedy == [*(logprobs_TV[:-1].argmax(-1) == ids[1:]).tolist(), True]
@@ -81,7 +90,15 @@ def test_a_text_matches_its_regular_expression(http):
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
         ({"router_preset": "calibrated", "strategy": "entropy"}, None),
         ({"guided_regex": "["}, None),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}}}, None),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "no such type"}},
+                }
+            },
+            None,
+        ),
     ],
 )
 def test_unsupported_requests_are_refused(http, body, param):

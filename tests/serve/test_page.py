@@ -1,4 +1,6 @@
-"""Tests the files of the page: only the package's own scripts, no external resources, and the content security policy."""
+"""Tests the files of the page: only the package's own scripts, no external resources, and the
+content security policy.
+"""
 
 import json
 import re
@@ -25,31 +27,60 @@ def test_every_file_has_the_content_security_policy(client):
     for path in PUBLIC:
         answer = client.get(path)
         assert answer.status_code == 200 and client.post(path).status_code == 405
-        policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+        policy = dict(
+            part.strip().split(" ", 1)
+            for part in answer.headers["content-security-policy"].split(";")
+        )
         assert policy == {
-            "default-src": "'none'", "script-src": "'self'", "style-src": "'self'", "connect-src": "'self'", "img-src": "data:",
-            "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'", "require-trusted-types-for": "'script'",
+            "default-src": "'none'", "script-src": "'self'", "style-src": "'self'",
+            "connect-src": "'self'", "img-src": "data:", "base-uri": "'none'",
+            "form-action": "'none'", "frame-ancestors": "'none'",
+            "require-trusted-types-for": "'script'",
         }  # fmt: skip
         assert answer.headers["x-content-type-options"] == "nosniff"
     kinds = {path: client.get(path).headers["content-type"].split(";")[0] for path in PUBLIC}
-    assert kinds["/"] == "text/html" and kinds["/page/write.js"] == "text/javascript" and kinds["/page/page.css"] == "text/css"
-    assert client.get("/page/own.py").status_code == 404 and client.get("/page/..%2fown.py").status_code == 404
+    assert (
+        kinds["/"] == "text/html"
+        and kinds["/page/write.js"] == "text/javascript"
+        and kinds["/page/page.css"] == "text/css"
+    )
+    assert (
+        client.get("/page/own.py").status_code == 404
+        and client.get("/page/..%2fown.py").status_code == 404
+    )
 
 
 def test_the_page_refers_only_to_files_of_its_server(client):
     html = client.get("/").text
     asked = re.findall(r'(?:src|href)="([^"]*)"', html)
     assert set(asked) == {"data:,", *(f"/page/{name}" for name in STATIC)}
-    assert re.findall(r"<script(?![^>]*(?:src=|application/json))", html) == [] and "<style" not in html
+    assert (
+        re.findall(r"<script(?![^>]*(?:src=|application/json))", html) == []
+        and "<style" not in html
+    )
     assert " style=" not in html and not re.search(r"\son\w+=", html)
-    data = json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', html, re.S)[1])
-    assert data["strategies"] == ["greedy", "clarify", "explore", "resample", "adaptive"] and len(data["rules"]) == 4
+    data = json.loads(
+        re.search(r'<script id="data" type="application/json">(.*?)</script>', html, re.S)[1]
+    )
+    assert (
+        data["strategies"] == ["greedy", "clarify", "explore", "resample", "adaptive"]
+        and len(data["rules"]) == 4
+    )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_create_no_markup_and_no_external_request(client, name):
     source = client.get(f"/page/{name}").text
-    for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "new Function", "srcdoc", "import("):
+    for word in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacent",
+        "document.write",
+        "eval(",
+        "new Function",
+        "srcdoc",
+        "import(",
+    ):
         assert word not in source
     assert not re.search(r"https?:|//\w+\.", re.sub(r"^\s*//.*$", "", source, flags=re.M))
     assert not re.search(r'setAttribute\("(?:style|on)', source)
@@ -72,7 +103,16 @@ def test_every_element_used_by_a_script_exists(client):
     ids = set(re.findall(r'\bid="([^"]+)"', html))
     assert len(ids) == len(re.findall(r'\bid="([^"]+)"', html))
     made = {
-        *("strip-hover", "strip-at", "num-alternatives", "presets", "preset", "order", "setting-seed", "prompt"),
+        *(
+            "strip-hover",
+            "strip-at",
+            "num-alternatives",
+            "presets",
+            "preset",
+            "order",
+            "setting-seed",
+            "prompt",
+        ),
         *("preset-choice", "preset-about", "preset-name", "preset-delete", "preset-export"),
         *("system", "system-row", "tools", "tools-group", "tool-choice", "effort", "effort-row"),
         *("format", "format-kind", "format-group"),
@@ -87,7 +127,9 @@ def test_labels_refer_to_existing_elements(client):
     ids = set(re.findall(r'\bid="([^"]+)"', html))
     for attribute in ("for", "aria-labelledby", "aria-describedby", "aria-controls"):
         assert set(re.findall(rf'\b{attribute}="([^"]+)"', html)) <= ids
-    for field, name in re.findall(r'<((?:textarea|input(?! type="radio"))[^>]*id="([^"]+)"[^>]*)', html):
+    for field, name in re.findall(
+        r'<((?:textarea|input(?! type="radio"))[^>]*id="([^"]+)"[^>]*)', html
+    ):
         assert f'for="{name}"' in html or "aria-label=" in field
 
 

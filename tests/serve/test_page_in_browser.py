@@ -1,4 +1,6 @@
-"""Tests the page in a browser: generating, stopping, retrying, continuing from a token, panels, storage and files."""
+"""Tests the page in a browser: generating, stopping, retrying, continuing from a token, panels,
+storage and files.
+"""
 
 import importlib.resources
 import json
@@ -20,7 +22,10 @@ from .sockets import serving
 from .varied import VariedEngine, app
 
 pytestmark = pytest.mark.browser
-OPEN_SETTINGS = "openPanel('settings'); document.querySelectorAll('details').forEach((one) => { one.open = true; })"
+OPEN_SETTINGS = (
+    "openPanel('settings'); document.querySelectorAll('details').forEach((one) => { one.open ="
+    " true; })"
+)
 
 
 @pytest.fixture
@@ -30,28 +35,47 @@ def engine():
 
 @pytest.fixture
 def opened(browser, engine):
-    """Opens the page; at the end the browser must have logged no error and no request to another server."""
+    """Opens the page; at the end the browser must have logged no error and no request to another
+    server.
+    """
     with serving(app(engine)) as port:
         browser.get(f"http://localhost:{port}/")
-        browser.execute_script("localStorage.clear(); sessionStorage.clear(); localStorage.setItem = () => {}")
+        browser.execute_script(
+            "localStorage.clear(); sessionStorage.clear(); localStorage.setItem = () => {}"
+        )
         browser.get_log("browser"), browser.get_log("performance")
         browser.get(f"http://localhost:{port}/")
         wait(browser, "return typeof writing === 'object' && writing.about !== null")
-        assert browser.execute_script("return writing.mode") == "chat", "a model with a chat template opens in a chat"
+        assert browser.execute_script("return writing.mode") == "chat", (
+            "a model with a chat template opens in a chat"
+        )
         find(browser, "#mode input[value=story] + span").click()
         yield browser
-        wrong = [entry for entry in browser.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]
-        events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-        asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        wrong = [
+            entry for entry in browser.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")
+        ]
+        events = [
+            json.loads(entry["message"])["message"] for entry in browser.get_log("performance")
+        ]
+        asked = [
+            event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
         browser.get("about:blank")
     assert wrong == []
-    assert {url for url in asked if not url.startswith(f"http://localhost:{port}/")} <= {"data:,", "about:blank"}
+    assert {url for url in asked if not url.startswith(f"http://localhost:{port}/")} <= {
+        "data:,",
+        "about:blank",
+    }
 
 
 def wait(browser, script, *arguments, seconds=15):
     from selenium.webdriver.support.ui import WebDriverWait
 
-    return WebDriverWait(browser, seconds, 0.02).until(lambda browser: browser.execute_script(script, *arguments))
+    return WebDriverWait(browser, seconds, 0.02).until(
+        lambda browser: browser.execute_script(script, *arguments)
+    )
 
 
 def done(browser):
@@ -77,8 +101,8 @@ def text_of(browser):
 def on_screen(browser):
     """Returns the text without the signs for line breaks and control characters."""
     return browser.execute_script(
-        "const copy = byId('tokens').cloneNode(true); copy.querySelectorAll('i').forEach((i) => i.remove());"
-        "return copy.textContent"
+        "const copy = byId('tokens').cloneNode(true); copy.querySelectorAll('i').forEach((i) =>"
+        " i.remove());return copy.textContent"
     )
 
 
@@ -90,7 +114,9 @@ def test_a_story_is_continued(opened, engine):
     write(opened, "Nel mezzo")
     tokenizer = engine.run.tokenizer
     prompt = list(engine.asked[0].ids)
-    assert len(ids(opened)) == 30 and text_of(opened) == "Nel mezzo" + tokenizer.decode(ids(opened)) == on_screen(opened)
+    assert len(ids(opened)) == 30 and text_of(opened) == "Nel mezzo" + tokenizer.decode(
+        ids(opened)
+    ) == on_screen(opened)
     assert "30 tokens" in find(opened, "#status").text and find(opened, "#problem").text == ""
     first = ids(opened)
     write(opened, " e poi")
@@ -99,7 +125,9 @@ def test_a_story_is_continued(opened, engine):
     assert list(engine.asked[2].ids) == [*engine.asked[1].ids, *ids(opened)[30:60]]
     assert len(ids(opened)) == 90
     used = opened.execute_script("return writing.use.tokens")
-    assert used == len(engine.asked[2].ids) + 30 and f"{used} of 1,024" in find(opened, "#totals").text
+    assert (
+        used == len(engine.asked[2].ids) + 30 and f"{used} of 1,024" in find(opened, "#totals").text
+    )
 
 
 def test_stop_retry_undo_and_redo(opened, engine):
@@ -142,7 +170,10 @@ def test_the_text_continues_from_a_chosen_alternative(opened, engine):
     assert (record["rank"], record["forced"], record["logprob"]) == (other, True, one["logprob"])
     find(opened, "#retry").click()
     done(opened)
-    assert engine.asked[2].ids == engine.asked[1].ids and ids(opened)[:10] == [*first[:9], one["id"]]
+    assert engine.asked[2].ids == engine.asked[1].ids and ids(opened)[:10] == [
+        *first[:9],
+        one["id"],
+    ]
     find(opened, "#undo").click()
     find(opened, "#undo").click()
     assert ids(opened) == first
@@ -159,7 +190,11 @@ def test_an_edit_keeps_the_tokens_before_it(opened, engine):
     find(opened, "#edited").click()
     assert ids(opened) == first[:12] and text_of(opened) == before[:cut] + "XYZ"
     write(opened)
-    assert list(engine.asked[1].ids) == [*engine.asked[0].ids, *first[:12], *engine.run.tokenizer.encode("XYZ")]
+    assert list(engine.asked[1].ids) == [
+        *engine.asked[0].ids,
+        *first[:12],
+        *engine.run.tokenizer.encode("XYZ"),
+    ]
     find(opened, "#edit").click()
     press(opened, "ESCAPE")
     assert find(opened, "#text").is_displayed() and len(ids(opened)) == 42
@@ -171,11 +206,16 @@ def test_a_reload_keeps_text_draft_and_settings(opened, engine):
     find(opened, "#draft").send_keys("not sent yet")
     shown, tokens = text_of(opened), opened.execute_script("return state.sample.tokens")
     opened.refresh()
-    wait(opened, "return typeof writing === 'object' && writing.about !== null && state.nodes.length > 0")
+    wait(
+        opened,
+        "return typeof writing === 'object' && writing.about !== null && state.nodes.length > 0",
+    )
     assert text_of(opened) == shown == on_screen(opened)
     again = opened.execute_script("return state.sample.tokens")
     assert [one["id"] for one in again] == [one["id"] for one in tokens]
-    assert [one["entropy"] for one in again] == pytest.approx([one["entropy"] for one in tokens], rel=1e-8)
+    assert [one["entropy"] for one in again] == pytest.approx(
+        [one["entropy"] for one in tokens], rel=1e-8
+    )
     assert find(opened, "#draft").get_attribute("value") == "not sent yet"
     find(opened, "#go").click()
     done(opened)
@@ -228,14 +268,18 @@ def test_a_chat(opened, engine):
     assert "User:\nWho are you?" in prompt and prompt.endswith("Assistant:\n")
     answer = ids(opened)
     opened.execute_script("select(4)")
-    one = opened.execute_script("return state.sample.tokens[4].alternatives.find(({id}) => id !== state.sample.tokens[4].id)")
+    one = opened.execute_script(
+        "return state.sample.tokens[4].alternatives.find(({id}) => id !=="
+        " state.sample.tokens[4].id)"
+    )
     opened.execute_script("pick(arguments[0])", one)
     done(opened)
     assert list(engine.asked[1].ids) == [*engine.asked[0].ids, *answer[:4], one["id"]]
     write(opened, "And now?")
     third = engine.run.tokenizer.decode(engine.asked[2].ids)
     assert third.count("User:") == 2 and third.count("Assistant:") == 2
-    assert [turn.text.split("\n")[0].split()[0] for turn in opened.find_elements("css selector", ".turn")] == [
+    assert [turn.text.split("\n")[0].split()[0] for turn in opened.find_elements("css selector",
+        ".turn")] == [
         "You", "Model", "You", "Model",
     ]  # fmt: skip
     find(opened, "#mode input[value=story] + span").click()
@@ -243,11 +287,22 @@ def test_a_chat(opened, engine):
 
 
 def test_settings_are_sent_and_an_invalid_one_is_marked(opened, engine):
-    for name, value in {"top_p": "0.9", "min_p": "0.05", "stop": "zzz\nyyy", "dry_multiplier": "0.8", "seed": "5"}.items():
+    for name, value in {
+        "top_p": "0.9",
+        "min_p": "0.05",
+        "stop": "zzz\nyyy",
+        "dry_multiplier": "0.8",
+        "seed": "5",
+    }.items():
         setting(opened, name, value)
     write(opened, "Nel mezzo")
     generation = engine.asked[0].config.generation
-    assert (generation.top_p, generation.min_p, generation.dry_multiplier, generation.seed) == (0.9, 0.05, 0.8, 5)
+    assert (generation.top_p, generation.min_p, generation.dry_multiplier, generation.seed) == (
+        0.9,
+        0.05,
+        0.8,
+        5,
+    )
     assert generation.stop == ("zzz", "yyy")
     opened.execute_script("byId('order-group').open = true")
     find(opened, '#order [data-step="top_p"] button').click()
@@ -264,7 +319,10 @@ def test_settings_are_sent_and_an_invalid_one_is_marked(opened, engine):
     setting(opened, "dynatemp_high", "")
     setting(opened, "top_p", "1.5")
     find(opened, "#go").click()
-    assert "Top-p" in find(opened, "#problem").text and find(opened, "#setting-top_p").get_attribute("aria-invalid") == "true"
+    assert (
+        "Top-p" in find(opened, "#problem").text
+        and find(opened, "#setting-top_p").get_attribute("aria-invalid") == "true"
+    )
     opened.get_log("browser")  # the browser logs the 400 response
 
 
@@ -273,14 +331,19 @@ def test_generated_text_is_not_interpreted_as_html(opened, engine):
 
     engine.run.tokenizer, engine.says = BYTES, HOSTILE
     engine._record = lambda token, logprobs, first=False: {
-        "id": int(token), "text": BYTES.decode([token]), "entropy": 1.0, "varentropy": 1.0, "logprob": -1.0,
-        "logprob_sampled": -1.0, "rank": 0, "survivors": 1, "alternatives": [{"id": 1, "text": HOSTILE, "logprob": -1.0,
+        "id": int(token), "text": BYTES.decode([token]), "entropy": 1.0, "varentropy": 1.0,
+        "logprob": -1.0,
+        "logprob_sampled": -1.0, "rank": 0, "survivors": 1, "alternatives": [{"id": 1,
+            "text": HOSTILE, "logprob": -1.0,
         "logprob_sampled": -1.0}],
     }  # fmt: skip
     setting(opened, "max_new_tokens", "90")
     write(opened, HOSTILE.split("<!")[0])
     opened.execute_script("select(3)")
-    assert opened.execute_script("return window.ran") is None and opened.find_elements("css selector", "img") == []
+    assert (
+        opened.execute_script("return window.ran") is None
+        and opened.find_elements("css selector", "img") == []
+    )
     assert "</script>" in on_screen(opened)
 
 
@@ -290,18 +353,29 @@ def test_saved_files_equal_those_of_a_trace(opened, engine, tmp_path):
     write(opened, " e poi")
     documents = opened.execute_script("return documentsOf(current().parts)")
     lines = opened.execute_script("return linesOf(documentsOf(current().parts))")
-    assert [json.loads(line) for line in lines.splitlines()] == [json.loads(line) for line in trace_lines(documents)]
-    assert [document["prompt"][:12] for document in documents] == ["Nel <b>mezzo"] * 2 and len(documents[1]["tokens"]) == 30
-    html = opened.execute_async_script("const end = arguments[0]; reportOf(documentsOf(current().parts)).then(end)")
+    assert [json.loads(line) for line in lines.splitlines()] == [
+        json.loads(line) for line in trace_lines(documents)
+    ]
+    assert [document["prompt"][:12] for document in documents] == ["Nel <b>mezzo"] * 2 and len(
+        documents[1]["tokens"]
+    ) == 30
+    html = opened.execute_async_script(
+        "const end = arguments[0]; reportOf(documentsOf(current().parts)).then(end)"
+    )
 
     def data(html):
-        return json.loads(html.split('<script id="data" type="application/json">')[1].split("</script>")[0])
+        return json.loads(
+            html.split('<script id="data" type="application/json">')[1].split("</script>")[0]
+        )
 
     ours, theirs = data(html), data(report_page(documents))
     assert ours.keys() == theirs.keys()
     for sample in (0, 1):
         assert tokens_of(ours, sample) == tokens_of(theirs, sample)
-        rest = [{k: v for k, v in one["samples"][sample].items() if k not in ("columns", "lists")} for one in (ours, theirs)]
+        rest = [
+            {k: v for k, v in one["samples"][sample].items() if k not in ("columns", "lists")}
+            for one in (ours, theirs)
+        ]
         assert rest[0] == rest[1]
     file = tmp_path / "saved.html"
     file.write_text(html, encoding="utf-8")
@@ -340,7 +414,10 @@ def test_the_composer_is_visible_on_a_phone(on_phone):
     write(on_phone, "Nel mezzo")
     for panel in (None, "token", "settings", "statistics"):
         on_phone.execute_script("openPanel(arguments[0])", panel)
-        assert all(in_window(on_phone, find(on_phone, css)) for css in ("header", "#text", "#draft", "#go", "#retry", ".tabs"))
+        assert all(
+            in_window(on_phone, find(on_phone, css))
+            for css in ("header", "#text", "#draft", "#go", "#retry", ".tabs")
+        )
         assert on_phone.execute_script("return document.documentElement.scrollHeight") == 740
 
 
@@ -353,7 +430,10 @@ def test_a_tap_on_a_token_shows_its_alternatives_on_a_phone(on_phone):
     assert in_window(on_phone, find(on_phone, "#token-panel")) and in_window(on_phone, node)
     panel = find(on_phone, "#token-panel").rect
     for row in on_phone.find_elements("css selector", ".alternatives tbody tr")[:8]:
-        assert panel["y"] <= row.rect["y"] and row.rect["y"] + row.rect["height"] <= panel["y"] + panel["height"]
+        assert (
+            panel["y"] <= row.rect["y"]
+            and row.rect["y"] + row.rect["height"] <= panel["y"] + panel["height"]
+        )
     press(on_phone, "ESCAPE")
     assert not find(on_phone, "#token-panel").is_displayed() and focused(on_phone) == node
 
@@ -364,7 +444,11 @@ def test_sheets_open_and_close_on_a_phone(on_phone):
         button, panel = find(on_phone, f"#show-{name}"), find(on_phone, f"#{name}-panel")
         for close in ("button", "cross", "key"):
             button.click()
-            assert panel.is_displayed() and button.get_attribute("aria-expanded") == "true" and focused(on_phone) == panel
+            assert (
+                panel.is_displayed()
+                and button.get_attribute("aria-expanded") == "true"
+                and focused(on_phone) == panel
+            )
             if close == "button":
                 button.click()
             elif close == "cross":
@@ -408,12 +492,17 @@ def test_presets_fill_the_fields(opened, engine):
         generation = engine.asked[number].config.generation
         names = ("strategy", "temperature", "top_p", "top_k", "min_p")
         assert tuple(getattr(generation, name) for name in names) == values
-    assert engine.asked[4].config.generation.xtc_probability == 0.5 and engine.asked[5].config.generation.mirostat == 2
+    assert (
+        engine.asked[4].config.generation.xtc_probability == 0.5
+        and engine.asked[5].config.generation.mirostat == 2
+    )
     setting(opened, "temperature", "0.9")
     assert chosen_preset(opened) == ""
     setting(opened, "max_new_tokens", "7")
     choose(opened, "#preset-choice", "Server defaults")
-    assert opened.execute_script("return chosenSettings()") == {"max_new_tokens": 7}, "a preset keeps the length"
+    assert opened.execute_script("return chosenSettings()") == {"max_new_tokens": 7}, (
+        "a preset keeps the length"
+    )
 
 
 def test_own_presets_are_kept_exported_and_imported(opened, tmp_path):
@@ -434,7 +523,10 @@ def test_own_presets_are_kept_exported_and_imported(opened, tmp_path):
     find(opened, "#preset-name").send_keys("mine")
     find(opened, "#preset-save").click()
     chosen = opened.execute_script("return chosenSettings()")
-    assert chosen_preset(opened) == "mine" and chosen == {"temperature": 0.77, "dry_breakers": ["a", "b\n"]}
+    assert chosen_preset(opened) == "mine" and chosen == {
+        "temperature": 0.77,
+        "dry_breakers": ["a", "b\n"],
+    }
     find(opened, "#preset-export").click()
     name, _, text = opened.execute_script("return window.file")
     path = tmp_path / name
@@ -444,7 +536,10 @@ def test_own_presets_are_kept_exported_and_imported(opened, tmp_path):
     assert opened.execute_script("return chosenSettings()") == chosen
     find(opened, "#preset-file").send_keys(str(path))
     wait(opened, "return Object.keys(ownPresets()).length === 2")
-    assert opened.execute_script("return Object.keys(ownPresets())") == ["mine", "mine 2"], "none is overwritten"
+    assert opened.execute_script("return Object.keys(ownPresets())") == [
+        "mine",
+        "mine 2",
+    ], "none is overwritten"
     find(opened, "#preset-delete").click()
     assert opened.execute_script("return Object.keys(ownPresets())") == ["mine 2"]
     path.write_text("{", encoding="utf-8")
@@ -457,16 +552,25 @@ def test_sliders_and_search(opened, engine):
     setting(opened, "temperature", "1.5")
     assert find(opened, "#slider-temperature").get_attribute("value") == "1.5"
     opened.execute_script(
-        "const one = byId('slider-top_k'); one.value = 40;"
-        "for (const name of ['input', 'change']) one.dispatchEvent(new Event(name, {bubbles: true}))"
+        "const one = byId('slider-top_k'); one.value = 40;for (const name of ['input', 'change'])"
+        " one.dispatchEvent(new Event(name, {bubbles: true}))"
     )
     assert opened.execute_script("return chosenSettings()") == {"temperature": 1.5, "top_k": 40}
     find(opened, "#search").send_keys("mirostat tau")
-    rows = [row for row in opened.find_elements("css selector", "#settings .setting") if row.is_displayed()]
-    assert [row.get_attribute("data-of") for row in rows] == ["mirostat_tau"] and find(opened, "#found").text == "1 found"
+    rows = [
+        row
+        for row in opened.find_elements("css selector", "#settings .setting")
+        if row.is_displayed()
+    ]
+    assert [row.get_attribute("data-of") for row in rows] == ["mirostat_tau"] and find(
+        opened, "#found"
+    ).text == "1 found"
     find(opened, "#search").clear()
     find(opened, "#search").send_keys(" ")
-    assert find(opened, "#setting-temperature").is_displayed() and not find(opened, "#setting-mirostat_tau").is_displayed()
+    assert (
+        find(opened, "#setting-temperature").is_displayed()
+        and not find(opened, "#setting-mirostat_tau").is_displayed()
+    )
 
 
 def test_a_comparison(opened, engine):
@@ -491,13 +595,22 @@ def test_a_comparison(opened, engine):
     assert one.ids == two.ids and one.config.generation.seed == two.config.generation.seed
     assert sorted(ask.config.generation.temperature for ask in (one, two)) == [0, 1]
     sides = opened.find_elements("css selector", ".side")
-    texts = [side.find_element("css selector", ".continuation").get_attribute("textContent") for side in sides]
-    counts = [[len(side.find_elements("css selector", css)) for css in (".piece", ".differs")] for side in sides]
+    texts = [
+        side.find_element("css selector", ".continuation").get_attribute("textContent")
+        for side in sides
+    ]
+    counts = [
+        [len(side.find_elements("css selector", css)) for css in (".piece", ".differs")]
+        for side in sides
+    ]
     assert counts == [[30, 1], [30, 1]] and texts[0] != texts[1]
     assert f"The first {equal[-1]} tokens are equal" in find(opened, "#status").text
     assert text_of(opened) == before, "nothing is added before a side is kept"
     sides[1].find_element("css selector", ".keep").click()
-    assert text_of(opened) == before + " e poi" + texts[1] and find(opened, "#draft").get_attribute("value") == ""
+    assert (
+        text_of(opened) == before + " e poi" + texts[1]
+        and find(opened, "#draft").get_attribute("value") == ""
+    )
     assert not find(opened, "#comparison").is_displayed() and len(ids(opened)) == 60
     find(opened, "#undo").click()
     assert text_of(opened) == before
@@ -505,14 +618,19 @@ def test_a_comparison(opened, engine):
 
 def test_differences_are_those_of_the_longest_common_subsequence(opened):
     found = opened.execute_script("return differences([...'abcdefg'], [...'abxdeyg'])")
-    assert [[i for i, different in enumerate(marks) if different] for marks in found] == [[2, 5], [2, 5]]
+    assert [[i for i, different in enumerate(marks) if different] for marks in found] == [
+        [2, 5],
+        [2, 5],
+    ]
     found = opened.execute_script("return differences([...'abc'], [...'ab'])")
     assert found == [[False, False, True], [False, False]]
 
 
 def test_copy(opened):
     write(opened, "Nel mezzo")
-    opened.execute_script("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    opened.execute_script(
+        "navigator.clipboard.writeText = async (text) => { window.copied = text; }"
+    )
     find(opened, "#copy").click()
     assert wait(opened, "return window.copied") == text_of(opened)
     assert find(opened, "#status").text == f"Copied {len(text_of(opened))} characters."
@@ -548,7 +666,11 @@ def test_a_saved_story_is_loaded(opened, engine, tmp_path):
     assert text_of(opened) == ""
     path.write_text(lines.replace('"vocab_size":315', '"vocab_size":99'), encoding="utf-8")
     load(opened, path)
-    assert text_of(opened) == saved and ids(opened) == [] and "another vocabulary" in find(opened, "#status").text
+    assert (
+        text_of(opened) == saved
+        and ids(opened) == []
+        and "another vocabulary" in find(opened, "#status").text
+    )
 
 
 def load(browser, path):
@@ -558,7 +680,13 @@ def load(browser, path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "no JSON", '{"kind": "sample"}', '{"kind": "sample", "prompt": "a", "text": "b", "tokens": 3}']
+    "content",
+    [
+        "",
+        "no JSON",
+        '{"kind": "sample"}',
+        '{"kind": "sample", "prompt": "a", "text": "b", "tokens": 3}',
+    ],
 )
 def test_another_file_is_not_loaded(opened, tmp_path, content):
     write(opened, "Nel mezzo")
@@ -578,7 +706,9 @@ def test_chat_is_off_without_a_chat_template(browser):
         wait(browser, "return typeof writing === 'object' && writing.about !== null")
         radio = find(browser, "#mode input[value=chat]")
         assert not radio.is_enabled() and browser.execute_script("return writing.mode") == "story"
-        reason = find(browser, f"#{radio.get_attribute('aria-describedby')}").get_attribute("textContent")
+        reason = find(browser, f"#{radio.get_attribute('aria-describedby')}").get_attribute(
+            "textContent"
+        )
         assert "no chat template" in reason and reason in find(browser, "#nothing").text
         find(browser, "#mode input[value=chat] + span").click()
         assert find(browser, "#status").text == reason
@@ -587,10 +717,18 @@ def test_chat_is_off_without_a_chat_template(browser):
 
 def test_shades_compare_the_tokens_of_the_text(opened, engine):
     record = engine._record
-    engine._record = lambda *given: record(*given) | {"entropy": 6 + (len(engine.asked) + engine.counters["records"]) % 20 / 10}
+    engine._record = lambda *given: (
+        record(*given) | {"entropy": 6 + (len(engine.asked) + engine.counters["records"]) % 20 / 10}
+    )
     write(opened, "Nel mezzo")
-    shares = opened.execute_script("return state.nodes.map((node) => parseInt(node.style.getPropertyValue('--share')))")
-    assert min(shares) == 0 and max(shares) > 90 and find(opened, "#legend .ticks").text.startswith("≤ 6")
+    shares = opened.execute_script(
+        "return state.nodes.map((node) => parseInt(node.style.getPropertyValue('--share')))"
+    )
+    assert (
+        min(shares) == 0
+        and max(shares) > 90
+        and find(opened, "#legend .ticks").text.startswith("≤ 6")
+    )
 
 
 @pytest.mark.parametrize("width", [320, 400, 900, 1600])
@@ -602,8 +740,10 @@ def test_the_page_fits_the_width_of_the_window(opened, width):
     try:
         opened.execute_script(OPEN_SETTINGS)
         wide = opened.execute_script(
-            "const edge = document.documentElement.clientWidth; return [...document.querySelectorAll('body *')].filter((one) =>"
-            "one.getBoundingClientRect().right > edge + 0.5).map((one) => `${one.tagName} ${one.id} ${one.className}`)"
+            "const edge = document.documentElement.clientWidth; return"
+            " [...document.querySelectorAll('body *')].filter((one)"
+            " =>one.getBoundingClientRect().right > edge + 0.5).map((one) => `${one.tagName}"
+            " ${one.id} ${one.className}`)"
         )
         assert wide == []
     finally:
@@ -644,7 +784,9 @@ def test_tools_of_a_chat(opened, engine):
     find(opened, "#tools").send_keys('[{"nam')
     find(opened, "#draft").send_keys("Rome?")
     find(opened, "#go").click()
-    assert "Tools: it is not JSON" in find(opened, "#problem").text and focused(opened) == find(opened, "#tools")
+    assert "Tools: it is not JSON" in find(opened, "#problem").text and focused(opened) == find(
+        opened, "#tools"
+    )
     assert find(opened, "#draft").get_attribute("value") == "Rome?" and engine.asked == []
     find(opened, "#tools").clear()
     find(opened, "#tools").send_keys('[{"name": "weather", "parameters": {"type": "object"}}]')
@@ -660,25 +802,44 @@ def test_tools_of_a_chat(opened, engine):
     assert find(opened, ".call").text.split("\n") == ["Calls weather", "city", "Rome"]
     opened.execute_script("select(3, true)")
     press(opened, "ARROW_LEFT")
-    assert sections[0].get_attribute("open") and focused(opened) == opened.execute_script("return state.nodes[2]")
+    assert sections[0].get_attribute("open") and focused(opened) == opened.execute_script(
+        "return state.nodes[2]"
+    )
     find(opened, ".result textarea").send_keys("sunny, 21 degrees")
     find(opened, ".results button").click()
     done(opened)
     prompt = engine.run.tokenizer.decode(engine.asked[1].ids)
-    assert "sunny, 21 degrees" in prompt and prompt.index('"city": "Rome"') < prompt.index("sunny") and "Hm." not in prompt
-    assert [part["who"] for part in opened.execute_script("return current().parts")] == ["person", "model", "tool", "model"]
+    assert (
+        "sunny, 21 degrees" in prompt
+        and prompt.index('"city": "Rome"') < prompt.index("sunny")
+        and "Hm." not in prompt
+    )
+    assert [part["who"] for part in opened.execute_script("return current().parts")] == [
+        "person",
+        "model",
+        "tool",
+        "model",
+    ]
     turn = opened.find_elements("css selector", ".turn.tool")[0]
-    assert "Result of weather" in turn.text and opened.find_elements("css selector", ".results") == []
+    assert (
+        "Result of weather" in turn.text and opened.find_elements("css selector", ".results") == []
+    )
 
 
 def test_the_format_of_an_answer(opened, engine):
     opened.execute_script("byId('format-group').open = true")
     choose(opened, "#format-kind", "schema")
-    for text, problem in (("", "it is empty"), ("{", "it is not JSON"), ("[1]", "it must be a JSON object")):
+    for text, problem in (
+        ("", "it is empty"),
+        ("{", "it is not JSON"),
+        ("[1]", "it must be a JSON object"),
+    ):
         find(opened, "#format").clear()
         find(opened, "#format").send_keys(text)
         find(opened, "#go").click()
-        assert problem in find(opened, "#problem").text and focused(opened) == find(opened, "#format")
+        assert problem in find(opened, "#problem").text and focused(opened) == find(
+            opened, "#format"
+        )
     find(opened, "#format").clear()
     find(opened, "#format").send_keys('{"type": "object"}')
     write(opened, "Nel mezzo")
@@ -692,7 +853,10 @@ def test_the_format_of_an_answer(opened, engine):
         find(opened, "#format").clear()
         find(opened, "#format").send_keys(source)
         write(opened)
-        assert (engine.asked[-1].constraint.kind, engine.asked[-1].constraint.source) == (kind, source)
+        assert (engine.asked[-1].constraint.kind, engine.asked[-1].constraint.source) == (
+            kind,
+            source,
+        )
     choose(opened, "#format-kind", "text")
     write(opened)
     assert engine.asked[-1].constraint is None
@@ -724,22 +888,38 @@ def test_models_and_adapters(browser, engine):
         browser.get(f"http://localhost:{port}/")
         browser.execute_script("localStorage.clear(); sessionStorage.clear()")
         browser.refresh()
-        wait(browser, "return typeof writing === 'object' && writing.about !== null && state.sample && byId('preset-choice')")
-        options = [one.text for one in browser.find_elements("css selector", "#model-choice option")]
-        assert options == ["varied", "varied:poems", "varied:prose"] and not find(browser, "#model-name").is_displayed()
+        wait(
+            browser,
+            "return typeof writing === 'object' && writing.about !== null && state.sample &&"
+            " byId('preset-choice')",
+        )
+        options = [
+            one.text for one in browser.find_elements("css selector", "#model-choice option")
+        ]
+        assert (
+            options == ["varied", "varied:poems", "varied:prose"]
+            and not find(browser, "#model-name").is_displayed()
+        )
         find(browser, "#mode input[value=story] + span").click()
         write(browser, "Nel mezzo")
         choose(browser, "#model-choice", "varied:poems")
         write(browser)
         assert [ask.lora for ask in engine.asked] == [None, "poems"]
-        assert list(engine.asked[1].ids) == [*engine.asked[0].ids, *ids(browser)[:30]], "adapters share the vocabulary"
+        assert list(engine.asked[1].ids) == [
+            *engine.asked[0].ids,
+            *ids(browser)[:30],
+        ], "adapters share the vocabulary"
         find(browser, "#compare").click() if find(browser, "#compare").is_displayed() else None
         choose(browser, "#side-model-0", "varied:prose")
         find(browser, "#go").click()
         done(browser)
         assert {ask.lora for ask in engine.asked[2:]} == {"prose", "poems"}
-        browser.execute_script("writing.models = [{id: 'varied', base: 'varied'}, {id: 'other', base: 'other'}]")
-        body = browser.execute_script("return requestBody(current().parts, newPart([], 'other'), {}, 'other')")
+        browser.execute_script(
+            "writing.models = [{id: 'varied', base: 'varied'}, {id: 'other', base: 'other'}]"
+        )
+        body = browser.execute_script(
+            "return requestBody(current().parts, newPart([], 'other'), {}, 'other')"
+        )
         assert all(isinstance(one, str) for one in body["prompt"]) and body["model"] == "other"
         browser.get("about:blank")
         browser.get_log("browser")
@@ -750,7 +930,11 @@ def test_texts_are_saved_and_opened_in_every_format(opened, engine, tmp_path):
     write(opened, "Nel mezzo")
     setting(opened, "temperature", "0.5")
     write(opened, " e poi")
-    saved, tokens, parts = text_of(opened), ids(opened), opened.execute_script("return current().parts")
+    saved, tokens, parts = (
+        text_of(opened),
+        ids(opened),
+        opened.execute_script("return current().parts"),
+    )
 
     def save(kind):
         find(opened, "#save").click()
@@ -768,7 +952,9 @@ def test_texts_are_saved_and_opened_in_every_format(opened, engine, tmp_path):
         assert ids(opened) == (tokens if kind in ("json", "lines") else [])
         if kind == "json":
             assert opened.execute_script("return current().parts") == parts
-            assert find(opened, "#status").text.endswith("Its settings are the preset varied-story.")
+            assert find(opened, "#status").text.endswith(
+                "Its settings are the preset varied-story."
+            )
         while text_of(opened) != saved or ids(opened) != tokens:
             find(opened, "#undo").click()
     content = json.loads(save("kobold").read_text())
@@ -780,14 +966,23 @@ def test_a_chat_of_kobold_lite(opened, tmp_path):
     opened.execute_script("download = (...file) => { window.file = file; }")
     path = tmp_path / "chat.json"
     turns = ["\n{{[INPUT]}}\nWho?\n{{[OUTPUT]}}\nI.", "\n{{[INPUT]}}\nWhy?\n{{[OUTPUT]}}\nBecause."]
-    path.write_text(json.dumps({"prompt": "", "actions": turns, "memory": "Be brief.", "authorsnote": "x"}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"prompt": "", "actions": turns, "memory": "Be brief.", "authorsnote": "x"}),
+        encoding="utf-8",
+    )
     load(opened, path)
     parts = opened.execute_script("return current().parts.map(({who, text}) => [who, text])")
     assert parts == [["person", "Who?"], ["model", "I."], ["person", "Why?"], ["model", "Because."]]
-    assert find(opened, "#system").get_attribute("value") == "Be brief." and "the author's note" in find(opened, "#status").text
+    assert (
+        find(opened, "#system").get_attribute("value") == "Be brief."
+        and "the author's note" in find(opened, "#status").text
+    )
     opened.execute_script("save('kobold')")
     again = json.loads(wait(opened, "return window.file")[2])
-    assert "".join([again["prompt"], *again["actions"]]) == "".join(turns) and again["memory"] == "Be brief."
+    assert (
+        "".join([again["prompt"], *again["actions"]]) == "".join(turns)
+        and again["memory"] == "Be brief."
+    )
 
 
 def test_compare_and_dialogs_by_keyboard(opened, engine):
@@ -807,20 +1002,31 @@ def test_compare_and_dialogs_by_keyboard(opened, engine):
     press(opened, "?")
     assert find(opened, "#help").is_displayed()
     press(opened, "ESCAPE")
-    assert not find(opened, "#help").is_displayed() and focused(opened) == find(opened, "#show-settings")
+    assert not find(opened, "#help").is_displayed() and focused(opened) == find(
+        opened, "#show-settings"
+    )
     opened.execute_script("byId('draft').focus()")
     press(opened, "?")
-    assert not find(opened, "#help").is_displayed() and find(opened, "#draft").get_attribute("value") == "?"
+    assert (
+        not find(opened, "#help").is_displayed()
+        and find(opened, "#draft").get_attribute("value") == "?"
+    )
 
 
 # --- accessibility
 
 
 def axe_source():
-    """Returns the source of axe-core: the file of `DANTINOX_AXE`, or the one in the package axe-core-python."""
+    """Returns the source of axe-core: the file of `DANTINOX_AXE`, or the one in the package
+    axe-core-python.
+    """
     if path := os.environ.get("DANTINOX_AXE"):
         return Path(path).read_text(encoding="utf-8")
-    return importlib.resources.files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+    return (
+        importlib.resources.files("axe_core_python")
+        .joinpath("axe.min.js")
+        .read_text(encoding="utf-8")
+    )
 
 
 STATES = ("empty", "story", "chat", "tools", "compare", "settings", "editing", "help", "save")
@@ -855,9 +1061,14 @@ def test_axe_finds_nothing_serious(opened, width, name):
         assert opened.execute_script("return document.documentElement.scrollWidth") <= width
         opened.execute_script(axe_source())
         for theme in ("light", "dark"):
-            opened.execute_script("document.documentElement.dataset.theme = arguments[0]; drawTheme()", theme)
-            found = opened.execute_async_script("const end = arguments[0]; axe.run(document).then(end)")
-            serious = [(one["id"], [node["html"][:120] for node in one["nodes"]][:3]) for one in found["violations"]
+            opened.execute_script(
+                "document.documentElement.dataset.theme = arguments[0]; drawTheme()", theme
+            )
+            found = opened.execute_async_script(
+                "const end = arguments[0]; axe.run(document).then(end)"
+            )
+            serious = [(one["id"],
+                        [node["html"][:120] for node in one["nodes"]][:3]) for one in found["violations"]
                        if one["impact"] in ("serious", "critical")]  # fmt: skip
             assert serious == [], theme
     finally:

@@ -13,13 +13,17 @@ from .fakes import SAYS, FakeEngine, fake_run
 
 
 def ask(engine, prompt="a", **settings):
-    return GenerationRequest(tuple(engine.run.prompt_ids(prompt)), engine.settings({"max_new_tokens": 12, **settings}))
+    return GenerationRequest(
+        tuple(engine.run.prompt_ids(prompt)), engine.settings({"max_new_tokens": 12, **settings})
+    )
 
 
 def test_deltas_arrive_in_order_from_another_thread():
     async def read():
         cancelled = []
-        stream = ResponseStream(GenerationRequest((1,), fake_run().config), RequestStats(1), lambda: cancelled.append(1))
+        stream = ResponseStream(
+            GenerationRequest((1,), fake_run().config), RequestStats(1), lambda: cancelled.append(1)
+        )
         deltas = [Delta(0, str(n), []) for n in range(50)]
 
         def engine():
@@ -39,7 +43,9 @@ def test_deltas_arrive_in_order_from_another_thread():
 
 def test_an_error_ends_a_stream():
     async def read():
-        stream = ResponseStream(GenerationRequest((1,), fake_run().config), RequestStats(1), lambda: None)
+        stream = ResponseStream(
+            GenerationRequest((1,), fake_run().config), RequestStats(1), lambda: None
+        )
         stream.push(Delta(0, "a", []))
         stream.end(UserError("no"))
         assert (await anext(stream)).text == "a"
@@ -55,4 +61,7 @@ def test_the_fake_engine_streams_its_text():
         return [delta async for delta in engine.submit(ask(engine))]
 
     deltas = asyncio.run(read())
-    assert "".join(delta.text for delta in deltas) == SAYS[:12] and deltas[-1].finish_reason == "length"
+    assert (
+        "".join(delta.text for delta in deltas) == SAYS[:12]
+        and deltas[-1].finish_reason == "length"
+    )

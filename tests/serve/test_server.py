@@ -1,4 +1,6 @@
-"""Tests the server process: loading, serving, draining, aborting and failing, and invalid flags of `dantinox serve`."""
+"""Tests the server process: loading, serving, draining, aborting and failing, and invalid flags of
+`dantinox serve`.
+"""
 
 import contextlib
 import os
@@ -32,7 +34,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @contextlib.contextmanager
 def process(pause=0.0, *more):
     command = [sys.executable, "-m", "tests.serve.process", str(pause), *more]
-    made = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    made = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         word, port = made.stdout.readline().split()
         assert word == "listening"
@@ -67,7 +71,8 @@ def wait_for(condition, seconds=20):
 
 
 class Here:
-    """A server in this process, with an engine without a model, while `talk(server)` runs in a thread.
+    """A server in this process, with an engine without a model, while `talk(server)` runs in a
+    thread.
 
     Attributes:
       code: the exit code.
@@ -75,7 +80,12 @@ class Here:
     """
 
     def __init__(self, monkeypatch, talk, pause=0.0, stuck=False, keys=None, may_load=None):
-        self.engine, self.ready, self.exits, self.errors = FakeRunning(pause=pause), threading.Event(), [], []
+        self.engine, self.ready, self.exits, self.errors = (
+            FakeRunning(pause=pause),
+            threading.Event(),
+            [],
+            [],
+        )
         self.engine.stuck, self.engine.may_load = stuck, may_load
         monkeypatch.setattr("dantinox.serve.server.exit_now", self._exit)
         options, reloader = None, None
@@ -87,7 +97,14 @@ class Here:
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             thread = threading.Thread(target=self._talk, args=(talk,))
             thread.start()
-            self.code = serve(make_app(self.engine, options), self.engine, listener, Limits(), self.ready.set, reloader)
+            self.code = serve(
+                make_app(self.engine, options),
+                self.engine,
+                listener,
+                Limits(),
+                self.ready.set,
+                reloader,
+            )
             thread.join()
         if self.errors:
             raise self.errors[0]
@@ -189,7 +206,12 @@ def test_a_fault_of_the_engine_ends_the_server(monkeypatch):
         lines = []
         reader = stream(server.url, 100, lines)
         wait_for(lambda: lines)
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "fault"}, timeout=60).status_code == 503
+        assert (
+            httpx.post(
+                f"{server.url}/v1/completions", json={"prompt": "fault"}, timeout=60
+            ).status_code
+            == 503
+        )
         answer = httpx.get(f"{server.url}/health")
         assert (answer.status_code, answer.json()["status"]) == (503, "failed")
         reader.join(30)
@@ -229,8 +251,14 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
         wait_for(lambda: made and made[0].state == "ready", 30)
         headers = {"authorization": "Bearer 0123456789", "host": "a.example"}
         found.append(httpx.get(f"{url}/v1/models").status_code)
-        found.append(httpx.get(f"{url}/v1/models", headers=headers | {"host": "b.example"}).status_code)
-        body = {"model": "gpt-4o", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        found.append(
+            httpx.get(f"{url}/v1/models", headers=headers | {"host": "b.example"}).status_code
+        )
+        body = {
+            "model": "gpt-4o",
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 4,
+        }
         found.append(httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers).json())
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -244,19 +272,38 @@ def test_the_command_serves_with_its_flags(capfd, run_dir, monkeypatch, tmp_path
     found, asking = [], threading.Thread(target=ask)
     asking.start()
     lite = ["--lite", str(tmp_path / "lite.html")]
-    flags = f"--port {port} --slots 3 --context 100 --queue 5 --name x --api_key_file {tmp_path / 'key'} --allow_host A.example"
+    flags = (
+        f"--port {port} --slots 3 --context 100 --queue 5 --name x --api_key_file"
+        f" {tmp_path / 'key'} --allow_host A.example"
+    )
     flags += " --alias gpt-4o other=x"
     flags += f" --prefill_rows 4 --prefix_cache 7 --cache_dir {tmp_path / 'prefixes'}"
-    code = cli.main(["serve", "--run_dir", str(run_dir), *flags.split(), *lite, "--chat_template", "plain", "--top_p", "0.5"])
+    code = cli.main(
+        [
+            "serve",
+            "--run_dir",
+            str(run_dir),
+            *flags.split(),
+            *lite,
+            "--chat_template",
+            "plain",
+            "--top_p",
+            "0.5",
+        ]
+    )
     asking.join()
     expected = EngineOptions(
-        slots=3, context=100, queue=5, background=("steps", "echo"), prefill_rows=4, prefix_cache=7_000_000,
+        slots=3, context=100, queue=5, background=("steps", "echo"), prefill_rows=4,
+        prefix_cache=7_000_000,
         cache_dir=tmp_path / "prefixes",
     )  # fmt: skip
     assert code == 0 and made[0].options == expected and made[0].name == "x"
     assert made[0].others == {"overrides": {"top_p": 0.5}, "lora_paths": {}}
     assert found[:2] == [401, 400] and found[2]["choices"][0]["message"]["content"] == SAYS[:4]
-    assert capfd.readouterr().out == f"x is served at {url} (a web page; OpenAI: {url}/v1, KoboldAI: {url}/api)\n"
+    assert (
+        capfd.readouterr().out
+        == f"x is served at {url} (a web page; OpenAI: {url}/v1, KoboldAI: {url}/api)\n"
+    )
 
 
 def test_a_folder_for_keys_needs_a_prefix_cache(refused, tmp_path):
@@ -344,7 +391,9 @@ def test_sighup_reloads_the_keys(tmp_path, monkeypatch, caplog):
         server.signal(signal.SIGTERM)
 
     assert Here(monkeypatch, talk, keys=keys).code == 0
-    (record,) = [record for record in caplog.records if "continues as before" in record.getMessage()]
+    (record,) = [
+        record for record in caplog.records if "continues as before" in record.getMessage()
+    ]
     assert record.levelname == "ERROR" and str(keys) in record.getMessage()
 
 
@@ -358,10 +407,15 @@ def test_the_end_of_the_terminal_drains(tmp_path):
     take += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     server_arguments = ["-m", "tests.serve.process", "0.0", "--keys", str(tmp_path / "keys.yaml")]
     command = [sys.executable, "-c", take, *server_arguments]
-    server = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=subprocess.PIPE, start_new_session=True)
+    server = subprocess.Popen(
+        command, cwd=ROOT, stdin=theirs, stdout=subprocess.PIPE, start_new_session=True
+    )
     os.close(theirs)
     try:
-        assert server.stdout.readline().startswith(b"listening") and server.stdout.readline() == b"ready\n"
+        assert (
+            server.stdout.readline().startswith(b"listening")
+            and server.stdout.readline() == b"ready\n"
+        )
         os.close(ours)
         assert server.wait(60) == 0
     finally:

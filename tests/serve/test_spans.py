@@ -1,4 +1,6 @@
-"""Tests OpenTelemetry traces with the in-memory exporter of its SDK: spans, times, attributes, parents and sampling."""
+"""Tests OpenTelemetry traces with the in-memory exporter of its SDK: spans, times, attributes,
+parents and sampling.
+"""
 
 import sys
 
@@ -22,7 +24,8 @@ def test_otel_without_its_packages_is_one_sentence(monkeypatch, capfd, run_dir):
     assert cli.main(["serve", "--run_dir", str(run_dir), "--otel"]) == 2
     assert (
         capfd.readouterr().err
-        == "error: --otel needs packages that are not installed: in a checkout of DantinoX, pip install -e '.[otel]'\n"
+        == "error: --otel needs packages that are not installed: in a checkout of DantinoX, pip"
+        " install -e '.[otel]'\n"
     )
 
 
@@ -52,7 +55,9 @@ def traced(exporter):
 
 
 class TimedEngine(FakeEngine):
-    """Reports the times of a real engine: half a second in the queue, a second to the first token, two seconds in all."""
+    """Reports the times of a real engine: half a second in the queue, a second to the first token,
+    two seconds in all.
+    """
 
     def submit(self, ask):
         stream = super().submit(ask)
@@ -69,30 +74,48 @@ class TimedEngine(FakeEngine):
 
 def test_the_spans_of_a_completion(traced, exporter):
     with traced(TimedEngine(), key="secret-of-one") as http:
-        headers = {"x-api-key": "secret-of-one", "x-request-id": "id-1", "traceparent": f"00-{TRACE}-{PARENT}-01"}
+        headers = {
+            "x-api-key": "secret-of-one",
+            "x-request-id": "id-1",
+            "traceparent": f"00-{TRACE}-{PARENT}-01",
+        }
         http.post("/v1/completions", json=ASK, headers=headers)
     spans = {span.name: span for span in exporter.get_finished_spans()}
-    assert set(spans) == {"POST /v1/completions", "text_completion fake", "queue", "prefill", "decode"}
+    assert set(spans) == {
+        "POST /v1/completions",
+        "text_completion fake",
+        "queue",
+        "prefill",
+        "decode",
+    }
     assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE}
     request, prompt = spans["POST /v1/completions"], spans["text_completion fake"]
     assert f"{request.parent.span_id:016x}" == PARENT and request.kind.name == "SERVER"
     assert prompt.parent.span_id == request.context.span_id
-    assert {spans[name].parent.span_id for name in ("queue", "prefill", "decode")} == {prompt.context.span_id}
+    assert {spans[name].parent.span_id for name in ("queue", "prefill", "decode")} == {
+        prompt.context.span_id
+    }
     seconds = {name: (span.end_time - span.start_time) / 1e9 for name, span in spans.items()}
     assert seconds["queue"] == seconds["prefill"] == 0.5 and seconds["decode"] == 1.0
     assert seconds["text_completion fake"] == 2.0
     assert spans["queue"].start_time == prompt.start_time >= request.start_time
-    assert spans["queue"].end_time == spans["prefill"].start_time and spans["prefill"].end_time == spans["decode"].start_time
+    assert (
+        spans["queue"].end_time == spans["prefill"].start_time
+        and spans["prefill"].end_time == spans["decode"].start_time
+    )
     assert dict(request.attributes) == {
-        "http.request.method": "POST", "url.path": "/v1/completions", "http.route": "/v1/completions",
-        "http.response.status_code": 200, "dantinox.request.id": "id-1", "dantinox.key.name": "default",
+        "http.request.method": "POST", "url.path": "/v1/completions",
+        "http.route": "/v1/completions", "http.response.status_code": 200,
+        "dantinox.request.id": "id-1", "dantinox.key.name": "default",
     }  # fmt: skip
     assert dict(prompt.attributes) == {
-        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "dantinox", "gen_ai.request.model": "fake",
-        "gen_ai.response.model": "fake", "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 5,
+        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "dantinox",
+        "gen_ai.request.model": "fake", "gen_ai.response.model": "fake",
+        "gen_ai.usage.input_tokens": 3, "gen_ai.usage.output_tokens": 5,
         "gen_ai.usage.cache_read.input_tokens": 2, "gen_ai.response.finish_reasons": ("length",),
         "gen_ai.request.max_tokens": 5, "gen_ai.request.temperature": 0.5, "gen_ai.request.seed": 7,
-        "gen_ai.request.choice.count": 1, "gen_ai.request.frequency_penalty": 0.0, "gen_ai.request.presence_penalty": 0.0,
+        "gen_ai.request.choice.count": 1, "gen_ai.request.frequency_penalty": 0.0,
+        "gen_ai.request.presence_penalty": 0.0,
     }  # fmt: skip
 
 
@@ -106,7 +129,10 @@ def test_each_prompt_has_its_spans(traced, exporter):
 
 def test_a_chat(traced, exporter):
     with traced(FakeEngine()) as http:
-        http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "private"}], "max_tokens": 2})
+        http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "private"}], "max_tokens": 2},
+        )
     spans = exporter.get_finished_spans()
     assert "chat fake" in [span.name for span in spans]
     assert not any("private" in str(span.attributes) for span in spans)
@@ -120,7 +146,10 @@ def test_errors(traced, exporter):
         http.get("/no/such/path")
         http.get("/health")
     unavailable, missing = exporter.get_finished_spans()
-    assert unavailable.status.status_code.name == "ERROR" and unavailable.attributes["error.type"] == "503"
+    assert (
+        unavailable.status.status_code.name == "ERROR"
+        and unavailable.attributes["error.type"] == "503"
+    )
     assert missing.name == "GET" and missing.attributes["http.response.status_code"] == 404
     assert missing.status.status_code.name == "UNSET"  # an error of the client
 
@@ -140,7 +169,12 @@ def test_a_cancelled_prompt_has_the_phases_that_it_reached():
     assert times() == [0, 3]
     assert times(queued_seconds=1.0) == [0, 1, 3]
     assert times(queued_seconds=1.0, first_token_seconds=2.0, new_tokens=1) == [0, 1, 2, 3]
-    assert times(queued_seconds=1.0, first_token_seconds=2.0, new_tokens=9, seconds=2.5) == [0, 1, 2, 2.5]
+    assert times(queued_seconds=1.0, first_token_seconds=2.0, new_tokens=9, seconds=2.5) == [
+        0,
+        1,
+        2,
+        2.5,
+    ]
 
 
 def test_a_trace_that_the_client_does_not_sample_is_not_recorded(traced, exporter):

@@ -12,13 +12,26 @@ from dantinox.text import ChatTemplate, Tokenizer, train_tokenizer
 from .fakes import FakeEngine, fake_run
 
 TEXT = "see http://www.example.org/ and https://example.com; " * 30
-WORDS = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter([TEXT]))
+WORDS = train_tokenizer(
+    TokenizerSection(tokenizer_type="bpe", vocab_size=300), lambda: iter([TEXT])
+)
 WORDS = Tokenizer(WORDS.to_json(), roles={"add_bos_token": False})
 PROMPT = "see http:"
 IDS = tuple(WORDS.encode(PROMPT))
 HELLO = [{"role": "user", "content": "hello"}]
-COMPLETIONS = "/v1/completions", "/api/v1/generate", "/api/generate", "/completion", "/api/dantinox/generate"
-CHATS = {"/v1/chat/completions": {}, "/v1/responses": {}, "/v1/messages": {"max_tokens": 4}, "/api/chat": {}}
+COMPLETIONS = (
+    "/v1/completions",
+    "/api/v1/generate",
+    "/api/generate",
+    "/completion",
+    "/api/dantinox/generate",
+)
+CHATS = {
+    "/v1/chat/completions": {},
+    "/v1/responses": {},
+    "/v1/messages": {"max_tokens": 4},
+    "/api/chat": {},
+}
 LOOPS = {
     "/v1/completions": ("length", lambda body: body["choices"][0]["finish_reason"]),
     "/api/v1/generate": ("length", lambda body: body["results"][0]["finish_reason"]),
@@ -29,11 +42,15 @@ LOOPS = {
 
 def client_of(engine):
     options = Options(template=ChatTemplate.from_name("plain", engine.run.tokenizer))
-    return TestClient(make_app(engine, options), base_url="http://localhost", raise_server_exceptions=False)
+    return TestClient(
+        make_app(engine, options), base_url="http://localhost", raise_server_exceptions=False
+    )
 
 
 def body_of(path):
-    return {"prompt": PROMPT} | ({"model": "fake", "raw": True, "stream": False} if path == "/api/generate" else {})
+    return {"prompt": PROMPT} | (
+        {"model": "fake", "raw": True, "stream": False} if path == "/api/generate" else {}
+    )
 
 
 @pytest.mark.parametrize("path", COMPLETIONS)
@@ -55,7 +72,9 @@ def test_chats_are_not_healed(path):
     (request,) = engine.asked
     assert request.healed is None and not request.config.generation.token_healing
     if path == "/v1/chat/completions":
-        answer = client_of(FakeEngine(fake_run(tokenizer=WORDS))).post(path, json=body | {"token_healing": True})
+        answer = client_of(FakeEngine(fake_run(tokenizer=WORDS))).post(
+            path, json=body | {"token_healing": True}
+        )
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "token_healing"
 
 

@@ -1,4 +1,6 @@
-"""Tests the reload of weights into a running engine: which request uses which weights, caches, and errors."""
+"""Tests the reload of weights into a running engine: which request uses which weights, caches, and
+errors.
+"""
 
 import asyncio
 import shutil
@@ -32,7 +34,11 @@ def path(run_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(path):
-    engine = AsyncEngine(dantinox.load(path), EngineOptions(slots=2, context=128, queue=8), overrides={"greedy": True})
+    engine = AsyncEngine(
+        dantinox.load(path),
+        EngineOptions(slots=2, context=128, queue=8),
+        overrides={"greedy": True},
+    )
     yield start(engine)
     engine.close()
 
@@ -76,7 +82,9 @@ def gated_steps(engine, monkeypatch):
     return permits
 
 
-def test_new_requests_use_the_new_weights_after_running_ones(engine, path, run_dir, ending_run_dir, monkeypatch):
+def test_new_requests_use_the_new_weights_after_running_ones(
+    engine, path, run_dir, ending_run_dir, monkeypatch
+):
     async def check():
         reload, programs = weight_reloader(engine, path), dict(engine._batch._programs)
         assert await reload() is False  # the file has not changed
@@ -103,7 +111,9 @@ def test_new_requests_use_the_new_weights_after_running_ones(engine, path, run_d
         again = submit(engine)
         assert await text_of(again) == expected(ending_run_dir) and again.stats.reused_tokens == 64
         assert text_of_run(engine.run) == expected(ending_run_dir)
-        assert engine._batch._programs == programs and "compilations" not in engine.status().counters
+        assert (
+            engine._batch._programs == programs and "compilations" not in engine.status().counters
+        )
         assert await reload() is False
 
     asyncio.run(check())
@@ -143,7 +153,9 @@ def test_errors_keep_the_old_weights(engine, path, run_dir, monkeypatch):
 
 
 def test_weights_for_an_engine_that_has_ended_are_refused(monkeypatch):
-    """Nothing installs them any more, so waiting for it would block this reload and all later ones."""
+    """Nothing installs them any more, so waiting for it would block this reload and all later
+    ones.
+    """
 
     async def check():
         ending = start_engine()

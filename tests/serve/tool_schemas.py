@@ -1,7 +1,8 @@
-"""Sends random JSON schemas as tools that must be called, and validates every call: `python -m tests.serve.tool_schemas [N]`.
+"""Sends random JSON schemas as tools that must be called, and validates every call:
+`python -m tests.serve.tool_schemas [N]`.
 
-The model has random weights, so only the grammar makes the calls valid. Biases of quotes, brackets and EOS keep the calls
-short. It needs the package jsonschema.
+The model has random weights, so only the grammar makes the calls valid. Biases of quotes, brackets
+and EOS keep the calls short. It needs the package jsonschema.
 """
 
 import asyncio
@@ -22,7 +23,12 @@ from .seeded_requests import CHAT, CONTEXT, SLOTS, make_run, running_server
 from .soak import exchange, request
 
 NAMES = ("city", "a", "b1", "key_c", "d-e", "größe", "with space")
-ENDS = {**dict.fromkeys(b'"', 14), **dict.fromkeys(b"}]<", 12), **dict.fromkeys(b",", 10), BYTES.eos_id: 14}
+ENDS = {
+    **dict.fromkeys(b'"', 14),
+    **dict.fromkeys(b"}]<", 12),
+    **dict.fromkeys(b",", 10),
+    BYTES.eos_id: 14,
+}
 
 
 def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
@@ -34,7 +40,9 @@ def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
 
 def _string(draw: random.Random, depth: int) -> dict[str, Any]:
     lengths = {"minLength": draw.randint(0, 3), "maxLength": draw.randint(3, 9)}
-    return {"type": "string"} | draw.choice(({}, lengths, {"pattern": "^[a-c]{2,5}[0-9]?$"}, {"format": "date"}))
+    return {"type": "string"} | draw.choice(
+        ({}, lengths, {"pattern": "^[a-c]{2,5}[0-9]?$"}, {"format": "date"})
+    )
 
 
 def _integer(draw: random.Random, depth: int) -> dict[str, Any]:
@@ -58,12 +66,21 @@ def _null(draw: random.Random, depth: int) -> dict[str, Any]:
 
 def _enum(draw: random.Random, depth: int) -> dict[str, Any]:
     values = ["red", "dark blue", 'a "b"', "é", 3, -1.5, True, None]
-    return {"const": draw.choice(values)} if draw.random() < 0.3 else {"enum": draw.sample(values, draw.randint(1, 5))}
+    return (
+        {"const": draw.choice(values)}
+        if draw.random() < 0.3
+        else {"enum": draw.sample(values, draw.randint(1, 5))}
+    )
 
 
 def _array(draw: random.Random, depth: int) -> dict[str, Any]:
     low = draw.randint(0, 2)
-    return {"type": "array", "items": random_schema(draw, depth + 1), "minItems": low, "maxItems": low + draw.randint(0, 2)}
+    return {
+        "type": "array",
+        "items": random_schema(draw, depth + 1),
+        "minItems": low,
+        "maxItems": low + draw.randint(0, 2),
+    }
 
 
 def _union(draw: random.Random, depth: int) -> dict[str, Any]:
@@ -72,7 +89,10 @@ def _union(draw: random.Random, depth: int) -> dict[str, Any]:
 
 def _object(draw: random.Random, depth: int) -> dict[str, Any]:
     names = draw.sample(NAMES, draw.randint(0, 4))
-    found: dict[str, Any] = {"type": "object", "properties": {name: random_schema(draw, depth + 1) for name in names}}
+    found: dict[str, Any] = {
+        "type": "object",
+        "properties": {name: random_schema(draw, depth + 1) for name in names},
+    }
     found["required"] = [name for name in names if draw.random() < 0.6]
     return found | {"additionalProperties": False}
 
@@ -81,10 +101,22 @@ def body_of(number: int) -> dict[str, Any]:
     """Returns request `number`, with one to three tools."""
     draw = random.Random(number)
     tools = [
-        {"type": "function", "function": {"name": name, "parameters": _object(draw, 0), "strict": draw.random() < 0.5}}
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": _object(draw, 0),
+                "strict": draw.random() < 0.5,
+            },
+        }
         for name in draw.sample(("search", "get_weather", "stop", "edit-file"), draw.randint(1, 3))
     ]
-    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": "required", "seed": number}
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": tools,
+        "tool_choice": "required",
+        "seed": number,
+    }
     return body | {
         "parallel_tool_calls": draw.random() < 0.5,
         "max_tokens": 700,
@@ -98,7 +130,9 @@ async def check(port: int, number: int, counts: Counter[str], wrong: list[str]) 
     reply = await exchange(port, request(CHAT, body))
     if reply.status != 200:
         counts[f"status {reply.status}"] += 1
-        wrong.append(f"request {number}: {reply.status} {reply.content.decode()}\n  {json.dumps(body)}")
+        wrong.append(
+            f"request {number}: {reply.status} {reply.content.decode()}\n  {json.dumps(body)}"
+        )
         return
     (choice,) = json.loads(reply.content)["choices"]
     if choice["finish_reason"] == "length":  # the last call is incomplete
@@ -107,7 +141,9 @@ async def check(port: int, number: int, counts: Counter[str], wrong: list[str]) 
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in body["tools"]}
     calls = choice["message"].get("tool_calls") or []
     try:
-        assert calls and not choice["message"]["content"] and choice["finish_reason"] == "tool_calls"
+        assert (
+            calls and not choice["message"]["content"] and choice["finish_reason"] == "tool_calls"
+        )
         assert body["parallel_tool_calls"] or len(calls) == 1
         for call in calls:
             arguments = json.loads(call["function"]["arguments"])
@@ -137,7 +173,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = make_run(Path(folder) / "run", max_context=8 * CONTEXT)
         for name in formats:
-            with running_server(run_dir, context=6 * CONTEXT, tool_format=name, warm_up="echo") as (port, _):
+            with running_server(run_dir, context=6 * CONTEXT, tool_format=name, warm_up="echo") as (
+                port,
+                _,
+            ):
                 counts, wrong = asyncio.run(check_all(port, range(count)))
             for line in wrong[:5]:
                 print("WRONG", line)

@@ -1,4 +1,5 @@
-"""Chat templates like those of known models, small vocabularies for them, and Transformers' tokens for conversations.
+"""Chat templates like those of known models, small vocabularies for them, and Transformers' tokens
+for conversations.
 
 `python tests/text/chat_cases.py` rewrites chat_expected.json; it needs transformers.
 """
@@ -42,7 +43,11 @@ GEMMA = """\
 USER = {"role": "user", "content": "hello there, how are you?"}
 CONVERSATIONS = [
     [USER, {"role": "assistant", "content": "hello <you>"}],
-    [USER, {"role": "assistant", "content": " I am\nwell "}, {"role": "user", "content": "\n\nthere? é"}],
+    [
+        USER,
+        {"role": "assistant", "content": " I am\nwell "},
+        {"role": "user", "content": "\n\nthere? é"},
+    ],
     [{"role": "system", "content": "are\tyou"}, USER, {"role": "assistant", "content": ""}, USER],
 ]
 
@@ -63,24 +68,37 @@ def byte_level(specials):
     words = ("hello", "Ġhello", "Ġthere", "Ġyou", "user", "assistant", "ĊĊ", "Ġhow", "Ġare")
     vocab, merges = _vocabulary(sorted(pre_tokenizers.ByteLevel.alphabet()), words)
     core = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     core.add_special_tokens([AddedToken(name, normalized=False) for name in specials])
     return core
 
 
 def sentence_pieces(specials):
     """Like Gemma: spaces are a symbol, and unknown characters become bytes."""
-    letters = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127)), "\n"]
+    letters = [
+        *specials,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *map(chr, range(33, 127)),
+        "\n",
+    ]
     vocab, merges = _vocabulary(letters, ("hello", "▁there", "▁you", "user", "model", "\n\n"))
     core = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True))
     core.normalizer = normalizers.Replace(" ", "▁")
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     core.add_special_tokens([AddedToken(name, normalized=False) for name in specials])
     return core
 
 
 def mistral(specials):
-    """Like Mistral: a text gets a space before its first symbol, and special tokens absorb the space after them."""
+    """Like Mistral: a text gets a space before its first symbol, and special tokens absorb the
+    space after them.
+    """
     core = sentence_pieces(specials)
     core.normalizer = None
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -92,13 +110,25 @@ def mistral(specials):
 CASES = {
     "llama3": (
         LLAMA3,
-        byte_level(["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]).to_str(),
+        byte_level(
+            ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+        ).to_str(),
         "<|begin_of_text|>",
         "<|eot_id|>",
     ),
     "chatml": (CHATML, byte_level(["<|im_start|>", "<|im_end|>"]).to_str(), None, "<|im_end|>"),
-    "gemma": (GEMMA, sentence_pieces(["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]).to_str(), "<bos>", "<eos>"),
-    "prefixed": (CHATML, mistral(["<s>", "<|im_start|>", "<|im_end|>"]).to_str(), "<s>", "<|im_end|>"),
+    "gemma": (
+        GEMMA,
+        sentence_pieces(["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]).to_str(),
+        "<bos>",
+        "<eos>",
+    ),
+    "prefixed": (
+        CHATML,
+        mistral(["<s>", "<|im_start|>", "<|im_end|>"]).to_str(),
+        "<s>",
+        "<|im_end|>",
+    ),
 }
 
 
@@ -108,12 +138,17 @@ def main():
     found = {}
     for name, (template, content, begin, end) in CASES.items():
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(content), bos_token=begin, eos_token=end, chat_template=template
+            tokenizer_object=Tokenizer.from_str(content),
+            bos_token=begin,
+            eos_token=end,
+            chat_template=template,
         )
         for number, messages in enumerate(CONVERSATIONS):
             for prompt in (False, True):
                 try:
-                    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+                    ids = tokenizer.apply_chat_template(
+                        messages, add_generation_prompt=prompt, return_dict=False
+                    )
                 except Exception:
                     ids = None
                 found[f"{name} {number} {prompt}"] = ids

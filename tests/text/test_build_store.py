@@ -28,7 +28,8 @@ from dantinox.text import build_store as build
 from tests.error_texts import ERRORS
 
 TEXT = (
-    "Nel mezzo del cammin di nostra vita\n\n mi ritrovai per una <eos> selva oscura,\r\nché la diritta via era smarrita.\n" * 9
+    "Nel mezzo del cammin di nostra vita\n\n mi ritrovai per una <eos> selva oscura,\r\nché la"
+    " diritta via era smarrita.\n" * 9
 )
 
 
@@ -65,7 +66,10 @@ def header(directory: Path) -> dict:
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 0.5])
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
 def test_one_document_is_split_at_the_character(tmp_path, kind: str, fraction: float) -> None:
-    config = settings(write(tmp_path / "a.txt", TEXT), **{"tokenizer.tokenizer_type": kind, "data.val_fraction": fraction})
+    config = settings(
+        write(tmp_path / "a.txt", TEXT),
+        **{"tokenizer.tokenizer_type": kind, "data.val_fraction": fraction},
+    )
     tokenizer, store = prepare_data(config, tmp_path / "store")
     cut = int(len(TEXT) * (1 - fraction))
     train, val = parts(store)
@@ -84,35 +88,62 @@ def test_several_documents_are_split_at_a_document_end(tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     # The documents end after 30, 50, 76, 91 and 100 of 100 characters.
     for fraction, documents in [(0.1, 4), (0.2, 3), (0.4, 2), (0.75, 1)]:
-        tokenizer, store = prepare_data(settings(tmp_path, **{"data.val_fraction": fraction}), tmp_path / "store")
+        tokenizer, store = prepare_data(
+            settings(tmp_path, **{"data.val_fraction": fraction}), tmp_path / "store"
+        )
         encoded = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
         assert parts(store) == (joined(encoded[:documents]), joined(encoded[documents:]))
         assert (store.train.documents, store.val.documents) == (documents, 5 - documents)
 
 
 @pytest.mark.parametrize(
-    "sizes", [[240, 12_200], [12_200, 240], [240, 12_200, 240], [6000, 7000], [1] * 20 + [9000], [5, 20_000, 5]]
+    "sizes",
+    [
+        [240, 12_200],
+        [12_200, 240],
+        [240, 12_200, 240],
+        [6000, 7000],
+        [1] * 20 + [9000],
+        [5, 20_000, 5],
+    ],
 )
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.01, 0.9])
-def test_the_validation_part_is_near_its_fraction_for_documents_of_any_size(tmp_path, sizes, fraction: float) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in sizes))
-    tokenizer, store = prepare_data(settings(tmp_path / "a.jsonl", **{"data.val_fraction": fraction}), tmp_path / "store")
+def test_the_validation_part_is_near_its_fraction_for_documents_of_any_size(
+    tmp_path, sizes, fraction: float
+) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": "x" * size}) + "\n" for size in sizes)
+    )
+    tokenizer, store = prepare_data(
+        settings(tmp_path / "a.jsonl", **{"data.val_fraction": fraction}), tmp_path / "store"
+    )
     share = store.val.characters / sum(sizes)
     assert 0.5 * fraction - 1 / sum(sizes) <= share <= 1.5 * fraction + 1 / sum(sizes)
     assert tokenizer.decode(joined(parts(store))) == "x" * sum(sizes)
-    assert joined(parts(store)).count(tokenizer.eos_id) == joined(parts(store)).count(tokenizer.bos_id) == len(sizes)
+    assert (
+        joined(parts(store)).count(tokenizer.eos_id)
+        == joined(parts(store)).count(tokenizer.bos_id)
+        == len(sizes)
+    )
 
 
 def test_separate_validation_text(tmp_path) -> None:
     train, val = write(tmp_path / "a.txt", TEXT), write(tmp_path / "v.txt", "ß in validation only")
-    tokenizer, store = prepare_data(settings(train, **{"data.val_path": str(val)}), tmp_path / "store")
-    expected = ([tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in (TEXT, "ß in validation only"))
+    tokenizer, store = prepare_data(
+        settings(train, **{"data.val_path": str(val)}), tmp_path / "store"
+    )
+    expected = (
+        [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+        for text in (TEXT, "ß in validation only")
+    )
     assert parts(store) == tuple(expected)
 
 
 @given(text=st.text(st.sampled_from("ab \n.'\r7é"), min_size=60, max_size=400))
 def test_bpe_in_chunks_equals_bpe_of_the_whole_text(tmp_path_factory, text: str) -> None:
-    """Text is encoded in chunks on several cores. If it has good split points, the tokens equal those of the whole text."""
+    """Text is encoded in chunks on several cores. If it has good split points, the tokens equal
+    those of the whole text.
+    """
     text = "via " + text.replace("\n", ".\nx") + " via"
     opened = corpus.Corpus.open(str(write(tmp_path_factory.mktemp("t") / "a.txt", text)))
     extent = opened.scan()
@@ -129,20 +160,31 @@ def test_bpe_in_chunks_equals_bpe_of_the_whole_text(tmp_path_factory, text: str)
 
 
 def test_dropout_of_a_tokenizer_is_used_only_for_training_tokens(tmp_path) -> None:
-    """BPE dropout (Provilkov et al. 2020) skips merges in training; encoding elsewhere uses all merges."""
-    bpe = train_tokenizer(TokenizerSection(tokenizer_type="bpe", vocab_size=400), lambda: iter([TEXT * 9]))
+    """BPE dropout (Provilkov et al. 2020) skips merges in training; encoding elsewhere uses all
+    merges.
+    """
+    bpe = train_tokenizer(
+        TokenizerSection(tokenizer_type="bpe", vocab_size=400), lambda: iter([TEXT * 9])
+    )
     tree = json.loads(bpe.to_json())
     tree["model"]["dropout"] = 1.0  # no merges
     tokenizer = Tokenizer(json.dumps(tree))
-    assert tokenizer.encode(TEXT) == bpe.encode(TEXT) and tokenizer.encode_special_ids(TEXT) == bpe.encode_special_ids(TEXT)
+    assert tokenizer.encode(TEXT) == bpe.encode(TEXT) and tokenizer.encode_special_ids(
+        TEXT
+    ) == bpe.encode_special_ids(TEXT)
     _, store = prepare_data(settings(write(tmp_path / "a.txt", TEXT)), tmp_path / "s", tokenizer)
     cut = int(len(TEXT) * 0.9)
-    assert len(store.training_ids) == 1 + len(TEXT[:cut].encode()) and tokenizer.decode(store.training_ids) == TEXT[:cut]
+    assert (
+        len(store.training_ids) == 1 + len(TEXT[:cut].encode())
+        and tokenizer.decode(store.training_ids) == TEXT[:cut]
+    )
     assert store.validation_ids.tolist() == [*bpe.encode(TEXT[cut:]), bpe.eos_id]
 
 
 def test_no_end_token_in_a_vocabulary_without_one(tmp_path) -> None:
-    tree = json.loads(prepare_data(settings(write(tmp_path / "a.txt", TEXT)), tmp_path / "s")[0].to_json())
+    tree = json.loads(
+        prepare_data(settings(write(tmp_path / "a.txt", TEXT)), tmp_path / "s")[0].to_json()
+    )
     tokenizer = Tokenizer(json.dumps(tree | {"added_tokens": []}))
     _, store = prepare_data(settings(tmp_path / "a.txt"), tmp_path / "s", tokenizer)
     assert tokenizer.eos_id is None and joined(parts(store)) == tokenizer.encode(TEXT)
@@ -161,7 +203,10 @@ def test_tokenizer_from_a_file(tmp_path) -> None:
     config = settings(write(tmp_path / "a.txt", TEXT))
     tokenizer, _ = prepare_data(config, tmp_path / "s")
     (tmp_path / "t.json").write_text(tokenizer.to_json(), encoding="utf-8")
-    more = {"tokenizer.tokenizer_type": "file", "tokenizer.tokenizer_path": str(tmp_path / "t.json")}
+    more = {
+        "tokenizer.tokenizer_type": "file",
+        "tokenizer.tokenizer_path": str(tmp_path / "t.json"),
+    }
     again, _ = prepare_data(settings(tmp_path / "a.txt", **more), tmp_path / "s")
     assert again.fingerprint == tokenizer.fingerprint
 
@@ -176,7 +221,9 @@ def built(tmp_path) -> tuple[Config, Path, Tokenizer]:
 def builds(config: Config, directory: Path, tokenizer: Tokenizer | None) -> bool:
     """Returns whether this call encodes the corpus, and checks that the tokens are right."""
     stages: list[str] = []
-    used, store = prepare_data(config, directory, tokenizer, lambda stage, done, total: stages.append(stage))
+    used, store = prepare_data(
+        config, directory, tokenizer, lambda stage, done, total: stages.append(stage)
+    )
     assert used.decode(joined(parts(store))) == Path(str(config.data.path)).read_bytes().decode()
     return "encoding the corpus" in stages
 
@@ -184,7 +231,11 @@ def builds(config: Config, directory: Path, tokenizer: Tokenizer | None) -> bool
 def test_unchanged_tokens_are_reused(built) -> None:
     config, directory, tokenizer = built
     assert not builds(config, directory, tokenizer) and not builds(config, directory, None)
-    assert not builds(settings(config.data.path, **{"training.seed": 7, "model.max_context": 9}), directory, tokenizer)
+    assert not builds(
+        settings(config.data.path, **{"training.seed": 7, "model.max_context": 9}),
+        directory,
+        tokenizer,
+    )
 
 
 def test_every_change_rebuilds_the_store(built) -> None:
@@ -192,11 +243,16 @@ def test_every_change_rebuilds_the_store(built) -> None:
     path = Path(str(config.data.path))
     records = path.with_name("val.jsonl")
     records.write_text('{"text": "nel mezzo del cammin", "body": "di nostra vita"}\n' * 20)
-    others = [{"data.val_path": str(path)}, *({"data.val_path": str(records), "data.text_field": f} for f in ("text", "body"))]
+    others = [
+        {"data.val_path": str(path)},
+        *({"data.val_path": str(records), "data.text_field": f} for f in ("text", "body")),
+    ]
     for change in ({"data.val_fraction": 0.2}, *others):
         changed = settings(path, **change)
         if "data.val_path" not in change:
-            assert builds(changed, directory, tokenizer) and not builds(changed, directory, tokenizer)
+            assert builds(changed, directory, tokenizer) and not builds(
+                changed, directory, tokenizer
+            )
         else:
             before = header(directory)
             prepare_data(changed, directory, tokenizer)
@@ -226,14 +282,26 @@ def test_damage_rebuilds_the_store(built) -> None:
     ]:
         (directory / "tokens.json").write_text(content)
         assert builds(config, directory, tokenizer), content[:40]
-    for part, value in [("train", 7), ("val", {}), ("dtype", "<f8"), ("file", None), ("file", "../tokens.json")]:
+    for part, value in [
+        ("train", 7),
+        ("val", {}),
+        ("dtype", "<f8"),
+        ("file", None),
+        ("file", "../tokens.json"),
+    ]:
         (directory / "tokens.json").write_text(json.dumps(json.loads(sound) | {part: value}))
         assert builds(config, directory, tokenizer), part
     counts = json.loads(sound)["train"]
-    for change in [{"options": 5}, {"options": {"around": 5}}, {"train": {name: float(n) for name, n in counts.items()}}]:
+    for change in [
+        {"options": 5},
+        {"options": {"around": 5}},
+        {"train": {name: float(n) for name, n in counts.items()}},
+    ]:
         (directory / "tokens.json").write_text(json.dumps(json.loads(sound) | change))
         assert open_store(config, directory, tokenizer) is None, change
-    (directory / "tokens.json").write_text(json.dumps({k: v for k, v in json.loads(sound).items() if k != "options"}))
+    (directory / "tokens.json").write_text(
+        json.dumps({k: v for k, v in json.loads(sound).items() if k != "options"})
+    )
     assert open_store(config, directory, tokenizer) is None and builds(config, directory, tokenizer)
     for content in [b"", data[:-2], data + b"\0\0"]:
         tokens.write_bytes(content)
@@ -244,7 +312,9 @@ def test_damage_rebuilds_the_store(built) -> None:
 
 def test_a_mixture_of_other_sources_is_reported(built) -> None:
     config, directory, tokenizer = built
-    mixed = config.model_copy(update={"data": config.data.model_copy(update={"mixture": (0.5, 0.5)})})
+    mixed = config.model_copy(
+        update={"data": config.data.model_copy(update={"mixture": (0.5, 0.5)})}
+    )
     with pytest.raises(UserError, match=r"were not built with this data\.mixture"):
         open_store(mixed, directory, tokenizer)
 
@@ -257,15 +327,24 @@ def test_leftover_files_are_never_used(built, monkeypatch) -> None:
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for progress in (die, None):  # interrupt while tokens are written, then before the header is written
+    for progress in (
+        die,
+        None,
+    ):  # interrupt while tokens are written, then before the header is written
         with monkeypatch.context() as patch:
             patch.setattr(build, "atomic_write", die)
             with pytest.raises(KeyboardInterrupt):
                 prepare_data(changed, directory, tokenizer, progress)
-        assert header(directory) == before and not builds(config, directory, tokenizer), "the old store is whole"
+        assert header(directory) == before and not builds(config, directory, tokenizer), (
+            "the old store is whole"
+        )
     (directory / ".tokens-killed").write_bytes(b"half a token file")
     assert builds(changed, directory, tokenizer)
-    assert sorted(path.name for path in directory.iterdir()) == [".lock", header(directory)["file"], "tokens.json"]
+    assert sorted(path.name for path in directory.iterdir()) == [
+        ".lock",
+        header(directory)["file"],
+        "tokens.json",
+    ]
 
 
 def test_a_corpus_that_changes_during_the_build_is_refused(built) -> None:
@@ -276,14 +355,24 @@ def test_a_corpus_that_changes_during_the_build_is_refused(built) -> None:
         Path(str(config.data.path)).write_text(TEXT.replace("selva", "valse"))
 
     with pytest.raises(UserError, match=ERRORS["changed_while_it_was_read"]):
-        prepare_data(settings(config.data.path, **{"tokenizer.tokenizer_type": "bpe"}), directory, None, change)
+        prepare_data(
+            settings(config.data.path, **{"tokenizer.tokenizer_type": "bpe"}),
+            directory,
+            None,
+            change,
+        )
     assert header(directory) == before
 
 
 def test_progress_reaches_the_end(tmp_path) -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
     config = settings(write(tmp_path / "a.txt", TEXT), **{"tokenizer.tokenizer_type": "bpe"})
-    prepare_data(config, tmp_path / "s", None, lambda stage, *numbers: seen.setdefault(stage, []).append(numbers))
+    prepare_data(
+        config,
+        tmp_path / "s",
+        None,
+        lambda stage, *numbers: seen.setdefault(stage, []).append(numbers),
+    )
     assert list(seen) == ["training the tokenizer", "encoding the corpus"]
     assert seen["encoding the corpus"][-1] == (len(TEXT), len(TEXT))
 
@@ -332,14 +421,20 @@ def test_tokens_can_be_opened_without_their_corpus(tmp_path) -> None:
     tokenizer, store = prepare_data(config, directory)
     assert not corpus_changed(config, directory)
     write(tmp_path / "a.txt", TEXT + "x")
-    assert corpus_changed(config, directory) and parts(open_store(config, directory, tokenizer)) == parts(store)
+    assert corpus_changed(config, directory) and parts(
+        open_store(config, directory, tokenizer)
+    ) == parts(store)
     (tmp_path / "a.txt").unlink()
-    assert not corpus_changed(config, directory) and parts(open_store(config, directory, tokenizer)) == parts(store)
+    assert not corpus_changed(config, directory) and parts(
+        open_store(config, directory, tokenizer)
+    ) == parts(store)
     assert open_store(config, tmp_path / "elsewhere", tokenizer) is None
 
 
 def test_a_mixture_keeps_its_sources_separate(tmp_path) -> None:
-    """The store contains the training tokens of each source, then the validation tokens of each source."""
+    """The store contains the training tokens of each source, then the validation tokens of each
+    source.
+    """
     texts = {"a.txt": TEXT, "b.txt": TEXT[::-1], "v.txt": "via smarrita"}
     paths = [str(write(tmp_path / name, text)) for name, text in texts.items()]
     config = settings(paths[:2], **{"data.mixture": [3, 1]})
@@ -347,9 +442,13 @@ def test_a_mixture_keeps_its_sources_separate(tmp_path) -> None:
     cut, (b, e) = int(len(TEXT) * 0.9), (tokenizer.bos_id, tokenizer.eos_id)
     train = [[b, *tokenizer.encode(text[:cut]), e] for text in (TEXT, TEXT[::-1])]
     val = [[b, *tokenizer.encode(text[cut:]), e] for text in (TEXT, TEXT[::-1])]
-    assert parts(store) == (joined(train), joined(val)) and header(tmp_path / "store")["mixture"] == [len(p) for p in train]
+    assert parts(store) == (joined(train), joined(val)) and header(tmp_path / "store")[
+        "mixture"
+    ] == [len(p) for p in train]
     again = settings(paths[:2], **{"data.mixture": [1, 1]})
-    assert not builds_tokens(again, tmp_path / "store", tokenizer), "weights do not change what is stored"
+    assert not builds_tokens(again, tmp_path / "store", tokenizer), (
+        "weights do not change what is stored"
+    )
     plain = settings(paths[:2])
     assert builds_tokens(plain, tmp_path / "store", tokenizer)
     apart = settings(paths[:2], **{"data.mixture": [1, 1], "data.val_path": paths[2]})
@@ -380,7 +479,9 @@ print(store.train.tokens + store.val.tokens, store.batch(5).tokens_BT.shape)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the limit is Linux's")
 def test_a_corpus_larger_than_memory(tmp_path) -> None:
-    """184 MB of text give 368 MB of tokens, but RLIMIT_DATA allows the process only 168 MB more than it has at its start."""
+    """184 MB of text give 368 MB of tokens, but RLIMIT_DATA allows the process only 168 MB more
+    than it has at its start.
+    """
     block = (TEXT.encode() * 5000)[: 1 << 20].decode(errors="ignore").encode()
     with open(tmp_path / "large.txt", "wb") as file:
         file.writelines([block] * 176)

@@ -1,4 +1,6 @@
-"""`builtin:recall`: the tasks are solvable, their share is constant, and all Python versions produce the same bytes."""
+"""`builtin:recall`: the tasks are solvable, their share is constant, and all Python versions
+produce the same bytes.
+"""
 
 import hashlib
 import json
@@ -35,14 +37,22 @@ def few(monkeypatch) -> list[str]:
 
 def test_words_belong_to_one_topic_and_are_not_topics() -> None:
     assert len(WORDS) == sum(map(len, recall.TOPICS.values())) and not WORDS & set(recall.TOPICS)
-    assert all(word.isascii() and word.isalpha() and word.islower() for word in WORDS | set(recall.TOPICS))
+    assert all(
+        word.isascii() and word.isalpha() and word.islower() for word in WORDS | set(recall.TOPICS)
+    )
 
 
-@given(seed=st.integers(0, 999), count=st.integers(1, len(recall.TOPICS)), lines=st.lists(st.sampled_from(["a\n", "b c\n"])))
+@given(
+    seed=st.integers(0, 999),
+    count=st.integers(1, len(recall.TOPICS)),
+    lines=st.lists(st.sampled_from(["a\n", "b c\n"])),
+)
 def test_the_requested_fact_is_stated_once(seed: int, count: int, lines: list[str]) -> None:
     task = recall.fact_task(random.Random(seed), lines, count)
     facts = LINE.findall(task.context)
-    assert len(facts) == count == len(dict(facts)) and all(word in recall.TOPICS[topic] for topic, word in facts)
+    assert len(facts) == count == len(dict(facts)) and all(
+        word in recall.TOPICS[topic] for topic, word in facts
+    )
     topic = task.question.removeprefix(f"{recall.LINE_PREFIX} ")
     assert task.answer == f" {dict(facts)[topic]}" and f"{topic}{task.answer}\n" in task.context
     assert LINE.sub("", task.context) == "".join(lines), "the text around the facts is as it was"
@@ -71,7 +81,9 @@ def test_a_document_never_contradicts_itself(records) -> None:
             assert len(set(lines)) == 1 and 3 <= len(lines) <= 8
             kinds[0] += 1
             continue
-        assert len(dict(facts)) == len(set(facts)) and all(word in recall.TOPICS[topic] for topic, word in facts)
+        assert len(dict(facts)) == len(set(facts)) and all(
+            word in recall.TOPICS[topic] for topic, word in facts
+        )
         alone = len(facts) == len(lines)
         kinds[1 + alone] += 1
         if not alone:
@@ -84,7 +96,8 @@ def test_tasks_are_15_to_30_percent_of_the_characters(records) -> None:
     plain = made = 0
     for record in records:
         if record in TEXTS:
-            # The share must hold in every part, because the last documents are the validation split.
+            # The share must hold in every part, because the last documents are the validation
+            # split.
             assert plain < 10_000 or 0.15 < made / (plain + made) < 0.33
             plain += len(record)
         else:
@@ -93,24 +106,47 @@ def test_tasks_are_15_to_30_percent_of_the_characters(records) -> None:
 
 
 def test_the_corpus_has_a_fixed_digest() -> None:
-    """The digest was computed with Python 3.11. Other versions must give the same corpus, so that runs can resume."""
+    """The digest was computed with Python 3.11. Other versions must give the same corpus, so that
+    runs can resume.
+    """
     data = b"".join(recall.recall_corpus(TEXTS))
-    assert data == b"".join(recall.recall_corpus(iter(TEXTS))) != b"".join(recall.recall_corpus(TEXTS, seed=1))
-    assert hashlib.sha256(data).hexdigest() == "666584ebe0b74d815f776841dd8f3616f5b4796bfe5db2e1a8dde403ff8a6b26"
+    assert (
+        data
+        == b"".join(recall.recall_corpus(iter(TEXTS)))
+        != b"".join(recall.recall_corpus(TEXTS, seed=1))
+    )
+    assert (
+        hashlib.sha256(data).hexdigest()
+        == "666584ebe0b74d815f776841dd8f3616f5b4796bfe5db2e1a8dde403ff8a6b26"
+    )
 
 
 def test_builtin_corpus(few) -> None:
     opened = Corpus.open("builtin:recall", text_field="body")  # has no effect on built-in corpora
     extent = opened.scan()
     found = [text for _, text in opened.read_text(extent.digest)]
-    assert found == [json.loads(line)["text"] for line in recall.recall_corpus(text for text in few if text.strip())]
-    assert {text for text in few if text.strip()} < set(found) and extent.characters == sum(map(len, found))
-    assert Corpus.open("builtin:recall").digest() == extent.digest != Corpus.open("builtin:python").digest()
+    assert found == [
+        json.loads(line)["text"]
+        for line in recall.recall_corpus(text for text in few if text.strip())
+    ]
+    assert {text for text in few if text.strip()} < set(found) and extent.characters == sum(
+        map(len, found)
+    )
+    assert (
+        Corpus.open("builtin:recall").digest()
+        == extent.digest
+        != Corpus.open("builtin:python").digest()
+    )
 
 
 def test_the_corpus_equals_a_json_lines_file_with_the_same_records(few, tmp_path) -> None:
-    (tmp_path / "recall.jsonl").write_bytes(b"".join(recall.recall_corpus(text for text in few if text.strip())))
-    assert Corpus.open("builtin:recall").digest() == Corpus.open(str(tmp_path / "recall.jsonl")).digest()
+    (tmp_path / "recall.jsonl").write_bytes(
+        b"".join(recall.recall_corpus(text for text in few if text.strip()))
+    )
+    assert (
+        Corpus.open("builtin:recall").digest()
+        == Corpus.open(str(tmp_path / "recall.jsonl")).digest()
+    )
 
 
 def test_an_unknown_builtin_corpus_lists_the_known_ones() -> None:

@@ -22,7 +22,9 @@ def templates():
 def tokenizer_of(name):
     _, content, begin, end = CASES[name]
     tokenizer = Tokenizer(content)
-    tokenizer.template_variables = {key: n for key, n in (("bos_token", begin), ("eos_token", end)) if n}
+    tokenizer.template_variables = {
+        key: n for key, n in (("bos_token", begin), ("eos_token", end)) if n
+    }
     return tokenizer
 
 
@@ -37,16 +39,27 @@ def test_tokens_equal_those_of_transformers(templates, case):
         with pytest.raises(UserError, match=ERRORS["the_chat_template_refuses_these"]):
             templates[name].encode(CONVERSATIONS[int(number)])
     else:
-        assert templates[name].encode(CONVERSATIONS[int(number)], generation_prompt=prompt == "True") == case[1]
+        assert (
+            templates[name].encode(CONVERSATIONS[int(number)], generation_prompt=prompt == "True")
+            == case[1]
+        )
 
 
 def test_the_loss_mask_covers_a_turn_up_to_its_end_token(templates):
-    """Words outside the vocabulary are encoded letter by letter. The line break after a turn is not in the mask."""
-    conversation = [USER, SPOKEN, {"role": "user", "content": "you"}, {"role": "assistant", "content": "are"}]
+    """Words outside the vocabulary are encoded letter by letter. The line break after a turn is not
+    in the mask.
+    """
+    conversation = [
+        USER,
+        SPOKEN,
+        {"role": "user", "content": "you"},
+        {"role": "assistant", "content": "are"},
+    ]
     chatml = templates["chatml"]
     ids, loss_mask = chatml.encode_with_loss_mask(conversation)
-    assert spelled(chatml, ids) == (
-        "<|im_start|> user Ċ hello Ġt he r e , Ġhow Ġare Ġyou ? <|im_end|> Ċ "
+    assert (
+        spelled(chatml, ids)
+        == "<|im_start|> user Ċ hello Ġt he r e , Ġhow Ġare Ġyou ? <|im_end|> Ċ "
         "<|im_start|> assistant Ċ hello Ġ < y o u > <|im_end|> Ċ "
         "<|im_start|> user Ċ y o u <|im_end|> Ċ <|im_start|> assistant Ċ a r e <|im_end|> Ċ"
     )
@@ -60,7 +73,9 @@ def test_the_loss_mask_covers_a_turn_up_to_its_end_token(templates):
 
 
 def test_a_token_across_the_start_of_a_turn_is_in_the_mask(templates):
-    ids, loss_mask = templates["chatml"].encode_with_loss_mask([{"role": "assistant", "content": "\n "}])
+    ids, loss_mask = templates["chatml"].encode_with_loss_mask(
+        [{"role": "assistant", "content": "\n "}]
+    )
     assert spelled(templates["chatml"], ids) == "<|im_start|> assistant ĊĊ Ġ <|im_end|> Ċ"
     assert loss_mask.astype(int).tolist() == [0, 0, 1, 1, 1, 0]
 
@@ -71,25 +86,43 @@ def test_message_text_never_becomes_a_special_token(templates, name):
     special = next(reversed(template._tokenizer.special_tokens))
     half = special[: len(special) // 2]
     text = f"a{special}b{half}{special} {special}{half}"
-    plain, spelled = (template.encode([{"role": "user", "content": content}]) for content in ("x", text))
+    plain, spelled = (
+        template.encode([{"role": "user", "content": content}]) for content in ("x", text)
+    )
     index = template._tokenizer.special_tokens[special]
     assert spelled.count(index) == plain.count(index)
     assert text in template.text([{"role": "user", "content": text}])
 
 
 def test_nested_special_token_names_are_escaped():
-    tokenizer = Tokenizer(CASES["chatml"][1].replace("<|im_start|>", "<<").replace("<|im_end|>", "<s>"))
-    assert not tokenizer.special_ids & set(tokenizer.encode_specials(tokenizer.escape_special_tokens("<<s><<<s>>"))[0].tolist())
-    assert tokenizer.decode(tokenizer.encode_specials(tokenizer.escape_special_tokens("<<s><<<s>>"))[0]) == "<<s><<<s>>"
+    tokenizer = Tokenizer(
+        CASES["chatml"][1].replace("<|im_start|>", "<<").replace("<|im_end|>", "<s>")
+    )
+    assert not tokenizer.special_ids & set(
+        tokenizer.encode_specials(tokenizer.escape_special_tokens("<<s><<<s>>"))[0].tolist()
+    )
+    assert (
+        tokenizer.decode(
+            tokenizer.encode_specials(tokenizer.escape_special_tokens("<<s><<<s>>"))[0]
+        )
+        == "<<s><<<s>>"
+    )
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
 def test_the_plain_template_is_text_and_end_tokens(kind):
-    tokenizer = train_tokenizer(TokenizerSection(tokenizer_type=kind), lambda: iter(["User: Assistant: <eos> \n abc"]))
+    tokenizer = train_tokenizer(
+        TokenizerSection(tokenizer_type=kind), lambda: iter(["User: Assistant: <eos> \n abc"])
+    )
     template = ChatTemplate.from_name("plain", tokenizer)
     messages = [{"role": "user", "content": "a <eos>"}, {"role": "assistant", "content": "b"}]
     ids, loss_mask = template.encode_with_loss_mask(messages)
-    expected = [tokenizer.bos_id, *tokenizer.encode("User:\na <eos>\n\nAssistant:\n"), *tokenizer.encode("b"), tokenizer.eos_id]
+    expected = [
+        tokenizer.bos_id,
+        *tokenizer.encode("User:\na <eos>\n\nAssistant:\n"),
+        *tokenizer.encode("b"),
+        tokenizer.eos_id,
+    ]
     assert ids.tolist() == template.encode(messages) == expected
     assert loss_mask.tolist() == [False] * (len(ids) - 2) + [True] * 2
     assert template.encode(messages[:1], generation_prompt=True) == expected[:-2]
@@ -101,19 +134,28 @@ def test_the_plain_template_is_text_and_end_tokens(kind):
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        ("{{ ''.__class__.__mro__ }}", "cannot be rendered: access to attribute '__class__' of 'str' object is unsafe."),
-        ("{{ cycler.__init__.__globals__ }}", "cannot be rendered: access to attribute '__init__' of 'type' object is unsafe."),
-        ("{{ messages.append(1) }}", "cannot be rendered: access to attribute 'append' of 'list' object is unsafe."),
-        ("{% set n = namespace(__init__=1) %}", "cannot be rendered: a namespace must not have the name '__init__'"),
-        ("{% include '/etc/passwd' %}", "cannot be rendered: no loader for this environment specified"),
-        ("{% if %}", "cannot be rendered: Expected an expression, got 'end of statement block' (line 1)"),
+        ("{{ ''.__class__.__mro__ }}",
+         "cannot be rendered: access to attribute '__class__' of 'str' object is unsafe."),
+        ("{{ cycler.__init__.__globals__ }}",
+         "cannot be rendered: access to attribute '__init__' of 'type' object is unsafe."),
+        ("{{ messages.append(1) }}",
+         "cannot be rendered: access to attribute 'append' of 'list' object is unsafe."),
+        ("{% set n = namespace(__init__=1) %}",
+         "cannot be rendered: a namespace must not have the name '__init__'"),
+        ("{% include '/etc/passwd' %}",
+         "cannot be rendered: no loader for this environment specified"),
+        ("{% if %}",
+         "cannot be rendered: Expected an expression, got 'end of statement block' (line 1)"),
         ("{{ raise_exception('no\nmore') }}", "refuses these messages: no more"),
-        ("{% for i in range(10**9) %}{% endfor %}", "cannot be rendered: Range too big. The sandbox blocks ranges larger than "
+        ("{% for i in range(10**9) %}{% endfor %}",
+         "cannot be rendered: Range too big. The sandbox blocks ranges larger than "
          "MAX_RANGE (100000)."),
-        ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "cannot be rendered: it writes more than 16,777,216 "
+        ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}",
+         "cannot be rendered: it writes more than 16,777,216 "
          "characters"),
         ("{{ 'a' * 10**10 }}", "cannot be rendered: it needs more than 1024 MiB"),
-        ("{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}", "cannot be rendered: it needs "
+        ("{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+         "cannot be rendered: it needs "
          "more than 0 seconds or 1024 MiB"),
     ],
 )  # fmt: skip
@@ -134,24 +176,35 @@ def test_a_killed_template_process_is_restarted():
 
 
 def test_an_error_in_a_batch_belongs_to_its_conversation(monkeypatch):
-    """One conversation refuses, one is invalid, and one exceeds the time limit, which ends the process."""
+    """One conversation refuses, one is invalid, and one exceeds the time limit, which ends the
+    process.
+    """
     source = "{% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}"
     source += (
-        "{% set r = range(99999 if messages[0].content == 'endless' else 1) %}{% for i in r %}{% for j in r %}{% endfor %}"
+        "{% set r = range(99999 if messages[0].content == 'endless' else 1) %}{% for i in r %}{%"
+        " for j in r %}{% endfor %}"
     )
     source += "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 0)
     template = ChatTemplate(source, BYTES)
     first = ["a", "refuse", "b", "endless", "c", 7]
-    conversations = [MaskedConversation([{"role": "user", "content": text}, SPOKEN]) for text in first]
+    conversations = [
+        MaskedConversation([{"role": "user", "content": text}, SPOKEN]) for text in first
+    ]
     results = template.encode_with_loss_masks(conversations)
-    errors = {text: str(result) for text, result in zip(first, results, strict=True) if isinstance(result, UserError)}
+    errors = {
+        text: str(result)
+        for text, result in zip(first, results, strict=True)
+        if isinstance(result, UserError)
+    }
     assert errors == {
         "refuse": "the chat template refuses these messages: no",
         "endless": "the chat template cannot be rendered: it needs more than 0 seconds or 1024 MiB",
         7: "the content of message 0 must be text, got 7",
     }
-    monkeypatch.setattr(chat_template, "REQUEST_BYTES", 1)  # each conversation in a request of its own
+    monkeypatch.setattr(
+        chat_template, "REQUEST_BYTES", 1
+    )  # each conversation in a request of its own
     again = template.encode_with_loss_masks([conversations[index] for index in (0, 2, 4)])
     for text, result, other in zip("abc", results[::2], again, strict=True):
         assert BYTES.decode(result[0]) == text + SPOKEN["content"]
@@ -160,8 +213,9 @@ def test_an_error_in_a_batch_belongs_to_its_conversation(monkeypatch):
 
 def test_the_jinja_environment_equals_that_of_transformers():
     source = (
-        "{% generation %}a{% endgeneration %}\n  {% for i in [1, 2] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
-        "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ {'é': '<'}|tojson }}{{ strftime_now('%Y')|length }}{{ nil }}"
+        "{% generation %}a{% endgeneration %}\n  {% for i in [1, 2] %}{% if i == 2 %}{% break %}{%"
+        " endif %}{{ i }}{% endfor %}{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ {'é':"
+        " '<'}|tojson }}{{ strftime_now('%Y')|length }}{{ nil }}"
     )
     assert ChatTemplate(source, BYTES).text([]) == 'a12{"é": "<"}4'
 
@@ -170,10 +224,12 @@ def test_the_jinja_environment_equals_that_of_transformers():
     ("messages", "sentence"),
     [
         (["hi"], "message 0 must be an object with role and content, got 'hi'"),
-        ([USER, {"role": "end", "content": ""}], "the role of message 1 must be one of system, developer, user, assistant, "
+        ([USER, {"role": "end", "content": ""}],
+         "the role of message 1 must be one of system, developer, user, assistant, "
          "tool, got 'end'"),
         ([{"role": "user"}], "the content of message 0 must be text, got null"),
-        ([{"role": "user", "content": "a\0"}], "the text contains U+0000 at character 1, which is not allowed"),
+        ([{"role": "user", "content": "a\0"}],
+         "the text contains U+0000 at character 1, which is not allowed"),
     ],
 )  # fmt: skip
 def test_invalid_messages_raise_one_sentence(messages, sentence):
@@ -195,7 +251,8 @@ def test_a_template_that_changes_earlier_turns_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"), [(None, "no chat template at"), (b"\xff", "is not UTF-8 text: the byte 0xff in line 1")]
+    ("content", "sentence"),
+    [(None, "no chat template at"), (b"\xff", "is not UTF-8 text: the byte 0xff in line 1")],
 )
 def test_invalid_template_files_raise_one_sentence(content, sentence, tmp_path):
     path = tmp_path / "chat_template.jinja"
@@ -213,7 +270,9 @@ def test_names_of_templates(tmp_path):
         ChatTemplate.from_name("other", BYTES)
 
 
-@pytest.mark.parametrize("content", ["A primary color is", "A primary color is ", "a", "<you>", "line\n"])
+@pytest.mark.parametrize(
+    "content", ["A primary color is", "A primary color is ", "a", "<you>", "line\n"]
+)
 @pytest.mark.parametrize(
     ("name", "head"),
     [

@@ -12,13 +12,19 @@ from dantinox.text.tool_prompts import chat_prompt, encode_prompts
 from tests.error_texts import ERRORS
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ eos_token if m.role == 'assistant'"
+    " }}{% endfor %}"
+)
 TEMPLATE += "{{ 'a' if add_generation_prompt }}"
 EOS = BYTES.eos_id
 
 
 def said(*contents):
-    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
 
 
 @pytest.fixture
@@ -29,8 +35,9 @@ def prepared(tmp_path):
     def prepare(records, *, objective="sft", name="a.jsonl", directory="store", **changes):
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
         base = {
-            "data.path": str(tmp_path / name), "data.chat_template": str(tmp_path / "t.jinja"), "model.max_context": 12,
-            "tokenizer.tokenizer_type": "byte", "training.batch_size": 2, "training.objective": objective,
+            "data.path": str(tmp_path / name), "data.chat_template": str(tmp_path / "t.jinja"),
+            "model.max_context": 12, "tokenizer.tokenizer_type": "byte", "training.batch_size": 2,
+            "training.objective": objective,
         }  # fmt: skip
         if objective not in ("sft", "orpo"):
             base["training.init_from"] = "x"
@@ -59,7 +66,10 @@ def test_rows_hold_whole_conversations_and_mask_answers(prepared):
         {"messages": said("val", "x")},
     ]
     store, config, directory = prepared(records, **{"data.val_fraction": 0.15})
-    assert text_of(store.training_ids) == "uhiayo$uqar$usat$upaok$uaab$ucad$ufar too long for a rowano$"
+    assert (
+        text_of(store.training_ids)
+        == "uhiayo$uqar$usat$upaok$uaab$ucad$ufar too long for a rowano$"
+    )
     assert text_of(store.validation_ids) == "uvalax$"
     assert (store.left_out, store.conversations, store.windows_per_epoch) == (1, 6, 3)
     batch = store.batch(0)
@@ -69,10 +79,16 @@ def test_rows_hold_whole_conversations_and_mask_answers(prepared):
             rows[text_of([*tokens, targets[-1]])] = (text_of(targets[mask == 1]), segments.tolist())
     assert rows == {
         "uqar$usat$___": ("r$t$", [0] * 10 + [-1] * 2),
-        "uaab$ucad$___": ("d$", [0] * 10 + [-1] * 2),  # if the prompt contains answers, only the completion is in the mask
+        "uaab$ucad$___": (
+            "d$",
+            [0] * 10 + [-1] * 2,
+        ),  # if the prompt contains answers, only the completion is in the mask
         "uhiayo$upaok$": ("yo$ok$", [0] * 7 + [1] * 5),
     }
-    assert batch.mask_BT.dtype == np.float32 and batch.tokens_BT.dtype == batch.segments_BT.dtype == np.int32
+    assert (
+        batch.mask_BT.dtype == np.float32
+        and batch.tokens_BT.dtype == batch.segments_BT.dtype == np.int32
+    )
     again = open_store(config, directory, BYTES)
     for one, other in zip(store.batch(7), again.batch(7), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -81,7 +97,10 @@ def test_rows_hold_whole_conversations_and_mask_answers(prepared):
 
 
 def test_validation_yields_every_conversation_once(prepared):
-    store, _, _ = prepared([{"messages": said(letter * 3, letter)} for letter in "abcdefg"], **{"data.val_fraction": 0.7})
+    store, _, _ = prepared(
+        [{"messages": said(letter * 3, letter)} for letter in "abcdefg"],
+        **{"data.val_fraction": 0.7},
+    )
     batches = list(store.validation(2))
     assert [batch.tokens_BT.shape for batch in batches] == [(2, 12)] * 3
     counted = "".join(text_of(batch.targets_BT[batch.mask_BT == 1]) for batch in batches)
@@ -92,17 +111,24 @@ def test_validation_yields_every_conversation_once(prepared):
 
 def test_a_separate_validation_file_and_a_mixture(prepared, tmp_path):
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": said("v", "w")}) + "\n")
-    store, _, _ = prepared([{"messages": said("a", "b")}], **{"data.val_path": str(tmp_path / "b.jsonl")})
+    store, _, _ = prepared(
+        [{"messages": said("a", "b")}], **{"data.val_path": str(tmp_path / "b.jsonl")}
+    )
     assert (text_of(store.training_ids), text_of(store.validation_ids)) == ("uaab$", "uvaw$")
     paths = [str(tmp_path / "a.jsonl"), str(tmp_path / "c.jsonl")]
     mixed = {"data.path": paths, "data.mixture": [3, 1], "training.batch_size": 1000}
     mixed["data.val_path"] = str(tmp_path / "b.jsonl")
-    store, _, _ = prepared([{"messages": said("c", "d")}], name="c.jsonl", directory="mixed", **mixed)
+    store, _, _ = prepared(
+        [{"messages": said("c", "d")}], name="c.jsonl", directory="mixed", **mixed
+    )
     assert np.count_nonzero(store.batch(0).tokens_BT[:, 1] == ord("a")) == 750
 
 
 def test_pairs_and_their_references(prepared):
-    records = [{"prompt": p, "chosen": "yes", "rejected": [{"role": "assistant", "content": "no"}]} for p in "abcde"]
+    records = [
+        {"prompt": p, "chosen": "yes", "rejected": [{"role": "assistant", "content": "no"}]}
+        for p in "abcde"
+    ]
     records.insert(1, {"prompt": "z", "chosen": "far too long to fit", "rejected": "n"})
     store, config, directory = prepared(records, objective="dpo", **{"data.val_fraction": 0.3})
     assert (store.left_out, store.conversations, store.windows_per_epoch) == (1, 6, 3)
@@ -136,34 +162,58 @@ SYSTEM = message("system", "s")
         ({"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]}, ["uqa", "uqab$", "a$", "b$"]),
         ({"chosen": [Q, A], "rejected": [Q, B]}, ["uqa", "uqab$", "a$", "b$"]),
         ({"prompt": [Q], "chosen": [Q, A], "rejected": [Q, B]}, ["uqa", "uqab$", "a$", "b$"]),
-        ({"prompt": " q\n", "chosen": [SYSTEM, Q, A], "rejected": [SYSTEM, Q, B]}, ["ssuqa", "ssuqab$", "a$", "b$"]),
-        ({"prompt": "q", "chosen": [Q, A, Q, A], "rejected": [Q, A, Q, B]}, ["uqaa$uqa", "uqaa$uqab$", "a$", "b$"]),
+        (
+            {"prompt": " q\n", "chosen": [SYSTEM, Q, A], "rejected": [SYSTEM, Q, B]},
+            ["ssuqa", "ssuqab$", "a$", "b$"],
+        ),
+        (
+            {"prompt": "q", "chosen": [Q, A, Q, A], "rejected": [Q, A, Q, B]},
+            ["uqaa$uqa", "uqaa$uqab$", "a$", "b$"],
+        ),
         ({"prompt": "q", "chosen": [A], "rejected": "b"}, ["uqa", "uqab$", "a$", "b$"]),
-        ({"prompt": [SYSTEM], "chosen": [Q, A], "rejected": [Q, B]}, ["ssuqa", "ssuqab$", "a$", "b$"]),
+        (
+            {"prompt": [SYSTEM], "chosen": [Q, A], "rejected": [Q, B]},
+            ["ssuqa", "ssuqab$", "a$", "b$"],
+        ),
     ],
 )
 def test_a_preference_with_whole_conversations_has_its_prompt_once(prepared, record, expected):
-    """As in `maybe_extract_prompt` of TRL, and for lists that contain the prompt also if it is a list."""
+    """As in `maybe_extract_prompt` of TRL, and for lists that contain the prompt also if it is a
+    list.
+    """
     store, _, _ = prepared([record] * 2, objective="dpo", **{"model.max_context": 20})
     batch = store.batch(0)
     first, second = (
-        text_of([*tokens, targets[-1]]).rstrip("_") for tokens, targets in zip(batch[0][0], batch[1][0], strict=True)
+        text_of([*tokens, targets[-1]]).rstrip("_")
+        for tokens, targets in zip(batch[0][0], batch[1][0], strict=True)
     )
-    answers = [text_of(targets[mask == 1]) for targets, mask in zip(batch[1][0], batch[3][0], strict=True)]
+    answers = [
+        text_of(targets[mask == 1]) for targets, mask in zip(batch[1][0], batch[3][0], strict=True)
+    ]
     assert first.startswith(expected[0]) and second == expected[1]
     if record.get("prompt") != [SYSTEM]:  # there, the completion begins with a user message
         assert answers == expected[2:]
 
 
 def test_other_records_with_whole_conversations(prepared):
-    labeled = [{"prompt": p, "completion": [message("user", p), A], "label": p == "x"} for p in "xy"] * 2
+    labeled = [
+        {"prompt": p, "completion": [message("user", p), A], "label": p == "x"} for p in "xy"
+    ] * 2
     store, _, _ = prepared(labeled, objective="kto", **{"data.val_fraction": 0.5})
     assert text_of(store.training_ids[:10]) == "uxaa$uxaa$"
-    store, _, _ = prepared([{"prompt": "q", "completion": [Q, A, Q, B]}] * 2, **{"model.max_context": 20})
+    store, _, _ = prepared(
+        [{"prompt": "q", "completion": [Q, A, Q, B]}] * 2, **{"model.max_context": 20}
+    )
     assert text_of(store.training_ids) == "uqaa$uqab$" and int(store.batch(0).mask_BT[0].sum()) == 4
     for record, problem in (
-        ({"prompt": "other", "chosen": [Q, A], "rejected": [Q, B]}, "'chosen' does not contain the prompt"),
-        ({"prompt": "q", "chosen": [Q, A], "rejected": [SYSTEM, Q, B]}, "begin with different prompts"),
+        (
+            {"prompt": "other", "chosen": [Q, A], "rejected": [Q, B]},
+            "'chosen' does not contain the prompt",
+        ),
+        (
+            {"prompt": "q", "chosen": [Q, A], "rejected": [SYSTEM, Q, B]},
+            "begin with different prompts",
+        ),
         ({"chosen": "a", "rejected": "b"}, "lacks the field 'prompt'"),
     ):
         with pytest.raises(UserError, match=problem):
@@ -174,7 +224,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 WITH_TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + TEMPLATE.replace(
     "{{ m.content }}",
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}{{ c.function.arguments.x }}>{% endfor %}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}{{"
+    " c.function.arguments.x }}>{% endfor %}",
 )
 
 
@@ -191,7 +242,9 @@ def test_tools_and_calls_are_rendered(prepared, tmp_path, tools):
     store, _, _ = prepared([pair] * 2, objective="dpo", **settings)
     assert text_of(store.training_ids) == "[f]uqaa$[f]uqab$"
     grpo = {"grpo.rewards": ["exact_match"], "generation.max_new_tokens": 4}
-    store, _, _ = prepared([{"prompt": "q", "tools": tools, "answer": "a"}] * 2, objective="grpo", **settings | grpo)
+    store, _, _ = prepared(
+        [{"prompt": "q", "tools": tools, "answer": "a"}] * 2, objective="grpo", **settings | grpo
+    )
     assert text_of(store.batch(0)[0].ids) == "[f]uqa"
 
 
@@ -203,23 +256,42 @@ def test_tools_without_support_of_the_template_equal_those_of_generation(prepare
         message("tool", "r"),
         message("assistant", "b", weight=0),
     ]
-    store, _, _ = prepared([{"messages": called, "tools": [TOOL]}] * 2, **{"model.max_context": 2000})
+    store, _, _ = prepared(
+        [{"messages": called, "tools": [TOOL]}] * 2, **{"model.max_context": 2000}
+    )
     template = ChatTemplate(TEMPLATE, BYTES)
-    assert text_of(store.training_ids).startswith(text_of(chat_prompt(template, called[:1], [TOOL]).ids))
-    assert text_of(store.training_ids).startswith(text_of(chat_prompt(template, called[:4], [TOOL]).ids))
+    assert text_of(store.training_ids).startswith(
+        text_of(chat_prompt(template, called[:1], [TOOL]).ids)
+    )
+    assert text_of(store.training_ids).startswith(
+        text_of(chat_prompt(template, called[:4], [TOOL]).ids)
+    )
     batch = store.batch(0)
     answer = text_of(batch.targets_BT[0][batch.mask_BT[0] == 1])
     assert answer == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>$'
     for content, calls in ((5, [CALL]), ([{"type": "text", "text": "a"}], [])):
         with pytest.raises(UserError, match="the content of message 0 must be text, got"):
             chat_prompt(template, [message("assistant", content, tool_calls=calls)], [TOOL])
-    refusing = ChatTemplate("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE, BYTES)
+    refusing = ChatTemplate(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE,
+        BYTES,
+    )
     wrong = [{"role": "bot", "content": ""}]
     for one in (template, refusing):  # the second one has the tools in the first message
-        prompts = [(called[:1], [TOOL]), (called[:4], None), (wrong, None), (called[:4], [TOOL]), ([Q, A, Q], None)]
-        found = encode_prompts(one, [MaskedConversation(messages, None, tools) for messages, tools in prompts])
+        prompts = [
+            (called[:1], [TOOL]),
+            (called[:4], None),
+            (wrong, None),
+            (called[:4], [TOOL]),
+            ([Q, A, Q], None),
+        ]
+        found = encode_prompts(
+            one, [MaskedConversation(messages, None, tools) for messages, tools in prompts]
+        )
         assert "the role of message 0 must be" in str(found.pop(2)) and prompts.pop(2)
-        assert [ids.tolist() for ids in found] == [chat_prompt(one, *prompt).ids for prompt in prompts]
+        assert [ids.tolist() for ids in found] == [
+            chat_prompt(one, *prompt).ids for prompt in prompts
+        ]
 
 
 def test_template_variables_and_weights(prepared, tmp_path):
@@ -232,7 +304,12 @@ def test_template_variables_and_weights(prepared, tmp_path):
         Q,
         message("assistant", "c", weight=None),
     ]
-    record = {"messages": messages, "chat_template_kwargs": {"mode": "m"}, "label": None, "source": "x"}
+    record = {
+        "messages": messages,
+        "chat_template_kwargs": {"mode": "m"},
+        "label": None,
+        "source": "x",
+    }
     settings = {"data.chat_template": str(tmp_path / "v.jinja"), "model.max_context": 40}
     store, _, _ = prepared([record] * 2, **settings)
     assert text_of(store.training_ids) == "muqaa$uqab$uqac$"
@@ -243,17 +320,47 @@ def test_template_variables_and_weights(prepared, tmp_path):
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"messages": [Q, message("assistant", "a", weight=0)]}, "no assistant message to train on"),
-        ({"messages": [Q, message("assistant", "a", weight=0.5)]}, "the weight of message 1 must be 0 or 1, got 0.5"),
-        ({"messages": [message("user", "q", weight=1), A]}, "the weight of message 0 must be 0, because"),
-        ({"messages": [Q, message("assistant", None)]}, "the content of message 1 must be text, got null"),
-        ({"messages": [Q, message("assistant", None, tool_calls=[{"name": "f"}])]}, "must be an object with a function that"),
-        ({"messages": [Q, A], "tools": {"name": "f"}}, "the field 'tools' must be a list of objects"),
+        (
+            {"messages": [Q, message("assistant", "a", weight=0)]},
+            "no assistant message to train on",
+        ),
+        (
+            {"messages": [Q, message("assistant", "a", weight=0.5)]},
+            "the weight of message 1 must be 0 or 1, got 0.5",
+        ),
+        (
+            {"messages": [message("user", "q", weight=1), A]},
+            "the weight of message 0 must be 0, because",
+        ),
+        (
+            {"messages": [Q, message("assistant", None)]},
+            "the content of message 1 must be text, got null",
+        ),
+        (
+            {"messages": [Q, message("assistant", None, tool_calls=[{"name": "f"}])]},
+            "must be an object with a function that",
+        ),
+        (
+            {"messages": [Q, A], "tools": {"name": "f"}},
+            "the field 'tools' must be a list of objects",
+        ),
         ({"messages": [Q, A], "tools": "[1]"}, "the field 'tools' must be a list of objects"),
-        ({"messages": [Q, A], "chat_template_kwargs": {"messages": []}}, "must not have the name 'messages'"),
-        ({"messages": [Q, A], "functions": [TOOL]}, "the field 'functions' of a record is not supported: use tools"),
-        ({"prompt": "q", "completion": "a", "system": "s"}, "the field 'system' of a record is not supported"),
-        ({"prompt": "q", "completion": "a", "weight": 0.5}, "the field 'weight' of a record is not supported"),
+        (
+            {"messages": [Q, A], "chat_template_kwargs": {"messages": []}},
+            "must not have the name 'messages'",
+        ),
+        (
+            {"messages": [Q, A], "functions": [TOOL]},
+            "the field 'functions' of a record is not supported: use tools",
+        ),
+        (
+            {"prompt": "q", "completion": "a", "system": "s"},
+            "the field 'system' of a record is not supported",
+        ),
+        (
+            {"prompt": "q", "completion": "a", "weight": 0.5},
+            "the field 'weight' of a record is not supported",
+        ),
         ({"prompt": "q", "completion": "a", "label": False}, "the field 'label' is false, but sft"),
         ({"messages": [Q, A], "completion": "a"}, "not both"),
     ],
@@ -272,7 +379,9 @@ def test_white_space_of_an_answer_is_kept(prepared):
 
 
 def test_labeled_completions_have_a_mismatched_completion(prepared):
-    """The second conversation of an example has the completion of the next record with another prompt, cut to the row."""
+    """The second conversation of an example has the completion of the next record with another
+    prompt, cut to the row.
+    """
     records = [
         ("p", "one", True),
         ("p", "two", False),
@@ -280,13 +389,20 @@ def test_labeled_completions_have_a_mismatched_completion(prepared):
         ("r", "four", True),
         ("s", "5", False),
     ]
-    records = [{"prompt": prompt, "completion": completion, "label": label} for prompt, completion, label in records]
+    records = [
+        {"prompt": prompt, "completion": completion, "label": label}
+        for prompt, completion, label in records
+    ]
     store, config, directory = prepared(records, objective="kto", **{"data.val_fraction": 0.4})
     assert (store.left_out, store.conversations, store.windows_per_epoch) == (1, 5, 2)
     seen = {}
     for numbers, batch in store.all_pairs(2):
-        for number, tokens, mask, desirable in zip(numbers, batch.targets_P2T, batch.mask_P2T, batch.desirable_P, strict=False):
-            seen[int(number)] = [text_of(t[m == 1]) for t, m in zip(tokens, mask, strict=True)] + [bool(desirable)]
+        for number, tokens, mask, desirable in zip(
+            numbers, batch.targets_P2T, batch.mask_P2T, batch.desirable_P, strict=False
+        ):
+            seen[int(number)] = [text_of(t[m == 1]) for t, m in zip(tokens, mask, strict=True)] + [
+                bool(desirable)
+            ]
     assert seen == {
         0: ["one$", "a very lon", True],
         1: ["two$", "a very lon", False],
@@ -301,7 +417,9 @@ def test_labeled_completions_have_a_mismatched_completion(prepared):
     )
     assert {text_of(tokens[:3]) for tokens in batch.tokens_P2T.reshape(4, 12)} == {"upa"}
     validation = next(store.validation(3))
-    assert validation.desirable_P.tolist() == [True, False, False] and not validation.mask_P2T[2].any()
+    assert (
+        validation.desirable_P.tolist() == [True, False, False] and not validation.mask_P2T[2].any()
+    )
     again = open_store(config, directory, BYTES)
     for one, other in zip(store.batch(3), again.batch(3), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -317,7 +435,9 @@ def test_labeled_completions_have_a_mismatched_completion(prepared):
     ],
 )
 def test_an_invalid_label_is_refused(prepared, tmp_path, label, sentence):
-    records = [{"prompt": str(i), "completion": "b", "label": label if i == 1 else True} for i in range(4)]
+    records = [
+        {"prompt": str(i), "completion": "b", "label": label if i == 1 else True} for i in range(4)
+    ]
     with pytest.raises(UserError) as caught:
         prepared(records, objective="kto")
     assert str(caught.value) == sentence.replace("FILE", str(tmp_path / "a.jsonl"))
@@ -332,21 +452,41 @@ def test_records_that_cannot_be_paired_are_refused(prepared, tmp_path):
     with pytest.raises(UserError, match=ERRORS["lacks_the_field_prompt"]):
         prepared([{"messages": said("a", "b")}] * 2, objective="kto")
     records[1] = {"prompt": "q", "completion": [{"role": "bot", "content": "x"}], "label": True}
-    with pytest.raises(UserError, match=r"^the role of message 1 must be .*a\.jsonl, line 2\)$"):  # not that of line 1
+    with pytest.raises(
+        UserError, match=r"^the role of message 1 must be .*a\.jsonl, line 2\)$"
+    ):  # not that of line 1
         prepared(records, objective="kto")
 
 
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ('{"text": "a"}', "a record must have the field messages, or the fields prompt and completion; it has 'text' "),
+        (
+            '{"text": "a"}',
+            (
+                "a record must have the field messages, or the fields prompt and completion; it has"
+                " 'text' "
+            ),
+        ),
         ('{"messages": "a"}', "the field 'messages' must be a list of messages, got 'a' "),
         ('{"messages": []}', "the field 'messages' must be a list of messages, got [] "),
-        ('{"messages": [{"role": "bot", "content": ""}]}', "the role of message 0 must be one of system, developer, user, "),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "a conversation has no assistant message to train on "),
-        ('{"prompt": 1, "completion": "b"}', "the field 'prompt' must be a string or a list of messages, got 1 "),
+        (
+            '{"messages": [{"role": "bot", "content": ""}]}',
+            "the role of message 0 must be one of system, developer, user, ",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            "a conversation has no assistant message to train on ",
+        ),
+        (
+            '{"prompt": 1, "completion": "b"}',
+            "the field 'prompt' must be a string or a list of messages, got 1 ",
+        ),
         ('{"prompt": "a", "completion": "\\ud83d"}', "U+D83D at position "),
-        ('{"messages": [{"content": "a"}], "tools": [{"name": "f"}]}', "the role of message 0 must be one of system, "),
+        (
+            '{"messages": [{"content": "a"}], "tools": [{"name": "f"}]}',
+            "the role of message 0 must be one of system, ",
+        ),
         ('{"prompt": "a"}', "a record lacks the field 'completion'; it has 'prompt' "),
         ('["a"]', "a record must be a JSON object, got ['a'] "),
         ("{", "not JSON: "),
@@ -356,7 +496,9 @@ def test_an_invalid_record_is_reported_with_its_line(prepared, tmp_path, line, s
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + line + "\n")
     with pytest.raises(UserError) as caught:
         prepared([], **{"data.path": str(tmp_path / "bad.jsonl")})
-    assert str(caught.value).startswith(sentence) and str(caught.value).endswith(f"({tmp_path / 'bad.jsonl'}, line 2)")
+    assert str(caught.value).startswith(sentence) and str(caught.value).endswith(
+        f"({tmp_path / 'bad.jsonl'}, line 2)"
+    )
     assert not list((tmp_path / "store").glob("*tokens*"))
 
 
@@ -380,7 +522,9 @@ def test_other_invalid_settings_are_refused(prepared, tmp_path):
 def test_another_template_or_objective_rebuilds_the_store(prepared):
     records = [{"messages": said("a", "b")}] * 2
     name = (prepared(records)[2] / "tokens.json").read_text()
-    _, config, directory = prepared(records, **{"data.chat_template": "plain", "model.max_context": 40})
+    _, config, directory = prepared(
+        records, **{"data.chat_template": "plain", "model.max_context": 40}
+    )
     header = json.loads((directory / "tokens.json").read_text())
     assert header != json.loads(name)
     assert sorted(p.name for p in directory.glob("tokens-*")) == [header["file"], header["marks"]]
@@ -398,7 +542,10 @@ def test_instructions_have_the_expected_form():
     assert question == {"role": "user", "content": "Summarise: m.n.f(a, b)"}
     assert answer == {"role": "assistant", "content": "Takes: two arguments\nDoes: Do it."}
     assert matches_answer_form(answer["content"] + "\n")
-    assert not matches_answer_form("Takes: two arguments\nDoes: it") and not matches_answer_form("def f(a):")
+    assert not matches_answer_form("Takes: two arguments\nDoes: it") and not matches_answer_form(
+        "def f(a):"
+    )
     assert (
-        ChatTemplate.from_name("plain", BYTES).encode_with_loss_mask(function.messages())[1].sum() == len(answer["content"]) + 1
+        ChatTemplate.from_name("plain", BYTES).encode_with_loss_mask(function.messages())[1].sum()
+        == len(answer["content"]) + 1
     )

@@ -1,4 +1,6 @@
-"""Corpora: text is read unchanged, files are found in a fixed order, and other content gives an error in one sentence."""
+"""Corpora: text is read unchanged, files are found in a fixed order, and other content gives an
+error in one sentence.
+"""
 
 import gzip
 import json
@@ -40,7 +42,9 @@ def test_text_is_read_unchanged(tmp_path) -> None:
     assert documents(tmp_path) == [ODD, "bom"]
 
 
-@given(text=st.text(st.sampled_from("ab\r\n 🙂é"), min_size=1, max_size=80), block=st.integers(1, 20))
+@given(
+    text=st.text(st.sampled_from("ab\r\n 🙂é"), min_size=1, max_size=80), block=st.integers(1, 20)
+)
 def test_every_block_size_reads_the_same_text(tmp_path_factory, text: str, block: int) -> None:
     path = tmp_path_factory.mktemp("t") / "a.txt"
     path.write_bytes(text.encode())
@@ -66,7 +70,16 @@ def test_split_text_prefers_lines_then_words() -> None:
 
 
 def test_folder_is_recursive_sorted_and_text_only(tmp_path) -> None:
-    for name in ["b/z.md", "b/a.TXT", "a.py", "c.bin", ".hidden/x.txt", "b/.x.txt", "pack.txt.gz", "empty.txt"]:
+    for name in [
+        "b/z.md",
+        "b/a.TXT",
+        "a.py",
+        "c.bin",
+        ".hidden/x.txt",
+        "b/.x.txt",
+        "pack.txt.gz",
+        "empty.txt",
+    ]:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         data = b"" if name == "empty.txt" else name.encode()
@@ -74,13 +87,26 @@ def test_folder_is_recursive_sorted_and_text_only(tmp_path) -> None:
     assert documents(tmp_path) == ["a.py", "b/a.TXT", "b/z.md", "pack.txt.gz"]
     (tmp_path / "b" / "link.txt").symlink_to(tmp_path / "a.py")
     (tmp_path / "linked").symlink_to(tmp_path / "b")
-    assert documents(tmp_path)[1:] == ["b/a.TXT", "a.py", "b/z.md", "b/a.TXT", "a.py", "b/z.md", "pack.txt.gz"]
+    assert documents(tmp_path)[1:] == [
+        "b/a.TXT",
+        "a.py",
+        "b/z.md",
+        "b/a.TXT",
+        "a.py",
+        "b/z.md",
+        "pack.txt.gz",
+    ]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonlines", ".ndjson", ".JSONL", ".NdJson", ".ndjson.gz", ".JSONLINES.GZ"])
+@pytest.mark.parametrize(
+    "suffix",
+    [".jsonl", ".jsonlines", ".ndjson", ".JSONL", ".NdJson", ".ndjson.gz", ".JSONLINES.GZ"],
+)
 def test_names_of_json_lines(tmp_path, suffix: str) -> None:
     data = b'{"text": "uno"}\n{"text": "due"}\n'
-    (tmp_path / f"x{suffix}").write_bytes(gzip.compress(data) if suffix.lower().endswith("gz") else data)
+    (tmp_path / f"x{suffix}").write_bytes(
+        gzip.compress(data) if suffix.lower().endswith("gz") else data
+    )
     for path in (tmp_path, tmp_path / f"x{suffix}", tmp_path / "x*"):
         assert documents(path) == ["uno", "due"]
     assert may_hold_records(str(tmp_path / f"x{suffix}")) and not may_hold_records("a.txt")
@@ -89,7 +115,10 @@ def test_names_of_json_lines(tmp_path, suffix: str) -> None:
 def test_a_folder_lists_the_files_that_are_not_read(tmp_path) -> None:
     for name in ["a.txt", "b.bin", "c.json", "d", "e.jsonl.bz2", ".hidden"]:
         (tmp_path / name).write_text(name)
-    with pytest.warns(UserWarning, match=r"4 files without a suffix of text files, which are not read: b\.bin, c\.json, d, …$"):
+    with pytest.warns(
+        UserWarning,
+        match=r"4 files without a suffix of text files, which are not read: b\.bin, c\.json, d, …$",
+    ):
         assert documents(tmp_path) == ["a.txt"]
     with pytest.raises(UserError, match=r"c\.json is a \.json file: give it the suffix \.jsonl"):
         documents(tmp_path / "c.json")
@@ -107,7 +136,9 @@ def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch, block: int) -> Non
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-be", "utf-32-be"])
 def test_another_encoding_is_named(tmp_path, suffix: str, encoding: str) -> None:
     (tmp_path / f"a.{suffix}").write_bytes('\ufeff{"text": "più"}'.encode(encoding))
-    with pytest.raises(UserError, match=rf"a\.{suffix} is {encoding[:6].upper()} \(byte order mark at byte 0\)"):
+    with pytest.raises(
+        UserError, match=rf"a\.{suffix} is {encoding[:6].upper()} \(byte order mark at byte 0\)"
+    ):
         documents(tmp_path)
 
 
@@ -121,7 +152,9 @@ def test_lists_and_globs(tmp_path) -> None:
 
 
 def zstd(data: bytes) -> bytes:
-    return pytest.importorskip("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd").compress(data)
+    return pytest.importorskip(
+        "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    ).compress(data)
 
 
 PACKERS = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
@@ -130,7 +163,9 @@ PACKERS = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
 @pytest.mark.parametrize("packed", PACKERS)
 def test_json_lines(tmp_path, packed: str) -> None:
     texts = [ODD, "", "due\n", "x" * 300_000]
-    lines = "\ufeff" + "\n\r\n".join(json.dumps({"id": 1, "body": text}, ensure_ascii=False) for text in texts)
+    lines = "\ufeff" + "\n\r\n".join(
+        json.dumps({"id": 1, "body": text}, ensure_ascii=False) for text in texts
+    )
     path = tmp_path / f"r.jsonl{packed}"
     path.write_bytes(PACKERS[packed](lines.encode()))
     assert documents(path, "body") == [ODD, "due\n", "x" * 300_000]
@@ -141,13 +176,19 @@ def test_builtin_corpus_exists_and_is_bounded() -> None:
     names = [source.path.name for source in sources]
     assert sources == find_corpus_files("builtin:python") and "argparse.py" in names
     assert 10**6 < sum(source.path.stat().st_size for source in sources) <= BUILTIN_BYTES
-    assert not any({"site-packages", "test", "idlelib", "lib2to3"} & set(source.path.parts) for source in sources)
+    assert not any(
+        {"site-packages", "test", "idlelib", "lib2to3"} & set(source.path.parts)
+        for source in sources
+    )
 
 
 def test_digest_depends_on_content_and_file_type_but_not_names(tmp_path) -> None:
     for name, content in [("a.txt", "uno"), ("b.txt", "uno"), ("c.txt", "due"), ("c.jsonl", "due")]:
         (tmp_path / name).write_text(content)
-    digests = [Corpus.open(str(tmp_path / name)).digest() for name in ["a.txt", "b.txt", "c.txt", "c.jsonl"]]
+    digests = [
+        Corpus.open(str(tmp_path / name)).digest()
+        for name in ["a.txt", "b.txt", "c.txt", "c.jsonl"]
+    ]
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
@@ -182,10 +223,19 @@ def bad_corpora(folder: Path) -> dict[str, tuple[object, str]]:
         "empty files": (folder / "hollow", "holds no text"),
         "white space": (file("blank.txt", b" \n\t\r\n"), "only white space"),
         "binary": (file("binary.txt", b"abc\0def"), r"binary\.txt is not text: byte 3 is NUL"),
-        "latin-1": (file("latin.txt", "è più".encode("latin-1")), r"latin\.txt is not UTF-8 text: byte 0 is invalid"),
-        "cut character": (file("cut.txt", "più è".encode()[:-1]), r"cut\.txt is not UTF-8 text: byte 5 is invalid"),
+        "latin-1": (
+            file("latin.txt", "è più".encode("latin-1")),
+            r"latin\.txt is not UTF-8 text: byte 0 is invalid",
+        ),
+        "cut character": (
+            file("cut.txt", "più è".encode()[:-1]),
+            r"cut\.txt is not UTF-8 text: byte 5 is invalid",
+        ),
         "utf-16": (file("wide.txt", "più".encode("utf-16")), r"wide\.txt is UTF-16"),
-        "surrogate": (file("half.txt", b"ab\xed\xa0\x80"), r"half\.txt is not UTF-8 text: byte 2 is invalid"),
+        "surrogate": (
+            file("half.txt", b"ab\xed\xa0\x80"),
+            r"half\.txt is not UTF-8 text: byte 2 is invalid",
+        ),
         "pipe": (folder / "pipe.txt", "a named pipe"),
         "device": ("/dev/zero", "a device"),
         "loop": (folder / "loop.txt", "cannot read .*loop.txt"),
@@ -194,24 +244,51 @@ def bad_corpora(folder: Path) -> dict[str, tuple[object, str]]:
         "no text file": (folder / "none", "no text file in the folder"),
         "glob": (folder / "*.xyz", "no file matches"),
         "no zstd": (file("z.jsonl.zst", b"xxxxxxxxx"), "zstd"),
-        "truncated zstd": (file("y.jsonl.zst", zstd(os.urandom(9999).hex().encode())[:-20]), "truncated"),
+        "truncated zstd": (
+            file("y.jsonl.zst", zstd(os.urandom(9999).hex().encode())[:-20]),
+            "truncated",
+        ),
         "NUL in a name": ("a\0b", "cannot read|no corpus"),
         "long name": ("x" * 5000, "cannot read"),
         "empty name": ("", "no corpus at ''"),
         "unknown builtin": ("builtin:ruby", "did you mean builtin:python"),
         "not JSON": (file("a.jsonl", record + b"{'text': 1}\n"), r"not JSON: .*a\.jsonl, line 2"),
-        "no object": (file("b.jsonl", record + record + b"[1]"), r"must be a JSON object, got \[1\] .*line 3"),
-        "no field": (file("c.jsonl", b'{"body": "x"}'), r"lacks the field 'text'.*it has 'body' .*line 1"),
-        "no text": (file("d.jsonl", record + b'\n{"text": null}'), r"must be text, got null .*line 3"),
-        "NUL in a record": (file("e.jsonl", rb'{"text": "a\u0000"}'), r"U\+0000 at character 1.*line 1"),
-        "lone surrogate": (file("f.jsonl", rb'{"text": "\ud83d"}'), r"U\+D83D at character 0.*line 1"),
-        "records in latin-1": (file("g.jsonl", '{"text": "è"}'.encode("latin-1")), "byte 10 of the line .*line 1"),
+        "no object": (
+            file("b.jsonl", record + record + b"[1]"),
+            r"must be a JSON object, got \[1\] .*line 3",
+        ),
+        "no field": (
+            file("c.jsonl", b'{"body": "x"}'),
+            r"lacks the field 'text'.*it has 'body' .*line 1",
+        ),
+        "no text": (
+            file("d.jsonl", record + b'\n{"text": null}'),
+            r"must be text, got null .*line 3",
+        ),
+        "NUL in a record": (
+            file("e.jsonl", rb'{"text": "a\u0000"}'),
+            r"U\+0000 at character 1.*line 1",
+        ),
+        "lone surrogate": (
+            file("f.jsonl", rb'{"text": "\ud83d"}'),
+            r"U\+D83D at character 0.*line 1",
+        ),
+        "records in latin-1": (
+            file("g.jsonl", '{"text": "è"}'.encode("latin-1")),
+            "byte 10 of the line .*line 1",
+        ),
         "deep nesting": (file("h.jsonl", b"[" * 200_000), "not JSON"),
         "endless number": (file("i.jsonl", b"1" * 10_000), "not JSON|JSON object"),
         "no records": (file("j.jsonl", b"\n\n"), r"j\.jsonl holds no text"),
-        "truncated gzip": (file("k.txt.gz", gzip.compress(os.urandom(9999).hex().encode())[:-20]), "truncated"),
+        "truncated gzip": (
+            file("k.txt.gz", gzip.compress(os.urandom(9999).hex().encode())[:-20]),
+            "truncated",
+        ),
         "no gzip": (file("l.jsonl.gz", record), "not a valid gzip file"),
-        "damaged gzip": (file("m.txt.gz", gzip.compress(b"abc" * 999)[:-8] + b"\0" * 8), "not a valid gzip file"),
+        "damaged gzip": (
+            file("m.txt.gz", gzip.compress(b"abc" * 999)[:-8] + b"\0" * 8),
+            "not a valid gzip file",
+        ),
     }
 
 
@@ -226,7 +303,11 @@ def test_bad_files_are_skipped_and_listed_with_the_reason(tmp_path) -> None:
     (tmp_path / "bad" / "ring" / "again").unlink()  # an error of the folder
 
     def build(path: str, **changes: object) -> tuple[list[int], list[int]]:
-        base = {"data.path": str(tmp_path / path), "tokenizer.tokenizer_type": "byte", "model.max_context": 8}
+        base = {
+            "data.path": str(tmp_path / path),
+            "tokenizer.tokenizer_type": "byte",
+            "model.max_context": 8,
+        }
         config = build_config({}, base | {"training.batch_size": 1} | changes)
         _, store = prepare_data(config, tmp_path / "store")
         return store.training_ids.tolist(), store.validation_ids.tolist()
@@ -236,8 +317,9 @@ def test_bad_files_are_skipped_and_listed_with_the_reason(tmp_path) -> None:
         assert build("bad", **skip) == build("good", **skip) == build("good")
     lines = [str(warning.message) for warning in caught if "is skipped" in str(warning.message)]
     reasons = {
-        "binary.txt": "is not text: byte 3 is NUL", "latin.txt": "is not UTF-8 text", "wide.txt": "is UTF-16",
-        "pipe.txt": "is a named pipe", "loop.txt": "cannot read", "dangling/a.txt": "does not exist", "a.jsonl": "not JSON",
+        "binary.txt": "is not text: byte 3 is NUL", "latin.txt": "is not UTF-8 text",
+        "wide.txt": "is UTF-16", "pipe.txt": "is a named pipe", "loop.txt": "cannot read",
+        "dangling/a.txt": "does not exist", "a.jsonl": "not JSON",
         "c.jsonl": "lacks the field 'text'", "e.jsonl": "U+0000", "k.txt.gz": "truncated",
     }  # fmt: skip
     for name, reason in reasons.items():
@@ -245,19 +327,36 @@ def test_bad_files_are_skipped_and_listed_with_the_reason(tmp_path) -> None:
         assert line.startswith("a file is skipped (data.on_bad_file): ") and reason in line
     with pytest.raises(UserError):
         build("bad")
-    with pytest.warns(UserWarning), pytest.raises(UserError, match=r"no file of the corpus .* can be read: .*byte 3 is NUL"):
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(UserError, match=r"no file of the corpus .* can be read: .*byte 3 is NUL"),
+    ):
         build("bad/binary.txt", **skip)
-    with pytest.warns(UserWarning), pytest.raises(UserError, match=r"no file of the corpus .* is plain text"):
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(UserError, match=r"no file of the corpus .* is plain text"),
+    ):
         build("good/a.txt", **skip, **{"training.objective": "sft"})
 
 
 def test_invalid_corpora_on_the_command_line(tmp_path, monkeypatch, capfd) -> None:
-    """The command exits with 2, prints one line to stderr and leaves no run directory, so it can be corrected and repeated."""
+    """The command exits with 2, prints one line to stderr and leaves no run directory, so it can be
+    corrected and repeated.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "corpora").mkdir()
     for name, (path, message) in bad_corpora(tmp_path / "corpora").items():
         run = tmp_path / "run"
-        code = cli.main(["train", "--config", str(ROOT / "configs/dante.yaml"), f"--data_path={path}", "--run_dir", str(run)])
+        code = cli.main(
+            [
+                "train",
+                "--config",
+                str(ROOT / "configs/dante.yaml"),
+                f"--data_path={path}",
+                "--run_dir",
+                str(run),
+            ]
+        )
         out, err = capfd.readouterr()
         assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "), (name, err)
         assert re.search(message, err) or "data.path must be a path" in err, (name, err)
@@ -291,7 +390,9 @@ def test_unreadable(tmp_path, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(compressed_files, "open", refuse, raising=False)  # as root no file is unreadable
+    monkeypatch.setattr(
+        compressed_files, "open", refuse, raising=False
+    )  # as root no file is unreadable
     with pytest.raises(UserError, match=ERRORS["cannot_read_a_txt_permission"]):
         Corpus.open(str(path)).scan()
 

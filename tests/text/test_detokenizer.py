@@ -1,4 +1,6 @@
-"""Streaming: the concatenated pieces equal the text of all ids decoded at once, for any ids and any split of the ids."""
+"""Streaming: the concatenated pieces equal the text of all ids decoded at once, for any ids and any
+split of the ids.
+"""
 
 import time
 
@@ -20,8 +22,12 @@ def own(kind: str, **options: object) -> Tokenizer:
 
 
 def foreign(decoder: decoders.Decoder | None, symbols: list[str] = SYMBOLS) -> Tokenizer:
-    core = Core(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[], byte_fallback=True))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core = Core(
+        models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[], byte_fallback=True)
+    )
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     if decoder is not None:
         core.decoder = decoder
     core.add_special_tokens(["<unk>", "<s>", "</s>"])
@@ -30,7 +36,14 @@ def foreign(decoder: decoders.Decoder | None, symbols: list[str] = SYMBOLS) -> T
 
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-LLAMA = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+LLAMA = decoders.Sequence(
+    [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+)
 KINDS = {
     "char": own("char"),
     "fallback": own("char", byte_fallback=True),
@@ -39,7 +52,9 @@ KINDS = {
     "llama": foreign(LLAMA, SYMBOLS + BYTES),
     "metaspace": foreign(decoders.Metaspace()),
     "metaspace never": foreign(decoders.Metaspace(prepend_scheme="never")),
-    "wordpiece": foreign(decoders.WordPiece(), ["<unk>", "<s>", "</s>", "via", "##a", "don", "'", "t", ".", "##"]),
+    "wordpiece": foreign(
+        decoders.WordPiece(), ["<unk>", "<s>", "</s>", "via", "##a", "don", "'", "t", ".", "##"]
+    ),
     "suffix": foreign(decoders.BPEDecoder("</w>"), ["<unk>", "<s>", "</s>", "a</w>", "b", "c</w>"]),
     "none": foreign(None),
 }
@@ -69,12 +84,16 @@ def test_decoding_matches_the_library(name: str, data: st.DataObject) -> None:
     tokenizer = KINDS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     expected = tokenizer.core.decode(ids)
-    if "�" not in expected:  # for a sequence of byte tokens with invalid UTF-8 the library also drops valid characters
+    if (
+        "�" not in expected
+    ):  # for a sequence of byte tokens with invalid UTF-8 the library also drops valid characters
         assert tokenizer.decode(ids) == expected
 
 
 def test_which_decoders_have_a_table() -> None:
-    assert [name for name, tokenizer in KINDS.items() if tokenizer.token_pieces is not None] == LOCAL
+    assert [
+        name for name, tokenizer in KINDS.items() if tokenizer.token_pieces is not None
+    ] == LOCAL
 
 
 @pytest.mark.parametrize("name", ["fallback", "byte", "bpe", "llama"])
@@ -93,7 +112,9 @@ def test_an_incomplete_character_is_replaced_at_the_end() -> None:
     stream = KINDS["byte"].detokenizer()
     assert [stream.push([byte]) for byte in "☃".encode()] == ["", "", "☃"]
     assert stream.push([0xE2, 0x98]) == "" and stream.flush() == "�"
-    assert stream.push([0xE2, KINDS["byte"].eos_id, 0x98, 0x83]) == "☃", "a special token has no text"
+    assert stream.push([0xE2, KINDS["byte"].eos_id, 0x98, 0x83]) == "☃", (
+        "a special token has no text"
+    )
 
 
 def test_a_leading_space_is_dropped_once() -> None:
@@ -135,4 +156,7 @@ def test_token_text_matches_text_inside_a_sequence(kind):
     ascii_only = [token for token in range(size) if tokenizer.token_text(token).isascii()]
     if tokenizer.token_pieces is not None:
         a = next(token for token in ascii_only if tokenizer.token_text(token) == "a")
-        assert all(tokenizer.decode([a, token]) == "a" + tokenizer.token_text(token) for token in ascii_only)
+        assert all(
+            tokenizer.decode([a, token]) == "a" + tokenizer.token_text(token)
+            for token in ascii_only
+        )

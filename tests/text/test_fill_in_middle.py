@@ -28,16 +28,31 @@ def spell(tokenizer, ids):
     ("names", "expected"),
     [
         # The names and the order of the model cards.
-        ("<|fim_prefix|> <|fim_suffix|> <|fim_middle|> <|fim_pad|>", "<|fim_prefix|>ab <|fim_suffix|>\ncd<|fim_middle|>"),
-        ("<fim_prefix> <fim_middle> <fim_suffix> <fim_pad>", "<fim_prefix>ab <fim_suffix>\ncd<fim_middle>"),
+        (
+            "<|fim_prefix|> <|fim_suffix|> <|fim_middle|> <|fim_pad|>",
+            "<|fim_prefix|>ab <|fim_suffix|>\ncd<|fim_middle|>",
+        ),
+        (
+            "<fim_prefix> <fim_middle> <fim_suffix> <fim_pad>",
+            "<fim_prefix>ab <fim_suffix>\ncd<fim_middle>",
+        ),
         ("<fim-prefix> <fim-middle> <fim-suffix>", "<fim-prefix>ab <fim-suffix>\ncd<fim-middle>"),
         ("▁<PRE> ▁<MID> ▁<SUF> ▁<EOT>", "▁<PRE>ab ▁<SUF>\ncd▁<MID>"),
         ("<PRE> <MID> <SUF> <EOT>", "<PRE>ab <SUF>\ncd<MID>"),
-        ("<｜fim▁begin｜> <｜fim▁hole｜> <｜fim▁end｜>", "<｜fim▁begin｜>ab <｜fim▁hole｜>\ncd<｜fim▁end｜>"),
+        (
+            "<｜fim▁begin｜> <｜fim▁hole｜> <｜fim▁end｜>",
+            "<｜fim▁begin｜>ab <｜fim▁hole｜>\ncd<｜fim▁end｜>",
+        ),
         ("<|fim_begin|> <|fim_hole|> <|fim_end|>", "<|fim_begin|>ab <|fim_hole|>\ncd<|fim_end|>"),
-        ("<|code_prefix|> <|code_middle|> <|code_suffix|>", "<|code_prefix|>ab <|code_suffix|>\ncd<|code_middle|>"),
+        (
+            "<|code_prefix|> <|code_middle|> <|code_suffix|>",
+            "<|code_prefix|>ab <|code_suffix|>\ncd<|code_middle|>",
+        ),
         ("[PREFIX] [MIDDLE] [SUFFIX]", "[SUFFIX]\ncd[PREFIX]ab "),
-        ("<[fim-prefix]> <[fim-suffix]> <[fim-middle]>", "<[fim-suffix]>\ncd<[fim-prefix]>ab <[fim-middle]>"),
+        (
+            "<[fim-prefix]> <[fim-suffix]> <[fim-middle]>",
+            "<[fim-suffix]>\ncd<[fim-prefix]>ab <[fim-middle]>",
+        ),
     ],
 )
 def test_the_format_of_each_family(names, expected):
@@ -59,9 +74,14 @@ def test_special_names_in_the_texts_stay_text():
 
 def test_the_suffix_of_codellama_has_no_space_in_front():
     """A SentencePiece vocabulary adds ▁ before the prefix, but the suffix continues a text."""
-    letters = {letter: number for number, letter in enumerate(["▁", "<0xE2>", "<0x98>", "<0xBA>", "<unk>", *"abcd"])}
+    letters = {
+        letter: number
+        for number, letter in enumerate(["▁", "<0xE2>", "<0x98>", "<0xBA>", "<unk>", *"abcd"])
+    }
     core = Core(models.BPE(letters, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     core.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
     core.add_special_tokens(["<s>", "</s>", "▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"])
     tokenizer = Tokenizer(core.to_str())

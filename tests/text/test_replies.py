@@ -1,4 +1,6 @@
-"""Tests the parsers of replies: each notation of tool calls, reasoning, any split of the text, and text that is no call."""
+"""Tests the parsers of replies: each notation of tool calls, reasoning, any split of the text, and
+text that is no call.
+"""
 
 import itertools
 import json
@@ -13,7 +15,13 @@ from dantinox.text.reply_formats import REASONING, TOOL_FORMATS, find_tool_forma
 from dantinox.text.reply_parser import is_reasoning_open, make_parser
 
 BYTES = train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
-SCHEMAS = {"weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}, "stop": {}}
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    },
+    "stop": {},
+}
 WEATHER, STOP = ("weather", {"city": 'Paris "</tool_call>" {', "days": 3}), ("stop", {})
 ARGUMENTS = json.dumps(WEATHER[1])
 THINK = REASONING[-1]
@@ -66,10 +74,15 @@ def pieces_of(text, draw):
 def test_calls_are_found_in_any_split(name):
     draw, reply = random.Random(1), REPLIES[name]
     splits = [[reply], list(reply), *(pieces_of(reply, draw) for _ in range(30))]
-    expected_city = WEATHER[1] if name != "qwen_xml" else WEATHER[1] | {"city": 'Paris "</tool_call" {'}
+    expected_city = (
+        WEATHER[1] if name != "qwen_xml" else WEATHER[1] | {"city": 'Paris "</tool_call" {'}
+    )
     for split in splits:
         content, reasoning, calls = parsed(make_parser(form_of(name), SCHEMAS), split)
-        assert [(call, json.loads(arguments)) for call, arguments in calls] == [("weather", expected_city), STOP]
+        assert [(call, json.loads(arguments)) for call, arguments in calls] == [
+            ("weather", expected_city),
+            STOP,
+        ]
         assert content == ("" if name in ("llama", "pythonic") else "I look.") and reasoning == ""
 
 
@@ -91,8 +104,12 @@ def test_json_arguments_are_passed_on_character_by_character():
     ],
 )
 def test_variants_of_json_calls(call):
-    content, _, calls = parsed(make_parser(form_of("hermes"), SCHEMAS), [f"<tool_call>{call}</tool_call>"])
-    assert content == "" and [(name, json.loads(arguments)) for name, arguments in calls] == [("weather", {"city": "Rome"})]
+    content, _, calls = parsed(
+        make_parser(form_of("hermes"), SCHEMAS), [f"<tool_call>{call}</tool_call>"]
+    )
+    assert content == "" and [(name, json.loads(arguments)) for name, arguments in calls] == [
+        ("weather", {"city": "Rome"})
+    ]
 
 
 def test_a_name_that_is_nested_too_deeply_is_no_call():
@@ -105,12 +122,23 @@ def test_a_name_that_is_nested_too_deeply_is_no_call():
 def test_text_that_is_no_call_is_the_answer(name):
     form = form_of(name)
     begin, end = form.tools.begin_markers[0], form.tools.end
-    for reply in (f"Use {begin} nothing {end}", f"a {begin}", "plain [text] {with} brackets", "[1, 2]", '{"answer": 1}', "<th"):
+    for reply in (
+        f"Use {begin} nothing {end}",
+        f"a {begin}",
+        "plain [text] {with} brackets",
+        "[1, 2]",
+        '{"answer": 1}',
+        "<th",
+    ):
         if name == "mistral_args" and begin in reply:
             continue  # the text up to [ARGS] is the name of a tool, so the calls end with the reply
         for split in ([reply], list(reply)):
             content, reasoning, calls = parsed(make_parser(form, SCHEMAS), split)
-            assert "".join(content.split()) == "".join(reply.split()) and reasoning == "" and calls == []
+            assert (
+                "".join(content.split()) == "".join(reply.split())
+                and reasoning == ""
+                and calls == []
+            )
 
 
 def test_markers_are_ordinary_text_without_tools():
@@ -134,17 +162,25 @@ def test_reasoning_is_separated(pair):
 
 
 def test_harmony_channels():
-    reply = "<|channel|>analysis<|message|>a thought<|end|><|start|>assistant<|channel|>final<|message|>The answer."
+    reply = (
+        "<|channel|>analysis<|message|>a"
+        " thought<|end|><|start|>assistant<|channel|>final<|message|>The answer."
+    )
     draw = random.Random(3)
     for split in ([reply], list(reply), *(pieces_of(reply, draw) for _ in range(20))):
-        assert parsed(make_parser(form_of("harmony"), None), split) == ("The answer.", "a thought", [])
+        assert parsed(make_parser(form_of("harmony"), None), split) == (
+            "The answer.",
+            "a thought",
+            [],
+        )
     assert parsed(make_parser(form_of("harmony"), None), ["<|channel|>final"]) == ("", "", [])
 
 
 def test_a_template_reveals_its_notation():
     sources = {
-        "{{ '<tool_call>' }}": "hermes", "{{ '<tool_call><function=' }}": "qwen_xml", "[TOOL_CALLS]": "mistral",
-        "[TOOL_CALLS][ARGS]": "mistral_args", "<|python_tag|>": "llama", "<|tool_call>": "gemma", "<|tool_call|>": "granite",
+        "{{ '<tool_call>' }}": "hermes", "{{ '<tool_call><function=' }}": "qwen_xml",
+        "[TOOL_CALLS]": "mistral", "[TOOL_CALLS][ARGS]": "mistral_args", "<|python_tag|>": "llama",
+        "<|tool_call>": "gemma", "<|tool_call|>": "granite",
         "<|channel|>final<|message|>": "harmony", "nothing": "hermes",
     }  # fmt: skip
     assert find_tool_format("nothing") is None
@@ -154,19 +190,29 @@ def test_a_template_reveals_its_notation():
     form = reply_format(ChatTemplate("</think>", BYTES), BYTES)
     assert form.reasoning == THINK and is_reasoning_open(form, "<|im_start|>assistant\n<think>\n")
     assert not is_reasoning_open(form, "<think>\n\n</think>\n\n")
-    with pytest.raises(UserError, match=r"the tool format must be auto or one of harmony, .*, got 'other'"):
+    with pytest.raises(
+        UserError, match=r"the tool format must be auto or one of harmony, .*, got 'other'"
+    ):
         reply_format(None, BYTES, "other")
 
 
 def test_calls_of_qwen3_coder_without_the_opening_marker():
     bare = REPLIES["qwen_xml"].replace("<tool_call>\n", "", 1)
-    for reply in (bare, bare.replace("\n</tool_call>\n<tool_call>\n", "\n"), bare.removesuffix("\n</tool_call>")):
+    for reply in (
+        bare,
+        bare.replace("\n</tool_call>\n<tool_call>\n", "\n"),
+        bare.removesuffix("\n</tool_call>"),
+    ):
         for split in ([reply], list(reply)):
             content, _, calls = parsed(make_parser(form_of("qwen_xml"), SCHEMAS), split)
             assert [call for call, _ in calls] == ["weather", "stop"] and content == "I look."
     for text in ("The tag <function=other> is not a tool.", "a <function= b", "<function"):
         assert parsed(make_parser(form_of("qwen_xml"), SCHEMAS), list(text)) == (text, "", [])
-    assert parsed(make_parser(form_of("qwen_xml"), None), [bare]) == (bare, "", []), "a request without tools"
+    assert parsed(make_parser(form_of("qwen_xml"), None), [bare]) == (
+        bare,
+        "",
+        [],
+    ), "a request without tools"
 
 
 @pytest.mark.parametrize("name", ["2d_plot", "get-it", "a.b", "weather"])

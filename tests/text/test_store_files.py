@@ -1,4 +1,6 @@
-"""The files of a store: their content for every kind of corpus and tokenizer, and builds that are interrupted."""
+"""The files of a store: their content for every kind of corpus and tokenizer, and builds that are
+interrupted.
+"""
 
 import itertools
 import json
@@ -13,7 +15,8 @@ from dantinox.text import has_partial, prepare_data, store_writer
 
 from .stores import cases, content_digest, use_small_blocks
 
-# The digests of the stores in release 1.0.0rc1. A run with these tokens continues with the same batches.
+# The digests of the stores in release 1.0.0rc1. A run with these tokens continues with the same
+# batches.
 DIGESTS = json.loads(Path(__file__).with_name("stores.json").read_text())
 
 
@@ -29,7 +32,9 @@ def test_the_files_of_a_store_do_not_change(tmp_path, monkeypatch, blocks):
 
 
 def interrupt_after(calls):
-    """Returns a `progress` that raises KeyboardInterrupt in the given call of the stage of encoding, and its list of calls."""
+    """Returns a `progress` that raises KeyboardInterrupt in the given call of the stage of
+    encoding, and its list of calls.
+    """
     seen = []
 
     def progress(stage, *numbers):
@@ -85,16 +90,24 @@ def test_an_interrupted_build_continues_with_equal_files(tmp_path, monkeypatch):
 def test_other_inputs_start_again(tmp_path, monkeypatch):
     use_small_blocks(monkeypatch)
     found = {name: inputs for name, *inputs in cases(tmp_path)}
-    directory, (bpe, config), (byte, _) = tmp_path / "store", found["records, bpe"], found["records, byte"]
+    directory, (bpe, config), (byte, _) = (
+        tmp_path / "store",
+        found["records, bpe"],
+        found["records, byte"],
+    )
     record = json.dumps({"text": "another text"}) + "\n"
     (tmp_path / "other.jsonl").write_text(record + (tmp_path / "records.jsonl").read_text())
-    elsewhere = config.model_copy(update={"data": config.data.model_copy(update={"path": str(tmp_path / "other.jsonl")})})
+    elsewhere = config.model_copy(
+        update={"data": config.data.model_copy(update={"path": str(tmp_path / "other.jsonl")})}
+    )
     for tokenizer, changed in ((byte, config), (bpe, elsewhere)):
         interrupt(config, directory, bpe, 4)
         progress, seen = interrupt_after(None)
         prepare_data(changed, directory, tokenizer, progress)
         prepare_data(changed, tmp_path / "whole", tokenizer)
-        assert 0 < seen[0][1] < 700 and content_digest(directory) == content_digest(tmp_path / "whole")
+        assert 0 < seen[0][1] < 700 and content_digest(directory) == content_digest(
+            tmp_path / "whole"
+        )
     for damage in (b"", b"{", b"[]", b'{"inputs": {}, "written": {}}'):
         interrupt(config, directory, bpe, 4)
         (directory / store_writer.STATE).write_bytes(damage)
@@ -110,32 +123,46 @@ def test_other_inputs_start_again(tmp_path, monkeypatch):
 def test_a_trained_tokenizer_is_kept_with_the_encoded_part(tmp_path, monkeypatch):
     next(cases(tmp_path))
     use_small_blocks(monkeypatch)
-    given = {"data.path": str(tmp_path / "texts"), "tokenizer.tokenizer_type": "bpe", "tokenizer.vocab_size": 290}
+    given = {
+        "data.path": str(tmp_path / "texts"),
+        "tokenizer.tokenizer_type": "bpe",
+        "tokenizer.vocab_size": 290,
+    }
     config = build_config({}, given | {"model.max_context": 8, "training.batch_size": 1})
     whole, _ = prepare_data(config, tmp_path / "whole")
     interrupt(config, tmp_path / "store", None, 5)
     progress, seen = interrupt_after(None)
     tokenizer, _ = prepare_data(config, tmp_path / "store", None, progress)
-    assert {stage for stage, *_ in seen} == {"encoding the corpus"} and tokenizer.to_json() == whole.to_json()
+    assert {stage for stage, *_ in seen} == {
+        "encoding the corpus"
+    } and tokenizer.to_json() == whole.to_json()
     assert content_digest(tmp_path / "store") == content_digest(tmp_path / "whole")
     interrupt(config, tmp_path / "again", None, 5)
     progress, seen = interrupt_after(None)
-    more = build_config({}, {**given, "tokenizer.vocab_size": 291, "model.max_context": 8, "training.batch_size": 1})
+    more = build_config(
+        {}, {**given, "tokenizer.vocab_size": 291, "model.max_context": 8, "training.batch_size": 1}
+    )
     assert prepare_data(more, tmp_path / "again", None, progress)[0].vocab_size == 291
-    assert seen[0][0] == "training the tokenizer" and not list((tmp_path / "again").glob(".tokens*"))
+    assert seen[0][0] == "training the tokenizer" and not list(
+        (tmp_path / "again").glob(".tokens*")
+    )
 
 
 def test_an_error_keeps_nothing(tmp_path, monkeypatch):
     next(cases(tmp_path))
     use_small_blocks(monkeypatch)
-    config = build_config({}, {"data.path": str(tmp_path / "one.txt"), "tokenizer.tokenizer_type": "byte"})
+    config = build_config(
+        {}, {"data.path": str(tmp_path / "one.txt"), "tokenizer.tokenizer_type": "byte"}
+    )
 
     def fail(*_):
         raise RuntimeError("a fault")
 
     with pytest.raises(RuntimeError):
         prepare_data(config, tmp_path / "store", None, fail)
-    assert [path.name for path in (tmp_path / "store").iterdir()] == [".lock"] and not has_partial(tmp_path / "store")
+    assert [path.name for path in (tmp_path / "store").iterdir()] == [".lock"] and not has_partial(
+        tmp_path / "store"
+    )
 
 
 KILLED = """
@@ -155,10 +182,15 @@ prepare_data(config, sys.argv[2], None, progress)
 
 @pytest.mark.slow
 def test_a_killed_build_continues(tmp_path):
-    """The state is written while the text is encoded, so that a process that ends without notice leaves it."""
+    """The state is written while the text is encoded, so that a process that ends without notice
+    leaves it.
+    """
     next(cases(tmp_path))
     command = [sys.executable, "-c", KILLED, str(tmp_path / "one.txt"), str(tmp_path / "store")]
     killed = subprocess.run([*command, "kill"], capture_output=True, text=True, check=False)
     assert killed.returncode == -9 and (tmp_path / "store" / store_writer.STATE).exists()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout.split()[0]) > 1000 and content_digest(tmp_path / "store") == DIGESTS["one, byte"]
+    assert (
+        int(done.stdout.split()[0]) > 1000
+        and content_digest(tmp_path / "store") == DIGESTS["one, byte"]
+    )

@@ -1,4 +1,6 @@
-"""Tokenizers: exact round trips, known ids, special tokens that text cannot produce, and invalid files."""
+"""Tokenizers: exact round trips, known ids, special tokens that text cannot produce, and invalid
+files.
+"""
 
 import json
 import subprocess
@@ -17,18 +19,26 @@ from dantinox.text.tokenizer_training import _sample_text, _split_long_words
 from tests.error_texts import ERRORS
 
 CORPUS = (
-    "Nel mezzo del cammin di nostra vita\r\nmi ritrovai per una selva oscura,\n\n  ché la diritta via era smarrita. "
-    "<eos> <pad> <bos> </s>\t<|endoftext|> 🙂👩‍🚀 e\u0301 \x01\x7f\u2028\ufeff\ufffd 1265–1321 don't\n"
-) * 4
+    "Nel mezzo del cammin di nostra vita\r\nmi ritrovai per una selva oscura,\n\n  ché la diritta"
+    " via era smarrita. <eos> <pad> <bos> </s>\t<|endoftext|> 🙂👩‍🚀 e\u0301"
+    " \x01\x7f\u2028\ufeff\ufffd 1265–1321 don't\n" * 4
+)
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=60)
 OWN_TEXT = st.text(st.sampled_from(sorted(set(CORPUS))), max_size=60)
 
 
 def make(kind: str, **options: object) -> Tokenizer:
-    return train_tokenizer(TokenizerSection(tokenizer_type=kind, **options), lambda: iter([CORPUS[:40], CORPUS[40:]]))
+    return train_tokenizer(
+        TokenizerSection(tokenizer_type=kind, **options), lambda: iter([CORPUS[:40], CORPUS[40:]])
+    )
 
 
-CHAR, FALLBACK, BYTE, BPE = make("char"), make("char", byte_fallback=True), make("byte"), make("bpe", vocab_size=300)
+CHAR, FALLBACK, BYTE, BPE = (
+    make("char"),
+    make("char", byte_fallback=True),
+    make("byte"),
+    make("bpe", vocab_size=300),
+)
 
 
 @given(OWN_TEXT)
@@ -54,11 +64,19 @@ def test_round_trip_of_every_text(text: str) -> None:
 @given(TEXT)
 def test_byte_fallback_encodes_unknown_characters_as_bytes(text: str) -> None:
     symbols = sorted(set(CORPUS))
-    expected = [i for c in text for i in ([symbols.index(c)] if c in symbols else [len(symbols) + byte for byte in c.encode()])]
+    expected = [
+        i
+        for c in text
+        for i in (
+            [symbols.index(c)] if c in symbols else [len(symbols) + byte for byte in c.encode()]
+        )
+    ]
     assert FALLBACK.encode(text) == expected
 
 
-@pytest.mark.parametrize("tokenizer", [CHAR, FALLBACK, BYTE, BPE], ids=["char", "fallback", "byte", "bpe"])
+@pytest.mark.parametrize(
+    "tokenizer", [CHAR, FALLBACK, BYTE, BPE], ids=["char", "fallback", "byte", "bpe"]
+)
 def test_the_tokenizers_library_reads_our_files_equally(tokenizer: Tokenizer) -> None:
     core = Core.from_str(tokenizer.to_json())
     core.encode_special_tokens = True
@@ -68,7 +86,12 @@ def test_the_tokenizers_library_reads_our_files_equally(tokenizer: Tokenizer) ->
 
 def test_special_tokens_follow_ordinary_tokens() -> None:
     symbols = len(set(CORPUS))
-    assert (CHAR.pad_id, CHAR.bos_id, CHAR.eos_id, CHAR.vocab_size) == (symbols, symbols + 1, symbols + 2, symbols + 3)
+    assert (CHAR.pad_id, CHAR.bos_id, CHAR.eos_id, CHAR.vocab_size) == (
+        symbols,
+        symbols + 1,
+        symbols + 2,
+        symbols + 3,
+    )
     assert (BYTE.pad_id, BYTE.bos_id, BYTE.eos_id, BYTE.vocab_size) == (256, 257, 258, 259)
     assert (BPE.pad_id, BPE.eos_id, BPE.vocab_size) == (297, 299, 300)
     assert FALLBACK.vocab_size == symbols + 259
@@ -78,10 +101,17 @@ def test_names_of_special_tokens_are_ordinary_text() -> None:
     for tokenizer in (CHAR, FALLBACK, BYTE, BPE):
         ids = tokenizer.encode("<eos>")
         assert len(ids) > 1 and tokenizer.decode(ids) == "<eos>"
-        assert tokenizer.decode([*ids, tokenizer.eos_id, *ids, tokenizer.pad_id, tokenizer.bos_id]) == "<eos><eos>"
+        assert (
+            tokenizer.decode([*ids, tokenizer.eos_id, *ids, tokenizer.pad_id, tokenizer.bos_id])
+            == "<eos><eos>"
+        )
 
 
-SPELLED = st.lists(st.sampled_from(["<bos>", "<eos>", "<pad>", "<", "eos>", "\0", " ", "vita", "è", "<\0eos>", "<\0<eos>"]))
+SPELLED = st.lists(
+    st.sampled_from(
+        ["<bos>", "<eos>", "<pad>", "<", "eos>", "\0", " ", "vita", "è", "<\0eos>", "<\0<eos>"]
+    )
+)
 
 
 @settings(max_examples=40)
@@ -91,7 +121,10 @@ def test_ends_of_tokens_equal_the_offsets_of_the_library(texts: list[str]) -> No
     for tokenizer in (BPE, FALLBACK, BYTE):
         by_offset = Tokenizer(tokenizer.to_json())
         by_offset.__dict__["_source_bytes_V"] = None
-        found, expected = tokenizer.encode_specials_batch(texts), map(by_offset.encode_specials, texts)
+        found, expected = (
+            tokenizer.encode_specials_batch(texts),
+            map(by_offset.encode_specials, texts),
+        )
         for (ids, ends), (expected_ids, expected_ends) in zip(found, expected, strict=True):
             assert ids.tolist() == expected_ids.tolist() and ends.tolist() == expected_ends.tolist()
     assert BPE._source_bytes_V is not None
@@ -111,7 +144,9 @@ def test_a_fresh_tokenizer_encodes_special_tokens_as_later(text: str) -> None:
         tokenizer.__dict__.pop("_encoder", None)
         first, plain = tokenizer.encode_special_ids(text), tokenizer.encode(text.replace("\0", ""))
         assert first == tokenizer.encode_specials(text)[0].tolist()
-        assert "_encoder" in tokenizer.__dict__ and plain == tokenizer.encode(text.replace("\0", ""))
+        assert "_encoder" in tokenizer.__dict__ and plain == tokenizer.encode(
+            text.replace("\0", "")
+        )
 
 
 def test_a_merge_is_the_most_frequent_pair() -> None:
@@ -133,7 +168,9 @@ def test_an_unknown_character_is_reported_with_its_position() -> None:
         CHAR.encode("😀")
 
 
-@pytest.mark.parametrize("tokenizer", [CHAR, FALLBACK, BYTE, BPE], ids=["char", "fallback", "byte", "bpe"])
+@pytest.mark.parametrize(
+    "tokenizer", [CHAR, FALLBACK, BYTE, BPE], ids=["char", "fallback", "byte", "bpe"]
+)
 def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=ERRORS["u_d83d_at_position_2"]):
         tokenizer.encode("di\ud83d")
@@ -164,15 +201,25 @@ def test_decoding_replaces_invalid_bytes_like_python(ids: list[int]) -> None:
 
 
 def test_ids_outside_the_vocabulary_have_no_text() -> None:
-    assert BPE.decode([*BPE.encode("via"), -1, 10**6]) == "via" == BPE.decode(BPE.encode_array("via"))
+    assert (
+        BPE.decode([*BPE.encode("via"), -1, 10**6]) == "via" == BPE.decode(BPE.encode_array("via"))
+    )
 
 
 def unigram() -> Core:
     """A tokenizer like SentencePiece that has the names of special tokens in its vocabulary."""
     letters = [(letter, -5.0) for letter in "▁abcde</s>n"]
-    core = Core(models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁ab", -2.0), *letters], unk_id=0))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    core = Core(
+        models.Unigram(
+            [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁ab", -2.0), *letters], unk_id=0
+        )
+    )
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     core.add_special_tokens(["<unk>", "<s>", "</s>"])
     return core
 
@@ -183,7 +230,12 @@ def test_imported_file_with_other_special_tokens(tmp_path) -> None:
     core.enable_padding(length=64)
     core.save(str(tmp_path / "t.json"))
     tokenizer = Tokenizer.load(tmp_path / "t.json")
-    assert (tokenizer.kind, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == ("other", 1, 2, None)
+    assert (tokenizer.kind, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
+        "other",
+        1,
+        2,
+        None,
+    )
     ids = tokenizer.encode("ab</s> abcd")
     assert not tokenizer.special_ids & set(ids), "text spelled a special token"
     assert tokenizer.decode([1, *ids, 2]) == "ab</s> abcd"
@@ -207,7 +259,17 @@ def test_encoding_a_megabyte_is_fast() -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"{}", b"[1]", b"7", b"not json", b"\xff\xfe\x00", b'{"model": {"type": "BPE"}}', b"\0\0\0", b"[" * 100_000),
+        *(
+            b"",
+            b"{}",
+            b"[1]",
+            b"7",
+            b"not json",
+            b"\xff\xfe\x00",
+            b'{"model": {"type": "BPE"}}',
+            b"\0\0\0",
+            b"[" * 100_000,
+        ),
         json.dumps({"model": {"type": "WordLevel", "vocab": {"a": -1}, "unk_token": "a"}}).encode(),
     ],
 )
@@ -222,12 +284,20 @@ def test_missing_huge_and_special_tokenizer_files(tmp_path) -> None:
     huge = tmp_path / "huge.json"
     with open(huge, "wb") as file:
         file.truncate(1 << 30)
-    for path, message in [(tmp_path / "no.json", "no tokenizer file"), (tmp_path, "no tokenizer file"), (huge, "larger than")]:
+    for path, message in [
+        (tmp_path / "no.json", "no tokenizer file"),
+        (tmp_path, "no tokenizer file"),
+        (huge, "larger than"),
+    ]:
         with pytest.raises(UserError, match=message):
-            train_tokenizer(TokenizerSection(tokenizer_type="file", tokenizer_path=str(path)), lambda: iter([]))
+            train_tokenizer(
+                TokenizerSection(tokenizer_type="file", tokenizer_path=str(path)), lambda: iter([])
+            )
 
 
-@pytest.mark.parametrize(("content", "stops"), [("null", (258,)), ("[]", (258,)), ('["<pad>", 5]', (256,))])
+@pytest.mark.parametrize(
+    ("content", "stops"), [("null", (258,)), ("[]", (258,)), ('["<pad>", 5]', (256,))]
+)
 def test_stop_tokens_of_a_config(tmp_path, content: str, stops: tuple[int, ...]) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(BYTE.to_json())
@@ -259,7 +329,10 @@ def test_a_bounded_sample_covers_the_whole_corpus() -> None:
     sample = _sample_text(iter(texts), limit=1000)
     assert 500 <= sum(map(len, sample)) <= 1000
     numbers = [int(chunk[:3]) for chunk in sample]
-    assert numbers == list(range(0, 100, numbers[1])) and _sample_text(iter(texts), limit=10**6) == texts
+    assert (
+        numbers == list(range(0, 100, numbers[1]))
+        and _sample_text(iter(texts), limit=10**6) == texts
+    )
 
 
 def test_very_long_words_are_split_for_training() -> None:
@@ -268,7 +341,10 @@ def test_very_long_words_are_split_for_training() -> None:
 
 
 def test_import_is_light() -> None:
-    code = "import sys, dantinox.text; sys.exit(any(m in sys.modules for m in ('jax', 'flax', 'torch')))"
+    code = (
+        "import sys, dantinox.text; sys.exit(any(m in sys.modules for m in ('jax', 'flax',"
+        " 'torch')))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

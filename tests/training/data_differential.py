@@ -1,9 +1,10 @@
 """Compares the documents in the batches of random corpora with the same documents alone in a batch.
 
-`python -m tests.training.data_differential 2000` compares 2,000 corpora. The text, the conversations or the pairs of a corpus
-are laid out by their store. The tokens, segments and masks of its rows are compared with the corpus. Then the same program
-reads each document alone, at the beginning of a row that ends with padding. The losses, the numbers of targets, the tokens of
-each expert, and bits per byte must be equal.
+`python -m tests.training.data_differential 2000` compares 2,000 corpora. The text, the
+conversations or the pairs of a corpus are laid out by their store. The tokens, segments and masks
+of its rows are compared with the corpus. Then the same program reads each document alone, at the
+beginning of a row that ends with padding. The losses, the numbers of targets, the tokens of each
+expert, and bits per byte must be equal.
 """
 
 import sys
@@ -47,7 +48,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "none": {"attention.use_rotary_pos": False},
     "sliding window": {"attention.sliding_window": True, "attention.context_window": 3},
     "scaled queries": {
-        "attention.rope_scaling": "yarn", "attention.rope_factor": 4, "attention.rope_original_context": 2,
+        "attention.rope_scaling": "yarn", "attention.rope_factor": 4,
+        "attention.rope_original_context": 2,
         "attention.query_scaling_beta": 0.5,
     },
     "latent": {"attention.kv_lora_rank": 8, "attention.qk_rope_head_dim": 4},
@@ -60,21 +62,27 @@ CASES = (
     *((objective, kind) for kind in KINDS for objective in ("next_token", "sft")),
     *((objective, kind) for kind in PAIR_KINDS for objective in PAIRS),
 )
-# The two readings of a document differ in the order of float32 sums. A loss is of order 1 and behind two layers, each with a
-# few sums of at most 64 terms; each sum adds at most some roundings to it.
+# The two readings of a document differ in the order of float32 sums. A loss is of order 1 and
+# behind two layers, each with a few sums of at most 64 terms; each sum adds at most some roundings
+# to it.
 TOLERANCE = 64 * 2.0**-23
 
-Part = tuple[tuple[int, ...], tuple[int, ...]]  # the tokens of a document, or of a part of one, and the mask of its targets
+Part = tuple[
+    tuple[int, ...], tuple[int, ...]
+]  # the tokens of a document, or of a part of one, and the mask of its targets
 
 
 @cache
 def config_of(objective: str, kind: str) -> Config:
     """Returns the settings of a tiny model."""
     base = {
-        "model.dim": 16, "model.n_heads": 2, "model.num_blocks": 2, "model.max_context": LENGTH, "model.dropout_rate": 0,
+        "model.dim": 16, "model.n_heads": 2, "model.num_blocks": 2, "model.max_context": LENGTH,
+        "model.dropout_rate": 0,
         "training.objective": objective,
     }  # fmt: skip
-    return build_config({}, base | ({"training.init_from": "x"} if objective in PAIRS else {}) | KINDS[kind])
+    return build_config(
+        {}, base | ({"training.init_from": "x"} if objective in PAIRS else {}) | KINDS[kind]
+    )
 
 
 @cache
@@ -86,14 +94,20 @@ def model_of(kind: str) -> Transformer:
 
 @jax.jit
 def token_program(model: Transformer, batch: Batch) -> tuple[Any, ...]:
-    """Returns the losses and squared log-normalizers of the tokens, the mask, and the tokens of each expert."""
+    """Returns the losses and squared log-normalizers of the tokens, the mask, and the tokens of
+    each expert.
+    """
     nats_N, squares_N, mask_N, aux = per_token_losses(model, batch, None, MAX_CHUNK_LOGITS)
-    return *(array.reshape(ROWS, LENGTH) for array in (nats_N, squares_N, mask_N)), getattr(aux.get("routing"), "counts_E", 0)
+    return *(array.reshape(ROWS, LENGTH) for array in (nats_N, squares_N, mask_N)), getattr(
+        aux.get("routing"), "counts_E", 0
+    )
 
 
 @partial(jax.jit, static_argnames="objective")
 def pair_program(model: Transformer, batch: Any, objective: str) -> tuple[Any, ...]:
-    """Returns the sums over pairs of losses, pairs, metrics and terms of the KL divergence, and the tokens of each expert."""
+    """Returns the sums over pairs of losses, pairs, metrics and terms of the KL divergence, and the
+    tokens of each expert.
+    """
     found = OBJECTIVES[objective]
     sums = found.losses(model, batch, config_of(objective, "rotary"), None)
     kl = 0 if found.kl_sums is None else found.kl_sums(model, batch)
@@ -101,8 +115,12 @@ def pair_program(model: Transformer, batch: Any, objective: str) -> tuple[Any, .
 
 
 def place_alone(parts: list[tuple[np.ndarray, ...]]) -> Batch:
-    """Returns a batch with one document per row, given its inputs, targets and mask. All other places are padding."""
-    tokens, targets, segments = (np.full((ROWS, LENGTH), fill, np.int32) for fill in (PAD, PAD, PADDING))
+    """Returns a batch with one document per row, given its inputs, targets and mask. All other
+    places are padding.
+    """
+    tokens, targets, segments = (
+        np.full((ROWS, LENGTH), fill, np.int32) for fill in (PAD, PAD, PADDING)
+    )
     mask = np.zeros((ROWS, LENGTH), np.float32)
     for row, (inputs, outputs, counted) in enumerate(parts):
         for array, values in ((tokens, inputs), (targets, outputs), (mask, counted), (segments, 0)):
@@ -126,11 +144,20 @@ def compare_documents(model: Transformer, batch: Batch, per_batch: int) -> tuple
     for start in range(0, len(places), per_batch):
         some = places[start : start + per_batch]
         fields = (batch.tokens_BT, batch.targets_BT, batch.mask_BT)
-        alone = place_alone([tuple(array[row, columns] for array in fields) for row, columns in some])
-        nats_alone, squares_alone, mask_alone, counts_E = map(np.asarray, token_program(model, alone))
+        alone = place_alone(
+            [tuple(array[row, columns] for array in fields) for row, columns in some]
+        )
+        nats_alone, squares_alone, mask_alone, counts_E = map(
+            np.asarray, token_program(model, alone)
+        )
         for index, (row, columns) in enumerate(some):
             for packed, apart in ((nats, nats_alone), (squares, squares_alone)):
-                np.testing.assert_allclose(packed[row, columns], apart[index, : len(columns)], rtol=TOLERANCE, atol=TOLERANCE)
+                np.testing.assert_allclose(
+                    packed[row, columns],
+                    apart[index, : len(columns)],
+                    rtol=TOLERANCE,
+                    atol=TOLERANCE,
+                )
         total, targets = total + nats_alone.sum(dtype=np.float64), targets + int(mask_alone.sum())
         counts_alone = counts_alone + counts_E
     assert targets == int(mask.sum()) == int(batch.mask_BT.sum())
@@ -139,33 +166,49 @@ def compare_documents(model: Transformer, batch: Batch, per_batch: int) -> tuple
     return total, targets
 
 
-def expected_window(stream: np.ndarray, documents: np.ndarray, start: int) -> tuple[np.ndarray, ...]:
-    """Returns tokens, targets, segments and mask of a row of consecutive tokens, which ends with padding after the last one."""
+def expected_window(
+    stream: np.ndarray, documents: np.ndarray, start: int
+) -> tuple[np.ndarray, ...]:
+    """Returns tokens, targets, segments and mask of a row of consecutive tokens, which ends with
+    padding after the last one.
+    """
     size = min(LENGTH, len(stream) - 1 - start)
     tokens, targets, segments = (np.full(LENGTH, fill) for fill in (PAD, PAD, PADDING))
     mask = np.zeros(LENGTH)
-    tokens[:size], targets[:size] = stream[start : start + size], stream[start + 1 : start + size + 1]
+    tokens[:size], targets[:size] = (
+        stream[start : start + size],
+        stream[start + 1 : start + size + 1],
+    )
     own, following = documents[start : start + size], documents[start + 1 : start + size + 1]
     segments[:size], mask[:size] = own - own[0], own == following
     return tokens, targets, segments, mask
 
 
-def check_window(row: tuple[np.ndarray, ...], stream: np.ndarray, documents: np.ndarray, at: int | None = None) -> None:
-    """Checks a row of consecutive tokens of a stream, of which `documents` numbers the documents. None: they are anywhere."""
+def check_window(
+    row: tuple[np.ndarray, ...], stream: np.ndarray, documents: np.ndarray, at: int | None = None
+) -> None:
+    """Checks a row of consecutive tokens of a stream, of which `documents` numbers the documents.
+    None: they are anywhere.
+    """
     tokens = np.append(row[0], row[1][-1])
     starts = (
         [at]
         if at is not None
-        else np.flatnonzero((np.lib.stride_tricks.sliding_window_view(stream, LENGTH + 1) == tokens).all(1))
+        else np.flatnonzero(
+            (np.lib.stride_tricks.sliding_window_view(stream, LENGTH + 1) == tokens).all(1)
+        )
     )
     found = [expected_window(stream, documents, int(start)) for start in starts]
-    assert any(all((a == b).all() for a, b in zip(row, expected, strict=True)) for expected in found)
+    assert any(
+        all((a == b).all() for a, b in zip(row, expected, strict=True)) for expected in found
+    )
 
 
 def find_parts(batch: Batch, known: Counter[Part]) -> Counter[Part]:
     """Returns the documents in packed rows. Each must be one of `known`.
 
-    The last token of a document is the last target if the document ends with the row, else it is also an input.
+    The last token of a document is the last target if the document ends with the row, else it is
+    also an input.
     """
     found: Counter[Part] = Counter()
     for tokens, targets, segments, mask in zip(*batch, strict=True):
@@ -180,7 +223,9 @@ def find_parts(batch: Batch, known: Counter[Part]) -> Counter[Part]:
 
 
 def check_epoch(store: TokenStore, known: Counter[Part]) -> list[Batch]:
-    """Checks that the first epoch has each document once, and returns its batches. No document may begin with another one."""
+    """Checks that the first epoch has each document once, and returns its batches. No document may
+    begin with another one.
+    """
     found, batches = Counter(), []
     for step in range(-(-store.windows_per_epoch // ROWS)):
         batches.append(store.batch(step))
@@ -191,7 +236,9 @@ def check_epoch(store: TokenStore, known: Counter[Part]) -> list[Batch]:
 
 
 def compare_text(rng: np.random.Generator, kind: str) -> None:
-    """Compares a random corpus of texts, perhaps a mixture, with windows of tokens or packed documents."""
+    """Compares a random corpus of texts, perhaps a mixture, with windows of tokens or packed
+    documents.
+    """
     bos, packing = [None, BOS, EOS][rng.integers(3)], bool(rng.integers(2))
     shortest, longest = int(rng.integers(1, 4)), int(rng.choice([4, 9, 30]))
 
@@ -202,7 +249,9 @@ def compare_text(rng: np.random.Generator, kind: str) -> None:
     sources: list[list[list[int]]] = []
     for _ in range(rng.integers(1, 4)):
         sources.append([])
-        while sum(map(len, sources[-1])) < (ROWS + 4) * LENGTH:  # enough for a batch if the last document is split
+        while (
+            sum(map(len, sources[-1])) < (ROWS + 4) * LENGTH
+        ):  # enough for a batch if the last document is split
             sources[-1].append(draw())
     val = [draw() for _ in range(rng.integers(1, 12))]
     if rng.integers(2):  # the last document is split between training and validation
@@ -212,8 +261,15 @@ def compare_text(rng: np.random.Generator, kind: str) -> None:
         val.insert(0, document[cut:])
     training = [document for source in sources for document in source]
     streams = [np.concatenate(part).astype(np.uint16) for part in (training, val)]
-    documents = [np.repeat(np.arange(len(part)), [len(document) for document in part]) for part in (training, val)]
-    mixture = [(sum(map(len, source)), float(rng.integers(1, 4))) for source in sources] if len(sources) > 1 else []
+    documents = [
+        np.repeat(np.arange(len(part)), [len(document) for document in part])
+        for part in (training, val)
+    ]
+    mixture = (
+        [(sum(map(len, source)), float(rng.integers(1, 4))) for source in sources]
+        if len(sources) > 1
+        else []
+    )
     store = TokenStore(
         *streams,
         BatchOptions(ROWS, LENGTH, int(rng.integers(1 << 30)), mixture),
@@ -221,9 +277,17 @@ def compare_text(rng: np.random.Generator, kind: str) -> None:
         packing=packing,
     )
     if packing:
-        chunks = [document[i : i + LENGTH + 1] for document in training for i in range(0, max(1, len(document) - 1), LENGTH)]
-        known = Counter((tuple(chunk), (1,) * (len(chunk) - 1)) for chunk in chunks if len(chunk) > 1)
-        batches = [store.batch(step) for step in range(2)] if mixture else check_epoch(store, known)[:2]
+        chunks = [
+            document[i : i + LENGTH + 1]
+            for document in training
+            for i in range(0, max(1, len(document) - 1), LENGTH)
+        ]
+        known = Counter(
+            (tuple(chunk), (1,) * (len(chunk) - 1)) for chunk in chunks if len(chunk) > 1
+        )
+        batches = (
+            [store.batch(step) for step in range(2)] if mixture else check_epoch(store, known)[:2]
+        )
         for batch in batches:
             find_parts(batch, known)
     else:
@@ -246,14 +310,18 @@ def compare_text(rng: np.random.Generator, kind: str) -> None:
         nats, targets = nats + alone, targets + count
         nats_packed += np.asarray(token_program(model, batch)[0]).sum(dtype=np.float64)
         bytes_packed += int(BYTES[batch.targets_BT[batch.mask_BT > 0]].sum())
-    assert targets == sum(len(document) - 1 for document in val), "all tokens but the first of each document are targets"
+    assert targets == sum(len(document) - 1 for document in val), (
+        "all tokens but the first of each document are targets"
+    )
     assert bytes_packed == sum(int(BYTES[document[1:]].sum()) for document in val)
     if bytes_packed:
         np.testing.assert_allclose(nats_packed / bytes_packed, nats / bytes_packed, rtol=TOLERANCE)
 
 
 def draw_conversation(rng: np.random.Generator, longest: int) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a conversation and their marks: at least one token after the first is in the loss."""
+    """Returns the tokens of a conversation and their marks: at least one token after the first is
+    in the loss.
+    """
     size = int(rng.integers(2, longest + 1))
     marks = rng.integers(0, 2, size) * IN_LOSS
     marks[int(rng.integers(1, size))] = IN_LOSS
@@ -262,11 +330,15 @@ def draw_conversation(rng: np.random.Generator, longest: int) -> tuple[list[int]
 
 
 def make_store(
-    rng: np.random.Generator, parts: list[list[tuple[list[int], list[int]]]], mixture: Any = (), **options: Any
+    rng: np.random.Generator,
+    parts: list[list[tuple[list[int], list[int]]]],
+    mixture: Any = (),
+    **options: Any,
 ) -> ConversationStore:
     """Returns a store of training and validation conversations."""
     ids, marks = (
-        np.array([x for part in parts for one in part for x in one[k]], d) for k, d in ((0, np.uint16), (1, np.uint8))
+        np.array([x for part in parts for one in part for x in one[k]], d)
+        for k, d in ((0, np.uint16), (1, np.uint8))
     )
     counts = [Counts(sum(len(one[0]) for one in part), len(part), 0, 0) for part in parts]
     return ConversationStore(
@@ -302,8 +374,15 @@ def compare_conversations(rng: np.random.Generator, kind: str) -> None:
     training = [one for source in sources for one in source]
     sizes = [(sum(len(one[0]) for one in source), float(rng.integers(1, 4))) for source in sources]
     store = make_store(rng, [training, parts[1]], mixture=sizes if len(sources) > 1 else ())
-    known, known_val = (Counter(part_of(c) for c in part if len(c[0]) <= LENGTH + 1) for part in (training, parts[1]))
-    batches = [store.batch(step) for step in range(2)] if len(sources) > 1 else check_epoch(store, known)[:2]
+    known, known_val = (
+        Counter(part_of(c) for c in part if len(c[0]) <= LENGTH + 1)
+        for part in (training, parts[1])
+    )
+    batches = (
+        [store.batch(step) for step in range(2)]
+        if len(sources) > 1
+        else check_epoch(store, known)[:2]
+    )
     for batch in batches:
         find_parts(batch, known)
     found: Counter[Part] = Counter()
@@ -319,9 +398,14 @@ def compare_pairs(rng: np.random.Generator, kind: str, objective: str) -> None:
     """Compares random pairs of conversations with each pair alone in a batch."""
     is_kto = objective == "kto"
     longest = LENGTH + 1 if is_kto else int(rng.choice([5, LENGTH + 3]))
-    parts = [[draw_conversation(rng, longest) for _ in range(2 * int(rng.integers(2, 9)))] for _ in range(2)]
+    parts = [
+        [draw_conversation(rng, longest) for _ in range(2 * int(rng.integers(2, 9)))]
+        for _ in range(2)
+    ]
     for part in parts:
-        part += [draw_conversation(rng, LENGTH) for _ in range(2)]  # at least one pair is not too long
+        part += [
+            draw_conversation(rng, LENGTH) for _ in range(2)
+        ]  # at least one pair is not too long
         for tokens, marks in part[::2] if is_kto else ():
             marks[0] |= int(rng.integers(2)) * DESIRABLE
             assert len(tokens) <= LENGTH + 1
@@ -337,24 +421,43 @@ def compare_pairs(rng: np.random.Generator, kind: str, objective: str) -> None:
         whole = list(map(np.asarray, pair_program(model, batch, objective)))
         alone = []
         for index in range(ROWS):
-            own = type(batch)(*(np.where(_only(index, array), array, fill) for array, fill in zip(batch, FILL, strict=False)))
+            own = type(batch)(
+                *(
+                    np.where(_only(index, array), array, fill)
+                    for array, fill in zip(batch, FILL, strict=False)
+                )
+            )
             alone.append(list(map(np.asarray, pair_program(model, own, objective))))
         sums = [np.sum([one[field] for one in alone], axis=0) for field in range(len(whole))]
         scale = np.sum([np.abs(one[0]) for one in alone])
         for given, expected in zip(whole[:4], sums[:4], strict=True):
-            np.testing.assert_allclose(given, expected, rtol=TOLERANCE, atol=TOLERANCE * (1 + scale))
-        assert whole[1] == sum(bool((mask > 0).any()) for mask in (batch.mask_P2T[:, 0] if is_kto else batch.mask_P2T))
+            np.testing.assert_allclose(
+                given, expected, rtol=TOLERANCE, atol=TOLERANCE * (1 + scale)
+            )
+        assert whole[1] == sum(
+            bool((mask > 0).any()) for mask in (batch.mask_P2T[:, 0] if is_kto else batch.mask_P2T)
+        )
         np.testing.assert_array_equal(whole[4], sums[4])
 
 
-FILL = (PAD, PAD, PADDING, 0, 0, False, 0.25)  # padding in the fields of `LabeledCompletions`, of which `Preferences` has five
+FILL = (
+    PAD,
+    PAD,
+    PADDING,
+    0,
+    0,
+    False,
+    0.25,
+)  # padding in the fields of `LabeledCompletions`, of which `Preferences` has five
 
 
 def _only(index: int, array: np.ndarray) -> np.ndarray:
     return (np.arange(len(array)) == index).reshape(-1, *[1] * (array.ndim - 1))
 
 
-def check_pairs(batch: Preferences | LabeledCompletions, known: dict, pairs: list, store: ConversationStore) -> None:
+def check_pairs(
+    batch: Preferences | LabeledCompletions, known: dict, pairs: list, store: ConversationStore
+) -> None:
     """Checks the rows of pairs, their references and labels."""
     for number in range(ROWS):
         rows = Batch(*(array[number] for array in batch[:4]))
@@ -367,9 +470,16 @@ def check_pairs(batch: Preferences | LabeledCompletions, known: dict, pairs: lis
             assert (segments == np.where(np.arange(LENGTH) < size, 0, PADDING)).all()
             ends = [(tuple(tokens[:size].tolist()), tuple(mask[: size - 1].astype(int).tolist()))]
             if size == LENGTH:
-                ends.append(((*tokens.tolist(), int(targets[-1])), tuple(mask.astype(int).tolist())))
+                ends.append(
+                    ((*tokens.tolist(), int(targets[-1])), tuple(mask.astype(int).tolist()))
+                )
             both.append(ends)
-        indices = [known[first, second] for first in both[0] for second in both[1] if (first, second) in known]
+        indices = [
+            known[first, second]
+            for first in both[0]
+            for second in both[1]
+            if (first, second) in known
+        ]
         (index,) = indices
         np.testing.assert_array_equal(batch.reference_P2[number], store.reference[index])
         if isinstance(batch, LabeledCompletions):
@@ -377,7 +487,9 @@ def check_pairs(batch: Preferences | LabeledCompletions, known: dict, pairs: lis
 
 
 def compare(seed: int) -> None:
-    """Compares a random corpus. The seed determines the objective, the kind of model and the corpus."""
+    """Compares a random corpus. The seed determines the objective, the kind of model and the
+    corpus.
+    """
     objective, kind = CASES[seed % len(CASES)]
     rng = np.random.default_rng(seed)
     if objective == "next_token":
@@ -397,5 +509,8 @@ if __name__ == "__main__":
             failed += 1
             print(f"seed {seed}, {' with '.join(CASES[seed % len(CASES)])}: {error}", flush=True)
         if seed % 100 == 99:
-            print(f"{seed + 1} corpora, {failed} differ, {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"{seed + 1} corpora, {failed} differ, {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
     sys.exit(failed > 0)

@@ -53,11 +53,15 @@ class Tokens:
 
 def small_config(**changes):
     """Returns the small settings with changes: `training__steps=3` changes `training.steps`."""
-    return build_config({}, SETTINGS | {key.replace("__", "."): value for key, value in changes.items()})
+    return build_config(
+        {}, SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
+    )
 
 
 def small_store(config, store=TokenStore, **options):
-    """Returns a store of tokens that count upward with some noise, so that a model can learn them."""
+    """Returns a store of tokens that count upward with some noise, so that a model can learn
+    them.
+    """
     rng = np.random.default_rng(5)
     ids = (np.cumsum(rng.integers(1, 3, 3000)) % VOCABULARY).astype(np.uint16)
     counts = (Counts(2700, 1, 2700, 2700), Counts(300, 1, 600, 600))
@@ -72,24 +76,42 @@ def small_store(config, store=TokenStore, **options):
 
 
 def random_weights(model: ModelConfig, seed: int = 3, size: float = 0.3) -> dict[str, np.ndarray]:
-    """Returns random weights of a model. NumPy draws them, because every shape drawn with JAX is one more program."""
+    """Returns random weights of a model. NumPy draws them, because every shape drawn with JAX is
+    one more program.
+    """
     rng = np.random.default_rng(seed)
     shapes = abstract_model(model)[1].items()
-    return {name: np.float32(rng.normal(0 if len(leaf.shape) > 1 else 1, size, leaf.shape)) for name, leaf in shapes}
+    return {
+        name: np.float32(rng.normal(0 if len(leaf.shape) > 1 else 1, size, leaf.shape))
+        for name, leaf in shapes
+    }
 
 
 # Settings that the programs of a run do not depend on.
 OUTSIDE_PROGRAMS = {
     "logging": True,
     "data": True,
-    "training": {"steps", "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep_last", "patience"}
-    | {"init_from"},
+    "training": (
+        {
+            "steps",
+            "eval_every",
+            "eval_tokens",
+            "sample_every",
+            "checkpoint_every",
+            "keep_last",
+            "patience",
+        }
+        | {"init_from"}
+    ),
 }
 
 
 def write_run(path, config, weights=None):
     """Writes a run that was not trained, with a vocabulary of bytes and random weights."""
-    run, tokenizer = create_run(path), train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(()))
+    run, tokenizer = (
+        create_run(path),
+        train_tokenizer(TokenizerSection(tokenizer_type="byte"), lambda: iter(())),
+    )
     save_config(run, config)
     save_tokenizer(run, tokenizer.to_json())
     save_weights(run.weights, weights or random_weights(config.architecture(tokenizer.vocab_size)))
@@ -116,7 +138,9 @@ def cached_programs():
         devices = mesh and (dict(mesh.shape), [device.id for device in mesh.devices.flat])
         settings = step.config.model_dump(exclude=OUTSIDE_PROGRAMS)
         settings["training"]["nan_policy"] = settings["training"]["nan_policy"] == "skip"
-        key = repr((settings, step.model, step.steps, step.length, teacher, devices, validation_rows))
+        key = repr(
+            (settings, step.model, step.steps, step.length, teacher, devices, validation_rows)
+        )
         if key not in found:
             found[key] = Programs(step, validation_rows)
         return found[key]
@@ -126,13 +150,17 @@ def cached_programs():
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs():
-    """Runs of a file with equal settings share their programs. A test with other processes compiles them again."""
+    """Runs of a file with equal settings share their programs. A test with other processes compiles
+    them again.
+    """
     with patch.object(loop, "Programs", cached_programs()):
         yield
 
 
 def copy_until(run, step, path):
-    """Copies a run as if its process had died after the checkpoint of `step`: without newer checkpoints and results."""
+    """Copies a run as if its process had died after the checkpoint of `step`: without newer
+    checkpoints and results.
+    """
     copy = RunDirectory(shutil.copytree(run.path, path))
     for newer in copy.checkpoints.iterdir():
         if newer.name.isdigit() and int(newer.name) > step:

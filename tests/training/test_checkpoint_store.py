@@ -16,15 +16,19 @@ from dantinox.training.step import TrainState
 from tests.error_texts import ERRORS
 
 ODD_NAMES = (
-    "a[1]", "[!x]", "a\\b", "it's \"so\"", " a b ", "a\nb", "*", "a**b", "?", "gs:", "{a,b}", "#%2F", "$HOME", "\udcff",
-    unicodedata.normalize("NFD", "città"), "x" * 200, "-x", "~", "a.", "%s", "a;b&c|d", "😀", "a\tb", "s3:",
+    "a[1]", "[!x]", "a\\b", "it's \"so\"", " a b ", "a\nb", "*", "a**b", "?", "gs:", "{a,b}",
+    "#%2F", "$HOME", "\udcff",
+    unicodedata.normalize("NFD", "città"), "x" * 200, "-x", "~", "a.", "%s", "a;b&c|d", "😀", "a\tb",
+    "s3:",
 )  # fmt: skip
 
 
 def state_of(step):
     """Returns a state with the given step and a parameter that is equal to the step everywhere."""
     sums = jnp.zeros(2)
-    return TrainState(jnp.int32(step), {"kernel": jnp.full((3, 4), float(step))}, (jnp.int32(step),), sums, sums)
+    return TrainState(
+        jnp.int32(step), {"kernel": jnp.full((3, 4), float(step))}, (jnp.int32(step),), sums, sums
+    )
 
 
 def save(checkpoints, step):
@@ -39,8 +43,13 @@ def test_checkpoint_in_a_directory_with_any_name_is_restored(tmp_path, name):
     for step in (1, 2, 3):
         save(checkpoints, step)
     checkpoints.close()
-    assert sorted(child.name for child in path.iterdir()) == ["2", "3"] and len(list(tmp_path.iterdir())) == 1
-    assert (path / "3" / "state" / "manifest.ocdbt").is_file() and not any(find_step_damage(path / "3"))
+    assert (
+        sorted(child.name for child in path.iterdir()) == ["2", "3"]
+        and len(list(tmp_path.iterdir())) == 1
+    )
+    assert (path / "3" / "state" / "manifest.ocdbt").is_file() and not any(
+        find_step_damage(path / "3")
+    )
     again = Checkpoints(path, 2)
     restored = again.restore(jax.eval_shape(lambda: state_of(0)))
     again.close()
@@ -66,7 +75,10 @@ def test_step_that_cannot_be_read_back_is_not_complete(tmp_path, monkeypatch):
     async def write_nothing(*_, **__):
         pass
 
-    monkeypatch.setattr("orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files", write_nothing)
+    monkeypatch.setattr(
+        "orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files",
+        write_nothing,
+    )
     save(checkpoints, 2)
     with pytest.raises(UserError, match=ERRORS["the_checkpoint_cannot_be_read_back"]):
         checkpoints.wait()
@@ -76,14 +88,19 @@ def test_step_that_cannot_be_read_back_is_not_complete(tmp_path, monkeypatch):
 
 
 TENSORSTORE_ERROR = (  # of TensorStore on a full disk
-    'RESOURCE_EXHAUSTED: Error writing "parameters.kernel/0.0" in OCDBT database at local file "/r/": Failed writing: '
-    "\"/r/d/0b\": Failed to write 12857 bytes to file 6: {} [os_error_code='{}']"
+    'RESOURCE_EXHAUSTED: Error writing "parameters.kernel/0.0" in OCDBT database at local file'
+    ' "/r/": Failed writing: "/r/d/0b": Failed to write 12857 bytes to file 6: {}'
+    " [os_error_code='{}']"
 )
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EIO, errno.ESTALE]
+)
 @pytest.mark.parametrize("error_type", [ValueError, RuntimeError, jax.errors.JaxRuntimeError])
-def test_disk_error_is_one_sentence_whatever_orbax_calls_it(tmp_path, monkeypatch, code, error_type):
+def test_disk_error_is_one_sentence_whatever_orbax_calls_it(
+    tmp_path, monkeypatch, code, error_type
+):
     def fails(*_, **__):
         raise error_type(TENSORSTORE_ERROR.format("words", code))
 
@@ -97,7 +114,9 @@ def test_disk_error_is_one_sentence_whatever_orbax_calls_it(tmp_path, monkeypatc
 
 def test_memory_error_during_a_save_is_not_a_disk_error(tmp_path, monkeypatch):
     def fails(*_, **__):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes.")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes."
+        )
 
     checkpoints = Checkpoints(tmp_path, 2)
     monkeypatch.setattr("orbax.checkpoint.CheckpointManager.save", fails)

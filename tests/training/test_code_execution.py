@@ -1,4 +1,6 @@
-"""The reward python_tests: fractions of passed tests, and code that exceeds a limit or ends early."""
+"""The reward python_tests: fractions of passed tests, and code that exceeds a limit or ends
+early.
+"""
 
 import os
 import sys
@@ -16,19 +18,33 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="python_tests n
 
 
 def run_code(code, *tests, seconds=20.0, memory_mib=512):
-    return count_passed_tests(textwrap.dedent(code), [textwrap.dedent(test) for test in tests], seconds, memory_mib)
+    return count_passed_tests(
+        textwrap.dedent(code), [textwrap.dedent(test) for test in tests], seconds, memory_mib
+    )
 
 
 @needs_linux
 def test_the_fraction_of_passed_tests_is_the_reward():
-    record = {"tests": ["assert double(2) == 4", "assert double(1) == 3", "assert double(double(1)) == 4", "1 / 0"]}
+    record = {
+        "tests": [
+            "assert double(2) == 4",
+            "assert double(1) == 3",
+            "assert double(double(1)) == 4",
+            "1 / 0",
+        ]
+    }
     answer = "The function:\n```python\nfactor = 2\n\ndef double(x):\n    return factor * x\n```\n"
     reward = build_rewards(GRPOSection(rewards=["python_tests"], allow_code_execution=True))
     assert reward.score("", answer, record) == {"python_tests": 0.5}
     assert reward.score("", "def double(x", record) == {"python_tests": 0.0}
-    assert reward.score("", "def double(x): return 2 * x", {"tests": "assert double(3) == 6"}) == {"python_tests": 1.0}
+    assert reward.score("", "def double(x): return 2 * x", {"tests": "assert double(3) == 6"}) == {
+        "python_tests": 1.0
+    }
     for tests in ([], [3], 3, ["x"] * 1001):
-        with pytest.raises(UserError, match=r"^the field tests must be Python code or a list of 1 to 1000 of these, got"):
+        with pytest.raises(
+            UserError,
+            match=r"^the field tests must be Python code or a list of 1 to 1000 of these, got",
+        ):
             reward.score("", answer, {"tests": tests})
 
 
@@ -38,7 +54,10 @@ def test_the_fraction_of_passed_tests_is_the_reward():
     [
         "while True: pass",
         "import time; time.sleep(60)",
-        "from signal import *\nfor s in (SIGTERM, SIGINT, SIGXCPU): signal(s, SIG_IGN)\nwhile True: pass",
+        (
+            "from signal import *\nfor s in (SIGTERM, SIGINT, SIGXCPU): signal(s, SIG_IGN)\nwhile"
+            " True: pass"
+        ),
     ],
     ids=["loop", "sleep", "ignored signals"],
 )
@@ -50,7 +69,9 @@ def test_code_that_does_not_end_is_killed(code):
 
 @needs_linux
 def test_tests_that_end_before_a_hanging_test_count():
-    assert run_code("x = 1", "assert x", "import time; time.sleep(60)", "assert x", seconds=2.0) == 1
+    assert (
+        run_code("x = 1", "assert x", "import time; time.sleep(60)", "assert x", seconds=2.0) == 1
+    )
 
 
 @needs_linux
@@ -64,7 +85,10 @@ def test_tests_that_end_before_a_hanging_test_count():
         "import os\nos.system('true')",
         "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)",
         "import socket\nsocket.socket()",
-        "with open('big', 'wb') as f:\n    for _ in range(1 << 6): f.write(bytes(1 << 16)); f.flush()",
+        (
+            "with open('big', 'wb') as f:\n    for _ in range(1 << 6): f.write(bytes(1 << 16));"
+            " f.flush()"
+        ),
         "files = [open(f'{i}', 'w') for i in range(100)]",
         "def f(): f()\nf()",
         "raise KeyboardInterrupt",
@@ -109,8 +133,16 @@ def test_the_code_sees_no_environment_and_a_temporary_directory(monkeypatch, tmp
 
 @needs_linux
 def test_code_is_run_only_if_the_settings_allow_it():
-    settings = {"training": {"objective": "grpo", "init_from": "runs/x"}, "grpo": {"rewards": ["python_tests"]}}
-    with pytest.raises(UserError, match=r"^grpo.rewards contain python_tests, .*: set grpo.allow_code_execution: true"):
+    settings = {
+        "training": {"objective": "grpo", "init_from": "runs/x"},
+        "grpo": {"rewards": ["python_tests"]},
+    }
+    with pytest.raises(
+        UserError,
+        match=r"^grpo.rewards contain python_tests, .*: set grpo.allow_code_execution: true",
+    ):
         build_config(settings)
-    with pytest.raises(UserError, match=r"^the reward python_tests needs grpo.allow_code_execution: true$"):
+    with pytest.raises(
+        UserError, match=r"^the reward python_tests needs grpo.allow_code_execution: true$"
+    ):
         build_rewards(GRPOSection(rewards=["python_tests"]))

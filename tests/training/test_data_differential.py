@@ -1,6 +1,7 @@
 """Documents in the batches of random corpora have the losses that they have alone.
 
-`DIFFERENTIAL=2000 pytest -m "slow or not slow" tests/training/test_data_differential.py` compares 2,000 corpora.
+`DIFFERENTIAL=2000 pytest -m "slow or not slow" tests/training/test_data_differential.py` compares
+2,000 corpora.
 """
 
 import os
@@ -31,7 +32,9 @@ def test_documents_of_many_corpora_have_the_losses_that_they_have_alone():
 
 @pytest.mark.parametrize("field", ["segments", "mask"])
 def test_a_wrong_batch_is_found(monkeypatch, field):
-    """The comparison fails for a store whose rows are one document, and for one that counts all targets."""
+    """The comparison fails for a store whose rows are one document, and for one that counts all
+    targets.
+    """
     original = TokenStore._make_batch
 
     def wrong(self, *args):
@@ -52,10 +55,17 @@ def test_a_model_that_reads_other_documents_is_found():
     model = differential.model_of("learned, experts")
     tokens = np.random.default_rng(0).integers(0, differential.PAD, (4, 12)).astype(np.int32)
     targets = np.append(tokens[:, 1:], tokens[:, :1], axis=1)
-    segments, mask = np.repeat([[0] * 5 + [1] * 7], 4, axis=0).astype(np.int32), np.ones((4, 12), np.float32)
+    segments, mask = (
+        np.repeat([[0] * 5 + [1] * 7], 4, axis=0).astype(np.int32),
+        np.ones((4, 12), np.float32),
+    )
     batch = differential.Batch(tokens, targets, segments, mask)
     differential.compare_documents(model, batch, 4)
     whole, program = batch._replace(segments_BT=np.zeros_like(segments)), differential.token_program
     with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
-        patch.setattr(differential, "token_program", lambda model, given: program(model, whole if given is batch else given))
+        patch.setattr(
+            differential,
+            "token_program",
+            lambda model, given: program(model, whole if given is batch else given),
+        )
         differential.compare_documents(model, batch, 4)

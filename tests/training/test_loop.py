@@ -84,7 +84,9 @@ def test_run_learns_and_writes_all_files(workshop):
     summary = json.loads(run.summary(config).read_text())
     assert summary["val_loss"] == min(row["val_loss"] for row in rows)
     assert {int(path.name) for path in run.checkpoints.iterdir() if path.name.isdigit()} >= {18, 24}
-    assert "813" not in summary and summary["parameters"] == sum(p.size for p in _weights(run, config).values())
+    assert "813" not in summary and summary["parameters"] == sum(
+        p.size for p in _weights(run, config).values()
+    )
 
 
 class Recorder:
@@ -122,7 +124,10 @@ def test_trackers_get_the_rows_of_the_log(workshop, monkeypatch):
     copy_until(run, 18, workshop.path / "cut")
     with pytest.raises(KeyError):
         workshop.train("cut", config, resume=True, store=small_store(config, Failing))
-    assert recorder.calls[4:] == [("begin", 18, 24, sum(row["step"] <= 18 for row in rows)), ("end", True)]
+    assert recorder.calls[4:] == [
+        ("begin", 18, 24, sum(row["step"] <= 18 for row in rows)),
+        ("end", True),
+    ]
 
 
 class Failing(TokenStore):
@@ -135,7 +140,9 @@ def _weights(run, config):
 
 
 class Unlearned(TokenStore):
-    """From step 8 on, the targets of the batches are wrong, so the validation loss rises some steps later."""
+    """From step 8 on, the targets of the batches are wrong, so the validation loss rises some steps
+    later.
+    """
 
     def batch(self, step):
         batch = super().batch(step)
@@ -147,31 +154,43 @@ def test_exported_weights_are_those_of_the_best_evaluation(workshop):
     run = workshop.train("run", config, store=small_store(config, Unlearned))
     rows = read_csv(run.log(config))
     store, evaluate = small_store(config), make_eval_step(config.architecture(VOCABULARY))
-    parts = [jax.device_get(evaluate(_weights(run, config), batch)) for batch in store.validation(16)]
+    parts = [
+        jax.device_get(evaluate(_weights(run, config), batch)) for batch in store.validation(16)
+    ]
     loss = sum(float(p.nats) for p in parts) / sum(float(p.num_targets) for p in parts)
     best = min(rows, key=lambda row: row["val_loss"])
     assert best["step"] < 24
     assert loss == pytest.approx(best["val_loss"], rel=1e-5)
     targets = store.validation_ids[1:]
-    assert best["bits_per_byte"] == pytest.approx(best["val_loss"] / np.log(2) * 299 / np.sum(1 + targets % 3))
+    assert best["bits_per_byte"] == pytest.approx(
+        best["val_loss"] / np.log(2) * 299 / np.sum(1 + targets % 3)
+    )
 
 
 def test_bits_per_byte_count_the_bytes_of_the_evaluated_targets(workshop):
-    """The first 40 targets of the validation part; they have more or fewer bytes per target than the whole part."""
+    """The first 40 targets of the validation part; they have more or fewer bytes per target than
+    the whole part.
+    """
     config = small_config(training__eval_tokens=40)
     run, targets = workshop.train("run", config), small_store(config).validation_ids[1:41]
     for row in read_csv(run.log(config)):
-        assert row["bits_per_byte"] == pytest.approx(row["val_loss"] / np.log(2) * 40 / np.sum(1 + targets % 3))
+        assert row["bits_per_byte"] == pytest.approx(
+            row["val_loss"] / np.log(2) * 40 / np.sum(1 + targets % 3)
+        )
 
 
 def test_moving_average_is_evaluated_sampled_and_exported(workshop, logged):
-    """Compares with a run without a moving average. Both have the same steps, but different validation losses."""
+    """Compares with a run without a moving average. Both have the same steps, but different
+    validation losses.
+    """
     config, seen = small_config(training__ema=0.9, training__sample_every=24), []
     sample = lambda model: seen.append(nnx.to_flat_state(nnx.state(model))) or "text"  # noqa: E731
     run = workshop.train("run", config, sample=sample)
     rows, others = read_csv(run.log(config)), logged.rows
     assert [row["train_loss"] for row in rows] == [row["train_loss"] for row in others]
-    assert all(row["val_loss"] != other["val_loss"] for row, other in zip(rows, others, strict=True))
+    assert all(
+        row["val_loss"] != other["val_loss"] for row, other in zip(rows, others, strict=True)
+    )
     assert rows[-1]["val_loss"] == min(row["val_loss"] for row in rows)
     sampled = {"/".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in seen[-1]}
     exported = _weights(run, config)
@@ -187,7 +206,10 @@ def test_train_loss_is_the_mean_since_the_previous_row(logged):
 def test_log_has_the_rates_of_both_rules(logged):
     rows, t = logged.intervals + logged.rows, logged.config.training
     ratio = t.muon_lr / t.lr
-    assert all(row["muon_lr"] == pytest.approx(ratio * row["lr"]) for row in rows) and len(rows) > 1 != ratio
+    assert (
+        all(row["muon_lr"] == pytest.approx(ratio * row["lr"]) for row in rows)
+        and len(rows) > 1 != ratio
+    )
     assert f"muon_lr {rows[0]['muon_lr']:.4g}" in logged.notes
 
 
@@ -197,8 +219,13 @@ def test_mfu_is_logged_for_chips_with_published_figures(workshop, monkeypatch):
     monkeypatch.setattr("dantinox.training.training_log.find_chip", lambda device: chip)
     run = workshop.train("run", config)
     row = read_csv(run.log(config))[-1]
-    shapes = {name: leaf.shape for name, leaf in abstract_model(config.architecture(VOCABULARY))[1].items()}
-    N = sum(np.prod(shape) for name, shape in shapes.items() if len(shape) > 1)  # tied: the table is the output layer
+    shapes = {
+        name: leaf.shape
+        for name, leaf in abstract_model(config.architecture(VOCABULARY))[1].items()
+    }
+    N = sum(
+        np.prod(shape) for name, shape in shapes.items() if len(shape) > 1
+    )  # tied: the table is the output layer
     assert row["mfu"] == pytest.approx(row["tokens_per_s"] * 6 * (N + 2 * 16 * 8) / 1e9)
     assert f"mfu {row['mfu']:.4g}" in workshop.notes.getvalue()
 
@@ -217,7 +244,9 @@ def test_nan_loss_stops_the_run_and_keeps_the_good_checkpoint(workshop):
     store = small_store(config)
     batch = store.batch
     poison = np.float32("nan")
-    store.batch = lambda step: batch(step)._replace(mask_BT=batch(step).mask_BT * (poison if step == 9 else 1))
+    store.batch = lambda step: batch(step)._replace(
+        mask_BT=batch(step).mask_BT * (poison if step == 9 else 1)
+    )
     with pytest.raises(UserError, match=ERRORS["not_a_finite_number_in_step"]):
         workshop.train("run", config, store=store)
     run = workshop.path / "run"
@@ -263,7 +292,9 @@ def test_signal_during_an_evaluation_postpones_it(workshop, logged, monkeypatch,
     assert (workshop.path / "run" / "training_log.csv").exists() == (step > 6)
     rows = read_csv(workshop.train("run", config, resume=True).log(config))
     keep = ("step", "train_loss", "val_loss", "lr", "grad_norm", "tokens")
-    assert [[row[k] for k in keep] for row in rows] == [[row[k] for k in keep] for row in logged.rows]
+    assert [[row[k] for k in keep] for row in rows] == [
+        [row[k] for k in keep] for row in logged.rows
+    ]
 
 
 def test_signal_that_arrives_while_processes_agree_is_kept(workshop, monkeypatch):
@@ -343,7 +374,11 @@ def test_interrupt_raises_keyboard_interrupt_after_the_step_is_saved(workshop):
 
     with pytest.raises(KeyboardInterrupt):
         workshop.train("run", config, store=small_store(config, Interrupted))
-    saved = [int(path.name) for path in (workshop.path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
+    saved = [
+        int(path.name)
+        for path in (workshop.path / "run" / "checkpoints").iterdir()
+        if path.name.isdigit()
+    ]
     assert saved and f"stopped by a signal; step {max(saved)} is saved" in workshop.notes.getvalue()
 
 
@@ -351,7 +386,9 @@ def test_a_few_skipped_steps_do_not_end_a_run_that_logs_every_step(tmp_path):
     """A row whose steps were all skipped has no mean loss."""
     config = small_config(training__nan_policy="skip", logging__log_every=1)
     model = config.architecture(VOCABULARY)
-    log = TrainingLog(config, model, Layout(model), RunDirectory(tmp_path), Console(io.StringIO()), 32)
+    log = TrainingLog(
+        config, model, Layout(model), RunDirectory(tmp_path), Console(io.StringIO()), 32
+    )
     numbers = [1.0, math.nan, 1.0, *[math.nan] * 3, 1.0, *[math.nan] * 4]
 
     def check(step):
@@ -392,8 +429,14 @@ def test_nan_validation_loss_is_worse_than_any_number():
 def test_rows_of_one_step_name_both_means_of_the_training_loss(logged):
     lines = [line.split() for line in logged.notes.splitlines() if line.startswith("step 24 ")]
     interval, evaluation = (dict(zip(line[::2], line[1::2], strict=True)) for line in lines)
-    assert "train_loss" in interval and "train_loss_since_eval" not in interval and "train_loss" not in evaluation
-    assert float(evaluation["train_loss_since_eval"]) == pytest.approx(logged.rows[-1]["train_loss"], abs=1e-4)
+    assert (
+        "train_loss" in interval
+        and "train_loss_since_eval" not in interval
+        and "train_loss" not in evaluation
+    )
+    assert float(evaluation["train_loss_since_eval"]) == pytest.approx(
+        logged.rows[-1]["train_loss"], abs=1e-4
+    )
 
 
 def test_long_training_prints_an_estimate_after_its_first_steps(workshop, logged, monkeypatch):
@@ -402,15 +445,27 @@ def test_long_training_prints_an_estimate_after_its_first_steps(workshop, logged
     workshop.train("run", small_config())
     estimate = r"about \S+ for 20 steps at \S+ m?s per step, without evaluations\n"
     assert re.search(estimate, workshop.notes.getvalue())
-    assert training_log.duration_line(500, 4.2) == "about 35m00s for 500 steps at 4.2 s per step, without evaluations"
+    assert (
+        training_log.duration_line(500, 4.2)
+        == "about 35m00s for 500 steps at 4.2 s per step, without evaluations"
+    )
 
 
 @pytest.mark.parametrize(("epochs", "warned"), [(1, True), (30, False)])
 def test_training_of_few_steps_prints_a_warning(epochs, warned):
     config = small_config().model_copy(deep=True)
-    t = config.training.model_copy(update={"steps": None, "epochs": epochs, "warmup_steps": 0, "batch_size": 300})
-    lines = list(launching.plan_lines(config.model_copy(update={"training": t}), Tokens(), small_store(config)))
-    warning = "warning: training.epochs 1 with this corpus (336 rows, 300 per step) gives only 2 steps: raise"
+    t = config.training.model_copy(
+        update={"steps": None, "epochs": epochs, "warmup_steps": 0, "batch_size": 300}
+    )
+    lines = list(
+        launching.plan_lines(
+            config.model_copy(update={"training": t}), Tokens(), small_store(config)
+        )
+    )
+    warning = (
+        "warning: training.epochs 1 with this corpus (336 rows, 300 per step) gives only 2 steps:"
+        " raise"
+    )
     assert any(line.startswith(warning) for line in lines) == warned
 
 
@@ -419,7 +474,9 @@ def test_init_from_starts_with_the_weights_of_another_run(workshop, logged):
     config = small_config(training__init_from=str(first.path))
     second = workshop.train("second", config)
     (before, *_, after), (again, *_) = (read_csv(run.log(config)) for run in (first, second))
-    assert before["val_loss"] > after["val_loss"] + 0.3 and again["val_loss"] < after["val_loss"] + 0.1
+    assert (
+        before["val_loss"] > after["val_loss"] + 0.3 and again["val_loss"] < after["val_loss"] + 0.1
+    )
     other = small_config(training__init_from=str(first.path), model__dim=32)
     with pytest.raises(UserError, match=ERRORS["hold_with_shape"]):
         starting_weights(other, other.architecture(VOCABULARY), Tokens.fingerprint)

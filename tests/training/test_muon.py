@@ -69,14 +69,17 @@ def test_three_steps_match_the_definition(changes):
     state, theirs, update = jax.jit(ours.init)(parameters), {}, jax.jit(ours.update)
     for step in range(3):
         gradients = {name: rng.normal(size=w.shape) for name, w in weights.items()}
-        updates, state = update({name: np.float32(g) for name, g in gradients.items()}, state, parameters)
+        updates, state = update(
+            {name: np.float32(g) for name, g in gradients.items()}, state, parameters
+        )
         parameters = {name: p + np.asarray(updates[name]) for name, p in parameters.items()}
         for name, (shape, stack, inputs) in MATRICES.items():
             fan_in = math.prod(shape[stack : stack + inputs])
             flat = (math.prod(shape[:stack]), fan_in, -1)
             apart = zip(gradients[name].reshape(flat), weights[name].reshape(flat), strict=True)
             weights[name] = np.stack([
-                muon_step(t, factors[step], g, w, theirs.setdefault((name, i), {"m": 0.0, "v": 0.0}))
+                muon_step(t, factors[step], g, w, theirs.setdefault((name, i), {"m": 0.0,
+                    "v": 0.0}))
                 for i, (g, w) in enumerate(apart)
             ]).reshape(shape)  # fmt: skip
     for name, expected in weights.items():
@@ -85,7 +88,9 @@ def test_three_steps_match_the_definition(changes):
 
 def test_normalized_updates_keep_the_norm_and_equalize_the_neurons():
     """After equal gradients, all neurons of a matrix have the same root mean square."""
-    t = small_config(training__grad_clip=0.0, training__weight_decay=0.0, training__schedule="constant").training
+    t = small_config(
+        training__grad_clip=0.0, training__weight_decay=0.0, training__schedule="constant"
+    ).training
     kernel = np.random.default_rng(0).normal(size=(4, 9)) * np.geomspace(1, 30, 9)
     gradients, found = {"blocks/0/ffn/down/kernel": np.float32(kernel)}, {}
     for normalize in (False, True):
@@ -102,9 +107,15 @@ def test_normalized_updates_keep_the_norm_and_equalize_the_neurons():
 
 def test_the_second_moments_have_one_number_per_vector_of_the_longer_side():
     config = small_config(training__muon_normalize=True)
-    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, *_) in MATRICES.items()}
+    shapes = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, *_) in MATRICES.items()
+    }
     state = jax.eval_shape(optimizer(config.training, 24).init, shapes)
-    (found,) = (x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, NorMuonState)) if isinstance(x, NorMuonState))
+    (found,) = (
+        x
+        for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, NorMuonState))
+        if isinstance(x, NorMuonState)
+    )
     assert {name: x.shape for name, x in found.squares.items()} == {
         "blocks/0/attention/qkv/kernel": (1, 2, 3, 2),
         "blocks/0/attention/out/kernel": (2, 2, 3, 1),
@@ -131,17 +142,27 @@ def test_zero_gradients_change_nothing():
 def test_cautious_decay_shrinks_only_weights_that_the_update_shrinks():
     rng, kinds = np.random.default_rng(2), ("adamw", "lion", "sgd", "adafactor")
     settings = {
-        kind: small_config(training__optimizer=kind, training__weight_decay=0.5, training__warmup_steps=0).training
+        kind: (
+            small_config(
+                training__optimizer=kind, training__weight_decay=0.5, training__warmup_steps=0
+            ).training
+        )
         for kind in kinds
     }
-    parameters = {name: rng.normal(size=(5, 4)).astype(np.float32) for name in ("embed", "blocks/0/norm1/scale")}
+    parameters = {
+        name: rng.normal(size=(5, 4)).astype(np.float32)
+        for name in ("embed", "blocks/0/norm1/scale")
+    }
     gradients = {name: rng.normal(size=(5, 4)).astype(np.float32) for name in parameters}
     variants = {"none": {"weight_decay": 0.0}, "all": {}, "cautious": {"cautious_decay": True}}
 
     @jax.jit
     def updates(g, p):
         return {
-            kind: {name: first_updates(t.model_copy(update=changes), g, p) for name, changes in variants.items()}
+            kind: {
+                name: first_updates(t.model_copy(update=changes), g, p)
+                for name, changes in variants.items()
+            }
             for kind, t in settings.items()
         }
 
@@ -160,7 +181,9 @@ def test_cautious_decay_shrinks_only_weights_that_the_update_shrinks():
 
 
 def minimax_quintic(low, high):
-    """Returns the odd quintic that is nearest to 1 on [low, high], by Remez' exchange of its four extrema."""
+    """Returns the odd quintic that is nearest to 1 on [low, high], by Remez' exchange of its four
+    extrema.
+    """
     inside = np.array([(3 * low + high) / 4, (low + 3 * high) / 4])
     for _ in range(60):
         x = np.array([low, *inside, high])
@@ -169,9 +192,13 @@ def minimax_quintic(low, high):
     return np.array([a, b, c])
 
 
-@pytest.mark.parametrize(("polynomials", "smallest", "fitted"), [(3, 0.01, 0.0), (5, 0.001, 0.02407327424182761)])
+@pytest.mark.parametrize(
+    ("polynomials", "smallest", "fitted"), [(3, 0.01, 0.0), (5, 0.001, 0.02407327424182761)]
+)
 def test_the_polynomials_are_minimax_and_bound_the_singular_values(polynomials, smallest, fitted):
-    """`fitted`: lower end of the fitted interval, as a fraction of its upper end, if it is above the smallest value."""
+    """`fitted`: lower end of the fitted interval, as a fraction of its upper end, if it is above
+    the smallest value.
+    """
     low, high, x = smallest, 1.0, np.geomspace(smallest, 1, 100_001)
     for coefficients in POLAR_STEPS[polynomials]:
         expected = minimax_quintic(max(low, fitted * high), high)
@@ -194,7 +221,9 @@ def test_five_polynomials_are_nearer_to_the_polar_factor():
         for polynomials, smallest in ((3, 0.03), (5, 0.003)):
             matrices[shape, polynomials] = u * np.geomspace(1, smallest, 20) @ v.T
     given = {case: {name: np.float32(matrix)} for case, matrix in matrices.items()}
-    found = jax.jit(lambda given: {case: orthogonalize(matrix, case[1])[name] for case, matrix in given.items()})(given)
+    found = jax.jit(
+        lambda given: {case: orthogonalize(matrix, case[1])[name] for case, matrix in given.items()}
+    )(given)
     for (shape, polynomials), matrix in matrices.items():
         left, _, right = np.linalg.svd(matrix, full_matrices=False)
         scale = math.sqrt(max(1, shape[1] / shape[0]))

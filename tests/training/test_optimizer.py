@@ -15,7 +15,12 @@ from .small import VOCABULARY, random_weights, small_config
 
 
 def shapes(**changes):
-    return {name: leaf.shape for name, leaf in abstract_model(small_config(**changes).architecture(VOCABULARY))[1].items()}
+    return {
+        name: leaf.shape
+        for name, leaf in abstract_model(small_config(**changes).architecture(VOCABULARY))[
+            1
+        ].items()
+    }
 
 
 def factors(name, steps=101, warmup=10, low=0.1, **more):
@@ -31,7 +36,9 @@ def factors(name, steps=101, warmup=10, low=0.1, **more):
 
 
 def rates(training, steps):
-    """Returns the factor of every step. All schedules are evaluated on arrays of one shape, with the same programs."""
+    """Returns the factor of every step. All schedules are evaluated on arrays of one shape, with
+    the same programs.
+    """
     return np.asarray(schedule(training, steps)(np.arange(5000)))[:steps]
 
 
@@ -46,12 +53,16 @@ def test_warmup_rises_linearly_and_does_not_start_at_zero():
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (101, 10), (5000, 100)])
 def test_default_warmup_is_a_tenth_of_the_steps_and_at_most_100(steps, warmup):
-    np.testing.assert_array_equal(factors("linear", steps, warmup=None), factors("linear", steps, warmup=warmup))
+    np.testing.assert_array_equal(
+        factors("linear", steps, warmup=None), factors("linear", steps, warmup=warmup)
+    )
 
 
 def test_cosine_has_its_closed_form():
     done = (np.arange(10, 101) - 10) / 90
-    np.testing.assert_allclose(factors("cosine")[10:], 0.1 + 0.9 * (1 + np.cos(np.pi * done)) / 2, atol=1e-6)
+    np.testing.assert_allclose(
+        factors("cosine")[10:], 0.1 + 0.9 * (1 + np.cos(np.pi * done)) / 2, atol=1e-6
+    )
 
 
 def test_linear_has_its_closed_form():
@@ -71,7 +82,9 @@ def test_schedules_end_at_the_ratio_even_when_short(name):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
-@pytest.mark.parametrize(("warmup", "ends"), [(8, (1, 0.1)), (9, (0.9, 1)), (10, (9 / 11, 10 / 11))])
+@pytest.mark.parametrize(
+    ("warmup", "ends"), [(8, (1, 0.1)), (9, (0.9, 1)), (10, (9 / 11, 10 / 11))]
+)
 def test_warmup_as_long_as_the_run_leaves_no_decay(name, warmup, ends):
     np.testing.assert_allclose(factors(name, steps=10, warmup=warmup)[-2:], ends, rtol=1e-6)
 
@@ -79,7 +92,9 @@ def test_warmup_as_long_as_the_run_leaves_no_decay(name, warmup, ends):
 def test_factors_of_overlapping_warmup_and_decay_multiply():
     decay = np.array([1.0] * 5 + [1, 0.775, 0.55, 0.325, 0.1])
     rise = np.minimum(1, np.arange(1, 11) / 8)
-    np.testing.assert_allclose(factors("wsd", steps=10, warmup=7, decay_fraction=0.4), rise * decay, rtol=1e-6)
+    np.testing.assert_allclose(
+        factors("wsd", steps=10, warmup=7, decay_fraction=0.4), rise * decay, rtol=1e-6
+    )
 
 
 RULES = ("adamw", "muon", "normuon", "lion", "adafactor", "sgd")
@@ -87,15 +102,17 @@ RULES = ("adamw", "muon", "normuon", "lion", "adafactor", "sgd")
 
 @pytest.mark.parametrize("name", RULES)
 def test_skipped_step_changes_nothing_but_the_step_of_the_schedule(name):
-    """The next update is that of a run without the skipped step, at the learning rate of the next step."""
+    """The next update is that of a run without the skipped step, at the learning rate of the next
+    step.
+    """
     given = (
         {"training__optimizer": "muon", "training__muon_normalize": True}
         if name == "normuon"
         else {"training__optimizer": name}
     )
     config = small_config(
-        **given, training__ema=0.9, training__weight_decay=0.0, training__schedule="linear", training__warmup_steps=0,
-        training__min_lr_ratio=0.5, training__steps=3,
+        **given, training__ema=0.9, training__weight_decay=0.0, training__schedule="linear",
+        training__warmup_steps=0, training__min_lr_ratio=0.5, training__steps=3,
     )  # fmt: skip
     rule = optimizer(config.training, 3)
     parameters = {"blocks/0/ffn/down/kernel": jnp.ones((2, 3)), "norm/scale": jnp.ones(4)}
@@ -113,7 +130,9 @@ def test_skipped_step_changes_nothing_but_the_step_of_the_schedule(name):
 
 def test_muon_trains_hidden_matrices_but_no_tables():
     found = {
-        name for name, shape in shapes(attention__no_sink=True, model__weight_tying=False).items() if matrix_shape(name, shape)
+        name
+        for name, shape in shapes(attention__no_sink=True, model__weight_tying=False).items()
+        if matrix_shape(name, shape)
     }
     kernels = ("attention/qkv", "attention/out", "attention/gate", "ffn/gate_up", "ffn/down")
     assert found == {f"blocks/0/{kernel}/kernel" for kernel in kernels}
@@ -122,7 +141,9 @@ def test_muon_trains_hidden_matrices_but_no_tables():
 def test_matrices_have_the_fans_of_their_projection():
     sizes = {
         name: matrix_shape(name, shape)
-        for name, shape in shapes(model__kv_heads=1, model__head_size=6, model__hidden_dim=20).items()
+        for name, shape in shapes(
+            model__kv_heads=1, model__head_size=6, model__hidden_dim=20
+        ).items()
     }
     assert sizes["blocks/0/attention/qkv/kernel"] == (16, 1 * 4 * 6)
     assert sizes["blocks/0/attention/out/kernel"] == (12, 16)
@@ -188,14 +209,19 @@ def test_weight_decay_acts_on_matrices_only():
     @jax.jit
     def updates(gradients, parameters):
         rules = {kind: optimizer(config.training, 24) for kind, config in configs.items()}
-        return {kind: rule.update(gradients, rule.init(parameters), parameters)[0] for kind, rule in rules.items()}
+        return {
+            kind: rule.update(gradients, rule.init(parameters), parameters)[0]
+            for kind, rule in rules.items()
+        }
 
     for kind, found in updates(zeros, parameters).items():
         t = configs[kind].training
         for name, p in parameters.items():
             rate = t.muon_lr if kind == "muon" and matrix_shape(name, p.shape) else t.lr
             expected = -rate * 0.5 * p if p.ndim >= 2 else np.zeros_like(p)
-            np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-9, err_msg=f"{kind} {name}")
+            np.testing.assert_allclose(
+                found[name], expected, rtol=1e-5, atol=1e-9, err_msg=f"{kind} {name}"
+            )
             assert (p.ndim < 2) == ("norm" in name)
 
 
@@ -224,9 +250,13 @@ def adafactor(t, g, m, v, step):
     return direction / max(1, np.sqrt((direction**2).mean())), m, np.broadcast_to(rows, g.shape)
 
 
-@pytest.mark.parametrize(("rule", "shape"), [(adamw, (3, 4)), (lion, (3, 4)), (sgd, (3, 4)), (adafactor, (130, 140))])
+@pytest.mark.parametrize(
+    ("rule", "shape"), [(adamw, (3, 4)), (lion, (3, 4)), (sgd, (3, 4)), (adafactor, (130, 140))]
+)
 def test_rules_match_their_definition(rule, shape):
-    config = small_config(training__optimizer=rule.__name__, training__grad_clip=0.0, training__weight_decay=0.2)
+    config = small_config(
+        training__optimizer=rule.__name__, training__grad_clip=0.0, training__weight_decay=0.2
+    )
     t, rng = config.training, np.random.default_rng(1)
     ours = optimizer(t, 24)
     weights = rng.normal(size=shape)
@@ -247,8 +277,13 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_hidden_matrix():
     state = jax.eval_shape(optimizer(config.training, 24).init, kernel)
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(state))
     assert sizes[-2:] == [128, 8 * 3 * 16] and sum(sizes[:-2]) < 8
-    table = {"per_layer/embed": jax.ShapeDtypeStruct((150, 2, 70), jnp.float32)}  # each row belongs to one token
-    sizes = sorted(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(optimizer(config.training, 24).init, table)))
+    table = {
+        "per_layer/embed": jax.ShapeDtypeStruct((150, 2, 70), jnp.float32)
+    }  # each row belongs to one token
+    sizes = sorted(
+        leaf.size
+        for leaf in jax.tree.leaves(jax.eval_shape(optimizer(config.training, 24).init, table))
+    )
     assert sizes[-2:] == [2 * 70, 150] and sum(sizes[:-2]) < 8
 
 
@@ -274,17 +309,25 @@ def test_clipping_limits_the_norm_and_zero_disables_it():
 
     @jax.jit
     def states(gradients):
-        configs = (small_config(training__optimizer="adamw", training__grad_clip=clip) for clip in (1.0, 0.0, 1000.0))
+        configs = (
+            small_config(training__optimizer="adamw", training__grad_clip=clip)
+            for clip in (1.0, 0.0, 1000.0)
+        )
         rules = [optimizer(config.training, 24) for config in configs]
         return [rule.update(gradients, rule.init(gradients), gradients)[1] for rule in rules]
 
-    moments = [next(np.asarray(x) for x in jax.tree.leaves(state) if x.shape == (2, 2)) for state in states(gradients)]
+    moments = [
+        next(np.asarray(x) for x in jax.tree.leaves(state) if x.shape == (2, 2))
+        for state in states(gradients)
+    ]
     for moment, clipped in zip(moments, (0.5, 50, 50), strict=True):
         np.testing.assert_allclose(moment, np.full((2, 2), 0.1 * clipped), rtol=1e-5)
 
 
 def test_logged_rates_are_those_of_the_update():
-    """Recovers the rates of Muon's matrices and AdamW's embeddings from the sizes of the updates."""
+    """Recovers the rates of Muon's matrices and AdamW's embeddings from the sizes of the
+    updates.
+    """
     t = small_config(
         training__weight_decay=0.0,
         training__grad_clip=0.0,
@@ -304,20 +347,26 @@ def test_logged_rates_are_those_of_the_update():
         return ours.update(gradients, state, parameters)[0], directions[matrix], ours.rates(step)
 
     for step in (0, 3, 17):
-        state = jax.tree.map(lambda x, step=step: x + np.int32(step) if x.dtype == np.int32 else x, initial)
+        state = jax.tree.map(
+            lambda x, step=step: x + np.int32(step) if x.dtype == np.int32 else x, initial
+        )
         updates, direction, found = jax.device_get(apply(gradients, state, step))
         applied = -np.vdot(updates[matrix], direction) / np.vdot(direction, direction)
         assert applied == pytest.approx(float(found["muon_lr"]), rel=1e-5)
         # Bias corrections of Adam's moments.
         first, second = ((1 - beta) / (1 - beta ** (step + 1)) for beta in (t.beta1, t.beta2))
         adam = first * gradients["embed"] / (np.sqrt(second) * np.abs(gradients["embed"]) + 1e-8)
-        np.testing.assert_allclose(-updates["embed"] / adam, np.full((11, 16), found["lr"]), rtol=1e-4)
+        np.testing.assert_allclose(
+            -updates["embed"] / adam, np.full((11, 16), found["lr"]), rtol=1e-4
+        )
         assert found["muon_lr"] / found["lr"] == pytest.approx(50)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 1), (3, 3), (3, 10), (1, 100)])
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
 def test_rates_are_positive_if_warmup_is_as_long_as_the_training(name, steps, warmup):
-    t = small_config().training.model_copy(update={"steps": steps, "warmup_steps": warmup, "schedule": name})
+    t = small_config().training.model_copy(
+        update={"steps": steps, "warmup_steps": warmup, "schedule": name}
+    )
     found = rates(t, steps)
     assert (found > 0).all() and (found <= 1).all()

@@ -1,4 +1,6 @@
-"""The policy losses and their gradients against loops over answers and tokens in NumPy and float64."""
+"""The policy losses and their gradients against loops over answers and tokens in NumPy and
+float64.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -21,11 +23,16 @@ from .small import VOCABULARY, random_weights, small_config
 R, N, T, MAX_NEW = 6, 3, 8, 10
 LENGTHS = (5, 1, 3, 0, 4, 2)  # of the answers; row 3 is padding
 TEMPERATURE = 0.7
-FAR = {"clip_low": 0.2, "clip_high": 0.28}  # a clip range in which some ratios of the batch are and others are not
+FAR = {
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+}  # a clip range in which some ratios of the batch are and others are not
 
 
 def rollout_of(normalization, spread=0.0):
-    """Returns a batch of random tokens. `spread` is the size of the random differences of the old log-probabilities."""
+    """Returns a batch of random tokens. `spread` is the size of the random differences of the old
+    log-probabilities.
+    """
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, VOCABULARY, (2, R, T)).astype(np.int32)
     mask = np.zeros((R, T), np.float32)
@@ -35,12 +42,19 @@ def rollout_of(normalization, spread=0.0):
     reference = rng.normal(-2.4, 0.3, (R, T)).astype(np.float32)
     old = rng.normal(-2.4, spread, (R, T)).astype(np.float32) if spread else None
     weights = token_weights(mask, normalization, MAX_NEW)
-    return Rollout(tokens, targets, np.zeros_like(tokens), mask, weights, advantages, reference, old)
+    return Rollout(
+        tokens, targets, np.zeros_like(tokens), mask, weights, advantages, reference, old
+    )
 
 
 def expected_loss(logp_RT, rollout, options, kl_weight):
-    """Returns the loss, its gradient with respect to the log-probabilities, and the metrics, one answer at a time."""
-    logp_RT, reference_RT = np.asarray(logp_RT, np.float64), np.asarray(rollout.reference_RT, np.float64)
+    """Returns the loss, its gradient with respect to the log-probabilities, and the metrics, one
+    answer at a time.
+    """
+    logp_RT, reference_RT = (
+        np.asarray(logp_RT, np.float64),
+        np.asarray(rollout.reference_RT, np.float64),
+    )
     old_RT = logp_RT if rollout.old_RT is None else np.asarray(rollout.old_RT, np.float64)
     rows = [row for row in range(R) if LENGTHS[row]]
     total, losses, gradient, metrics = sum(LENGTHS), 0.0, np.zeros((R, T)), np.zeros(3)
@@ -50,7 +64,11 @@ def expected_loss(logp_RT, rollout, options, kl_weight):
         n = len(logp)
         log_ratio = logp - old if options.ratio == "token" else np.full(n, (logp - old).mean())
         ratio = np.exp(log_ratio)
-        weight = {"sequence": 1 / n / len(rows), "token": 1 / total, "constant": 1 / MAX_NEW / len(rows)}[options.normalization]
+        weight = {
+            "sequence": 1 / n / len(rows),
+            "token": 1 / total,
+            "constant": 1 / MAX_NEW / len(rows),
+        }[options.normalization]
         is_clipped = np.array(
             [
                 bool(A > 0 and options.clip_high and rho > 1 + options.clip_high)
@@ -67,7 +85,9 @@ def expected_loss(logp_RT, rollout, options, kl_weight):
         k3 = np.exp(r) - r - 1
         losses += weight * (kl_weight * k3 - surrogate).sum()
         gradient[row, span] = weight * (kl_weight * (1 - np.exp(r)) - slope)
-        metrics += np.array([k3.mean() * bool(kl_weight), is_clipped.mean(), ratio.mean()]) / len(rows)
+        metrics += np.array([k3.mean() * bool(kl_weight), is_clipped.mean(), ratio.mean()]) / len(
+            rows
+        )
     return losses, gradient, metrics
 
 
@@ -123,22 +143,30 @@ def test_gspo_clips_whole_answers_in_its_published_range():
     options, rollout = LOSSES["gspo"], rollout_of("sequence")
     logp = np.full((R, T), -2.0, np.float32)
     shift = 0.01 * np.sign(rollout.advantages_R)[:, None]
-    clipped = jax.jit(lambda old: policy_sums(jnp.asarray(logp), rollout._replace(old_RT=old), options, 0.0).clip_fraction)
+    clipped = jax.jit(
+        lambda old: (
+            policy_sums(jnp.asarray(logp), rollout._replace(old_RT=old), options, 0.0).clip_fraction
+        )
+    )
     assert float(clipped(logp - shift)) == 5
     assert float(clipped(logp + shift)) == 0  # moving back is never clipped
 
 
 SETTINGS = {
-    "model.num_blocks": 1, "model.dropout_rate": 0.0, "model.dtype": "float32", "training.objective": "grpo",
-    "training.init_from": "runs/x", "training.optimizer": "sgd", "training.beta1": 0.0, "training.grad_clip": 0.0,
-    "training.weight_decay": 0.0, "training.schedule": "constant", "training.warmup_steps": 0, "training.lr": 0.1,
-    "grpo.rewards": ["my_rewards.f"], "generation.temperature": TEMPERATURE, "generation.max_new_tokens": MAX_NEW,
+    "model.num_blocks": 1, "model.dropout_rate": 0.0, "model.dtype": "float32",
+    "training.objective": "grpo", "training.init_from": "runs/x", "training.optimizer": "sgd",
+    "training.beta1": 0.0, "training.grad_clip": 0.0, "training.weight_decay": 0.0,
+    "training.schedule": "constant", "training.warmup_steps": 0, "training.lr": 0.1,
+    "grpo.rewards": ["my_rewards.f"], "generation.temperature": TEMPERATURE,
+    "generation.max_new_tokens": MAX_NEW,
     "training.batch_size": 2,
 }  # fmt: skip
 
 
 def config_of(loss="reinforce", **changes):
-    return small_config(**SETTINGS | {"grpo.loss": loss} | {f"grpo.{key}": value for key, value in changes.items()})
+    return small_config(
+        **SETTINGS | {"grpo.loss": loss} | {f"grpo.{key}": value for key, value in changes.items()}
+    )
 
 
 @cache
@@ -154,7 +182,9 @@ def logits_of(state, tokens):
 
 @cache
 def vjp_of_logits():
-    """Returns float64 p `[R, T, V]` at the temperature, and the jitted function from a gradient of logits to parameters."""
+    """Returns float64 p `[R, T, V]` at the temperature, and the jitted function from a gradient of
+    logits to parameters.
+    """
     state, tokens = nnx.state(model_of()), rollout_of("token").tokens_RT
     back = jax.jit(lambda gradient: jax.vjp(lambda s: logits_of(s, tokens), state)[1](gradient)[0])
     logits = np.asarray(logits_of(state, tokens), np.float64) / TEMPERATURE
@@ -171,7 +201,9 @@ def vjp_of_logits():
     ],
 )
 def test_gradient_of_the_parameters_equals_float64(loss, kl_weight):
-    """Applies the chain rule: the vector-Jacobian product of the logits with the float64 gradient of the loss."""
+    """Applies the chain rule: the vector-Jacobian product of the logits with the float64 gradient
+    of the loss.
+    """
     config = config_of(loss, kl_weight=kl_weight, **({} if loss == "reinforce" else FAR))
     options = config.grpo.options
     rollout = rollout_of(options.normalization, spread=0.4)
@@ -188,7 +220,9 @@ def test_gradient_of_the_parameters_equals_float64(loss, kl_weight):
     np.testing.assert_allclose(float(value), losses, rtol=1e-5)
     lengths = np.array([length for length in LENGTHS if length])
     entropies = (-(p * np.log(p)).sum(-1) * rollout.mask_RT).sum(1)[np.array(LENGTHS) > 0] / lengths
-    np.testing.assert_allclose(np.asarray(sums.metrics) / 5, [*metrics, entropies.mean()], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        np.asarray(sums.metrics) / 5, [*metrics, entropies.mean()], rtol=1e-5, atol=1e-7
+    )
     assert len(POLICY_METRICS) == len(sums.metrics)
     of_logits = (np.eye(VOCABULARY)[rollout.targets_RT] - p) * slopes[..., None] / TEMPERATURE
     expected = back(of_logits.astype(np.float32))
@@ -200,7 +234,9 @@ def test_gradient_of_the_parameters_equals_float64(loss, kl_weight):
 def test_log_probabilities_are_those_of_the_temperature_and_zero_elsewhere():
     rollout, (p, _) = rollout_of("token"), vjp_of_logits()
     got = jax.jit(lambda model: answer_logprobs(model, rollout, config_of()))(model_of())
-    logp = np.log(np.take_along_axis(p, rollout.targets_RT[..., None], -1)[..., 0]) * rollout.mask_RT
+    logp = (
+        np.log(np.take_along_axis(p, rollout.targets_RT[..., None], -1)[..., 0]) * rollout.mask_RT
+    )
     np.testing.assert_allclose(got, logp, rtol=1e-5)
 
 
@@ -217,13 +253,20 @@ def one_part():
 
 @pytest.mark.slow
 def test_two_accumulation_steps_equal_one(one_part):
-    """The parts have 9 and 6 tokens, and 3 and 2 answers, so a mean of the means of the parts would differ."""
+    """The parts have 9 and 6 tokens, and 3 and 2 answers, so a mean of the means of the parts would
+    differ.
+    """
     whole, program = one_part
     rollout = rollout_of("token", spread=0.4)
-    config = whole.config.model_copy(update={"training": whole.config.training.model_copy(update={"grad_accum": 2})})
+    config = whole.config.model_copy(
+        update={"training": whole.config.training.model_copy(update={"grad_accum": 2})}
+    )
     parts = TrainStep(config, whole.model, 4)
     state = whole.initial_state(random_weights(whole.model))
-    (after, metrics), (other, other_metrics) = program(state, rollout), jax.jit(parts._step)(state, rollout)
+    (after, metrics), (other, other_metrics) = (
+        program(state, rollout),
+        jax.jit(parts._step)(state, rollout),
+    )
     np.testing.assert_allclose(
         [other_metrics.loss, other_metrics.grad_norm, *other_metrics.metrics],
         [metrics.loss, metrics.grad_norm, *metrics.metrics],
@@ -234,7 +277,9 @@ def test_two_accumulation_steps_equal_one(one_part):
 
 
 def test_two_updates_keep_the_old_log_probabilities(one_part):
-    """Repeats two steps of gradient descent with gradients of `grpo_losses`, whose ratios refer to the first weights."""
+    """Repeats two steps of gradient descent with gradients of `grpo_losses`, whose ratios refer to
+    the first weights.
+    """
     step, program = one_part
     state, rollout = step.initial_state(random_weights(step.model)), rollout_of("token")
     build, _ = abstract_model(step.model)
@@ -242,14 +287,25 @@ def test_two_updates_keep_the_old_log_probabilities(one_part):
     def model(parameters):
         return step.layout.build_model(build, parameters)
 
-    old = jax.jit(lambda parameters: answer_logprobs(model(parameters), rollout, step.config))(state.parameters)
+    old = jax.jit(lambda parameters: answer_logprobs(model(parameters), rollout, step.config))(
+        state.parameters
+    )
     rollout = rollout._replace(old_RT=np.asarray(old))
     gradient = jax.jit(
-        jax.grad(lambda parameters: (sums := grpo_losses(model(parameters), rollout, step.config)).nats / sums.num_targets)
+        jax.grad(
+            lambda parameters: (
+                (sums := grpo_losses(model(parameters), rollout, step.config)).nats
+                / sums.num_targets
+            )
+        )
     )
     expected = state.parameters
     for _ in range(2):
-        expected = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g), expected, gradient(expected))
+        expected = jax.tree.map(
+            lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g),
+            expected,
+            gradient(expected),
+        )
     middle, first = program(state, rollout)
     after, second = program(middle, rollout)
     for name, array in expected.items():
@@ -260,12 +316,20 @@ def test_two_updates_keep_the_old_log_probabilities(one_part):
 
 
 def test_all_updates_of_a_step_have_its_learning_rate():
-    changes = SETTINGS | {"training.schedule": "linear", "training.warmup_steps": 2, "training.steps": 5}
+    changes = SETTINGS | {
+        "training.schedule": "linear",
+        "training.warmup_steps": 2,
+        "training.steps": 5,
+    }
     configs = [small_config(**changes, **{"grpo.updates": updates}) for updates in (1, 3)]
     one, three = (TrainStep(config, config.architecture(VOCABULARY), 5) for config in configs)
     rates = [float(one.optimizer.rates(step)["lr"]) for step in range(5)]
     assert len(set(rates)) == 5
-    np.testing.assert_allclose([three.optimizer.rates(update)["lr"] for update in range(15)], np.repeat(rates, 3), rtol=1e-7)
+    np.testing.assert_allclose(
+        [three.optimizer.rates(update)["lr"] for update in range(15)],
+        np.repeat(rates, 3),
+        rtol=1e-7,
+    )
 
 
 def test_equal_rewards_have_no_gradient():
@@ -279,9 +343,15 @@ def test_equal_rewards_have_no_gradient():
 
 def test_advantages_equal_their_definition():
     rewards = [[1.0, 0.0, 0.0, 1.0], [0.2, 0.2, 0.2, 1.4]]
-    np.testing.assert_allclose(group_advantages(rewards, "mean"), [[0.5, -0.5, -0.5, 0.5], [-0.3, -0.3, -0.3, 0.9]], rtol=1e-6)
+    np.testing.assert_allclose(
+        group_advantages(rewards, "mean"),
+        [[0.5, -0.5, -0.5, 0.5], [-0.3, -0.3, -0.3, 0.9]],
+        rtol=1e-6,
+    )
     of_std = group_advantages(rewards, "std")
-    np.testing.assert_allclose(of_std[0], np.array([1, -1, -1, 1]) * 0.5 / (np.sqrt(1 / 3) + 1e-4), rtol=1e-6)
+    np.testing.assert_allclose(
+        of_std[0], np.array([1, -1, -1, 1]) * 0.5 / (np.sqrt(1 / 3) + 1e-4), rtol=1e-6
+    )
     np.testing.assert_allclose(of_std[1], np.array([-1, -1, -1, 3]) * 0.3 / (0.6 + 1e-4), rtol=1e-6)
     shifted = group_advantages(np.array(rewards) + 1e6, "mean")
     np.testing.assert_allclose(shifted, group_advantages(rewards, "mean"), atol=1e-6)

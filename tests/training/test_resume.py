@@ -41,7 +41,9 @@ class Stumbles(TokenStore):
 def outcome(run, config):
     """Returns everything that must be equal in a resumed and an uninterrupted run."""
     rows = [read_csv(run.log(config)), read_jsonl(run.metrics)]
-    return run.weights.read_bytes(), [[{k: v for k, v in row.items() if k not in TIMES} for row in part] for part in rows]
+    return run.weights.read_bytes(), [
+        [{k: v for k, v in row.items() if k not in TIMES} for row in part] for part in rows
+    ]
 
 
 @pytest.mark.parametrize(
@@ -55,8 +57,8 @@ def outcome(run, config):
 def test_resumed_runs_equal_the_uninterrupted_one(workshop, monkeypatch, kind, every, stops):
     """The last run compiles its programs again."""
     config = small_config(
-        training__optimizer=kind, training__muon_normalize=kind == "muon", training__cautious_decay=True,
-        training__checkpoint_every=every, training__ema=0.9,
+        training__optimizer=kind, training__muon_normalize=kind == "muon",
+        training__cautious_decay=True, training__checkpoint_every=every, training__ema=0.9,
     )  # fmt: skip
     expected = outcome(workshop.train("whole", config), config)
     assert [row["step"] for row in expected[1][0]] == [6, 12, 18, 24]
@@ -75,8 +77,12 @@ def test_resumed_runs_equal_the_uninterrupted_one(workshop, monkeypatch, kind, e
 
 
 def test_running_means_survive_changed_intervals(workshop):
-    """The first row after an interruption includes the losses before it, even if the intervals changed."""
-    config = small_config(training__checkpoint_every=5, training__eval_every=24, logging__log_every=1)
+    """The first row after an interruption includes the losses before it, even if the intervals
+    changed.
+    """
+    config = small_config(
+        training__checkpoint_every=5, training__eval_every=24, logging__log_every=1
+    )
     store = small_store(config, Stumbles)
     store.at = 12
     with pytest.raises(KeyError):
@@ -86,7 +92,9 @@ def test_running_means_survive_changed_intervals(workshop):
     losses = [row["train_loss"] for row in read_jsonl(run.metrics) if row["kind"] == "interval"]
     rows = read_csv(run.log(config))
     assert [row["step"] for row in rows] == [16, 24] and len(losses) == 24
-    np.testing.assert_allclose([row["train_loss"] for row in rows], [np.mean(losses[:16]), np.mean(losses[16:])], rtol=1e-5)
+    np.testing.assert_allclose(
+        [row["train_loss"] for row in rows], [np.mean(losses[:16]), np.mean(losses[16:])], rtol=1e-5
+    )
 
 
 def test_resuming_a_finished_run_changes_nothing_unless_it_has_more_steps(workshop):
@@ -94,7 +102,9 @@ def test_resuming_a_finished_run_changes_nothing_unless_it_has_more_steps(worksh
     run = workshop.train("done", config)
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
     workshop.train("done", config, resume=True)
-    assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
+    assert before == {
+        path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()
+    }
     assert "this run is finished: step 24 of 24" in workshop.notes.getvalue()
     longer = small_config(training__steps=30)
     run = workshop.train("done", longer, resume=True)
@@ -108,7 +118,10 @@ def test_resume_skips_a_damaged_newest_step(workshop):
     damaged = run.checkpoints / "24" / "state" / "manifest.ocdbt"
     damaged.write_bytes(b"")
     assert outcome(workshop.train("whole", config, resume=True), config) == expected
-    assert f"{damaged} is damaged: it has 0 bytes, expected 115: going back to step 18" in workshop.notes.getvalue()
+    assert (
+        f"{damaged} is damaged: it has 0 bytes, expected 115: going back to step 18"
+        in workshop.notes.getvalue()
+    )
     assert "resumed from step 18" in workshop.notes.getvalue()
     assert (run.checkpoints / "damaged-24" / "state" / "manifest.ocdbt").read_bytes() == b""
     for step in run.checkpoints.glob("[0-9]*/state/manifest.ocdbt"):
@@ -121,20 +134,35 @@ def test_resume_skips_a_damaged_newest_step(workshop):
 
 def test_only_steps_intervals_and_logging_may_differ():
     saved = small_config()
-    given = small_config(training__steps=50, training__eval_every=3, logging__log_every=1, training__patience=2)
+    given = small_config(
+        training__steps=50, training__eval_every=3, logging__log_every=1, training__patience=2
+    )
     assert resume_config(saved, given) == given
-    for change, old, new in (("training__lr", 0.01, 0.02), ("model__dim", 16, 32), ("training__seed", 42, 1)):
-        with pytest.raises(UserError, match=rf"{change.replace('__', '.')} .*the run has {old}, got {new}"):
+    for change, old, new in (
+        ("training__lr", 0.01, 0.02),
+        ("model__dim", 16, 32),
+        ("training__seed", 42, 1),
+    ):
+        with pytest.raises(
+            UserError, match=rf"{change.replace('__', '.')} .*the run has {old}, got {new}"
+        ):
             resume_config(saved, small_config(**{change: new}))
 
 
 def test_other_versions_and_gpus_are_noted(monkeypatch):
-    """A run may continue with another version or on a GPU. It notes that results may not be bit-exact."""
+    """A run may continue with another version or on a GPU. It notes that results may not be
+    bit-exact.
+    """
     config = small_config()
-    now = run_facts(config, "0" * 64, make_layout(config, config.architecture(VOCABULARY), jax.devices()[:1]))
+    now = run_facts(
+        config, "0" * 64, make_layout(config, config.architecture(VOCABULARY), jax.devices()[:1])
+    )
     assert check_facts(now, now, deterministic=False) == []
     saved = now | {"versions": now["versions"] | {"jax": "0.1"}}
-    version = f"jax was 0.1 when the checkpoint was written and is {jax.__version__} now: results may not be bit-exact"
+    version = (
+        f"jax was 0.1 when the checkpoint was written and is {jax.__version__} now: results may not"
+        " be bit-exact"
+    )
     assert check_facts(saved, now, deterministic=False) == [version]
     monkeypatch.setattr(starting_point, "get_platform", lambda: get_platform("gpu"))
     (note,) = check_facts(now, now, deterministic=False)
@@ -175,7 +203,14 @@ SCRIPT = """
 def process(path, *arguments, **environment):
     script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parents[1]), path=str(path))
     command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +227,9 @@ def test_killed_processes_resume_to_the_same_result(tmp_path, workshop, number):
     second = process(tmp_path, "resume")
     assert second.returncode == 0, second.stderr
     if number != signal.SIGKILL:
-        assert "stopped by a signal" in first.stderr and ("KeyboardInterrupt" in first.stderr) == (number == signal.SIGINT)
+        assert "stopped by a signal" in first.stderr and ("KeyboardInterrupt" in first.stderr) == (
+            number == signal.SIGINT
+        )
     assert "resumed from step" in second.stderr
     run = workshop.train("run", config, resume=True)
     weights, logs = outcome(run, config)

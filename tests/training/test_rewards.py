@@ -1,4 +1,6 @@
-"""Rewards: each one on right, wrong and hostile answers, and the errors about settings, records and functions."""
+"""Rewards: each one on right, wrong and hostile answers, and the errors about settings, records and
+functions.
+"""
 
 import re
 import sys
@@ -16,7 +18,9 @@ GRPO = {"training": {"objective": "grpo", "init_from": "runs/x"}}
 
 
 def rewards_of(*entries, **settings):
-    return build_rewards(build_config({**GRPO, "grpo": {"rewards": list(entries), **settings}}).grpo)
+    return build_rewards(
+        build_config({**GRPO, "grpo": {"rewards": list(entries), **settings}}).grpo
+    )
 
 
 def score_of(entry, answer, record=None, **settings):
@@ -75,7 +79,11 @@ def test_numeric():
     assert score_of(after, "the 7 #### 72", {"answer": "5 #### 72"}) == 1
     assert score_of(after, "72", {"answer": "#### 72"}) == 0  # the answer needs the text
     with pytest.raises(
-        UserError, match=r"^the reward numeric found no number in the field answer of the record \{'answer': 'x'\}$"
+        UserError,
+        match=(
+            r"^the reward numeric found no number in the field answer of the record \{'answer':"
+            r" 'x'\}$"
+        ),
     ):
         score_of("numeric", "1", {"answer": "x"})
 
@@ -115,14 +123,20 @@ def test_regex(options, answer, expected):
 @pytest.mark.parametrize("pattern", ["^[]|x]$", "^[^]y|]$", "^[x[:digit:]|]$", r"^[\]|x]$"])
 def test_bar_in_a_character_class_does_not_separate_alternatives(pattern):
     """A closing bracket is literal as the first character of a class; classes can be nested."""
-    assert [score_of({"name": "regex", "pattern": pattern, "match": "search"}, answer) for answer in ("x", "yx")] == [1, 0]
+    assert [
+        score_of({"name": "regex", "pattern": pattern, "match": "search"}, answer)
+        for answer in ("x", "yx")
+    ] == [1, 0]
 
 
 SCHEMA = {
     "type": "object",
     "required": ["name"],
     "additionalProperties": False,
-    "properties": {"name": {"type": "string", "minLength": 1}, "age": {"type": "integer", "minimum": 0}},
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "age": {"type": "integer", "minimum": 0},
+    },
 }
 
 
@@ -157,7 +171,11 @@ def test_json_schemas_from_a_file_and_from_the_record(tmp_path):
     from_record = {"name": "json_schema", "field": "schema"}
     assert score_of(from_record, "[]", {"schema": {"type": "array"}}) == 1
     with pytest.raises(
-        UserError, match=r"^the schema in the field schema of the record .* has the keyword \$ref \(allowed: type"
+        UserError,
+        match=(
+            r"^the schema in the field schema of the record .* has the keyword \$ref \(allowed:"
+            r" type"
+        ),
     ):
         score_of(from_record, "[]", {"schema": {"$ref": "#"}})
     with pytest.raises(UserError, match=r"^no schema at .*none\.json$"):
@@ -182,7 +200,11 @@ def test_json_schemas_from_a_file_and_from_the_record(tmp_path):
         ({"not": {"type": "null"}}, [1], [None]),
         ({"oneOf": [{"minimum": 3}, {"maximum": 5}]}, [2, 6], [4]),
         ({"allOf": [{"minimum": 3}, {"maximum": 5}]}, [4], [2, 6]),
-        ({"additionalProperties": {"type": "null"}, "properties": {"a": True}}, [{"a": 1, "b": None}], [{"b": 1}]),
+        (
+            {"additionalProperties": {"type": "null"}, "properties": {"a": True}},
+            [{"a": 1, "b": None}],
+            [{"b": 1}],
+        ),
         ({"exclusiveMaximum": 0, "title": "t", "description": "d"}, [-1], [0]),
         ({"enum": [0, "a"]}, [0, "a", 0.0], [False, "b"]),
     ],
@@ -203,7 +225,10 @@ def test_keywords_of_schemas(schema, valid, invalid):
         ({"properties": []}, r"properties of the schema must be an object, got \[\]"),
         ({"anyOf": []}, r"anyOf of the schema must be a list of schemas, got \[\]"),
         ({"enum": 3}, "enum of the schema must be a list, got 3"),
-        ({"pattern": "["}, r"pattern of the schema has the invalid expression '\[': unclosed character class"),
+        (
+            {"pattern": "["},
+            r"pattern of the schema has the invalid expression '\[': unclosed character class",
+        ),
         ({"pattern": 3}, "pattern of the schema must be text, got 3"),
         ({"format": "date"}, r"the schema has the keyword format \(allowed: type, enum"),
         ({"items": [True]}, r"the schema must be an object, true or false, got \[True\]"),
@@ -250,18 +275,13 @@ def test_the_last_complete_fenced_block_is_read():
 def functions(tmp_path, monkeypatch):
     """A module of user functions in the working directory."""
     (tmp_path / "my_rewards.py").write_text(
-        "import math\nimport numpy as np\n"
-        "def vowels(prompt, answer, record): return sum(c in 'aeiou' for c in answer) + len(prompt) * record['k']\n"
-        "def nan(prompt, answer, record): return math.nan\n"
-        "def inf(prompt, answer, record): return -math.inf\n"
-        "def text(prompt, answer, record): return '1'\n"
-        "def nothing(prompt, answer, record): pass\n"
-        "def array(prompt, answer, record): return np.ones(2)\n"
-        "def numpy(prompt, answer, record): return np.float32(0.5)\n"
-        "def flag(prompt, answer, record): return True\n"
-        "def fail(prompt, answer, record): return record['missing']\n"
-        "def wrong(prompt): return 1\n"
-        "number = 3\n"
+        "import math\nimport numpy as np\ndef vowels(prompt, answer, record): return sum(c in"
+        " 'aeiou' for c in answer) + len(prompt) * record['k']\ndef nan(prompt, answer, record):"
+        " return math.nan\ndef inf(prompt, answer, record): return -math.inf\ndef text(prompt,"
+        " answer, record): return '1'\ndef nothing(prompt, answer, record): pass\ndef array(prompt,"
+        " answer, record): return np.ones(2)\ndef numpy(prompt, answer, record): return"
+        " np.float32(0.5)\ndef flag(prompt, answer, record): return True\ndef fail(prompt, answer,"
+        " record): return record['missing']\ndef wrong(prompt): return 1\nnumber = 3\n"
     )
     (tmp_path / "broken_rewards.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
@@ -280,13 +300,46 @@ def test_user_functions(functions):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nan", "the reward my_rewards.nan must return a finite number, got nan on the record {'k': 1}"),
-        ("inf", "the reward my_rewards.inf must return a finite number, got -inf on the record {'k': 1}"),
-        ("text", "the reward my_rewards.text must return a finite number, got '1' on the record {'k': 1}"),
-        ("nothing", "the reward my_rewards.nothing must return a finite number, got null on the record {'k': 1}"),
-        ("array", "the reward my_rewards.array must return a finite number, got array([1., 1.]) on the record {'k': 1}"),
+        (
+            "nan",
+            "the reward my_rewards.nan must return a finite number, got nan on the record {'k': 1}",
+        ),
+        (
+            "inf",
+            (
+                "the reward my_rewards.inf must return a finite number, got -inf on the record"
+                " {'k': 1}"
+            ),
+        ),
+        (
+            "text",
+            (
+                "the reward my_rewards.text must return a finite number, got '1' on the record"
+                " {'k': 1}"
+            ),
+        ),
+        (
+            "nothing",
+            (
+                "the reward my_rewards.nothing must return a finite number, got null on the record"
+                " {'k': 1}"
+            ),
+        ),
+        (
+            "array",
+            (
+                "the reward my_rewards.array must return a finite number, got array([1., 1.]) on"
+                " the record {'k': 1}"
+            ),
+        ),
         ("fail", "the reward my_rewards.fail failed on the record {'k': 1}: KeyError: 'missing'"),
-        ("wrong", "the reward my_rewards.wrong failed on the record {'k': 1}: TypeError: wrong() takes 1 positional"),
+        (
+            "wrong",
+            (
+                "the reward my_rewards.wrong failed on the record {'k': 1}: TypeError: wrong()"
+                " takes 1 positional"
+            ),
+        ),
         ("absent", "the module my_rewards has no function absent, which grpo.rewards names"),
         ("number", "the module my_rewards has no function number, which grpo.rewards names"),
     ],
@@ -298,10 +351,16 @@ def test_errors_of_user_functions_name_the_function_and_the_record(functions, na
 
 def test_modules_that_cannot_be_imported(functions):
     with pytest.raises(
-        UserError, match=r"^the reward broken_rewards\.f cannot be imported from .*: ZeroDivisionError: division"
+        UserError,
+        match=(
+            r"^the reward broken_rewards\.f cannot be imported from .*: ZeroDivisionError: division"
+        ),
     ):
         rewards_of("broken_rewards.f")
-    with pytest.raises(UserError, match=r"^the reward no_such_module\.f cannot be imported from .*: ModuleNotFoundError"):
+    with pytest.raises(
+        UserError,
+        match=r"^the reward no_such_module\.f cannot be imported from .*: ModuleNotFoundError",
+    ):
         rewards_of("no_such_module.f")
 
 
@@ -321,7 +380,11 @@ def test_rewards_are_added_with_their_weights():
 def test_a_missing_field_is_an_error_that_shows_the_record():
     long = {"question": "x" * 1000}
     with pytest.raises(
-        UserError, match=r"^the reward exact_match needs the field answer, which is missing in the record .{300}$"
+        UserError,
+        match=(
+            r"^the reward exact_match needs the field answer, which is missing in the record"
+            r" .{300}$"
+        ),
     ):
         score_of("exact_match", "a", long)
 
@@ -330,18 +393,36 @@ def test_a_missing_field_is_an_error_that_shows_the_record():
     ("rewards", "message"),
     [
         ([], "must name at least one reward with training.objective: grpo, got []"),
-        (["numerc"], "has no reward numerc, did you mean numeric? (allowed: exact_match, numeric, "),
+        (
+            ["numerc"],
+            "has no reward numerc, did you mean numeric? (allowed: exact_match, numeric, ",
+        ),
         (
             [{"name": "numeric", "tolerence": 1}],
             "has the reward numeric with an unknown option tolerence, did you mean tolerance?",
         ),
-        ([{"name": "numeric", "tolerance": -1}], "has the reward numeric, whose tolerance must be a number ≥ 0, got -1"),
-        ([{"name": "numeric", "weight": float("nan")}], "has the reward numeric, whose weight must be a number, got nan"),
+        (
+            [{"name": "numeric", "tolerance": -1}],
+            "has the reward numeric, whose tolerance must be a number ≥ 0, got -1",
+        ),
+        (
+            [{"name": "numeric", "weight": float("nan")}],
+            "has the reward numeric, whose weight must be a number, got nan",
+        ),
         ([{"name": "regex"}], "has the reward regex without pattern"),
-        ([{"name": "a.b", "pattern": "x"}], "has the reward a.b with an unknown option pattern (allowed: name, weight)"),
+        (
+            [{"name": "a.b", "pattern": "x"}],
+            "has the reward a.b with an unknown option pattern (allowed: name, weight)",
+        ),
         ([{"weight": 1}], "must have an entry with a name: exact_match, "),
-        ([{"name": "length", "target": 1, "max": 1}], "has the reward length, which takes exactly one of target, max, got 2"),
-        (["json_schema"], "has the reward json_schema, which takes exactly one of schema, path, field, got 0"),
+        (
+            [{"name": "length", "target": 1, "max": 1}],
+            "has the reward length, which takes exactly one of target, max, got 2",
+        ),
+        (
+            ["json_schema"],
+            "has the reward json_schema, which takes exactly one of schema, path, field, got 0",
+        ),
         ([3], "must be a list (each text, or a mapping), got 3"),
         ([{"name": "length", "max": 0}], "has the reward length, whose max must be"),
     ],
@@ -352,7 +433,10 @@ def test_wrong_settings_are_refused_when_they_are_read(rewards, message):
 
 
 def test_an_expression_with_too_many_states_is_an_error():
-    with pytest.raises(UserError, match=r"^the reward regex has the expression .* too complex for llguidance: use smaller"):
+    with pytest.raises(
+        UserError,
+        match=r"^the reward regex has the expression .* too complex for llguidance: use smaller",
+    ):
         score_of({"name": "regex", "pattern": "(a{1,1000}){1,1000}"}, "a" * 20_000)
 
 

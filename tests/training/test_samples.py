@@ -16,7 +16,10 @@ def letters(text: str) -> Tokenizer:
 
 def settings(base: Config | None = None, **changed) -> Config:
     tree = {} if base is None else base.model_dump()
-    return build_config(tree, {"training.sample_every": 5} | {key.replace("__", "."): v for key, v in changed.items()})
+    return build_config(
+        tree,
+        {"training.sample_every": 5} | {key.replace("__", "."): v for key, v in changed.items()},
+    )
 
 
 def test_no_sampler_without_sample_every():
@@ -34,7 +37,10 @@ def test_no_sampler_without_sample_every():
             {"training__sample_prompt": "abc", "model__max_context": 3},
             "must have fewer tokens than model.max_context = 3, got 4",
         ),
-        ({"generation__allowed_tokens": [999]}, r"generation\.allowed_tokens must hold token ids in \[0, 6\), got 999"),
+        (
+            {"generation__allowed_tokens": [999]},
+            r"generation\.allowed_tokens must hold token ids in \[0, 6\), got 999",
+        ),
         ({"generation__banned_tokens": ["é"]}, "generation.banned_tokens: the character 'é'"),
     ],
 )
@@ -56,7 +62,9 @@ def test_samples_need_no_calibration(run_dir):
     run = load(run_dir)
     own = {"strategy": "entropy", "temperature": 5.0, "max_new_tokens": 6, "n": 2}
     given = {f"generation__{key}": value for key, value in own.items()}
-    config = settings(run.config, training__sample_prompt="a", router__router_preset="calibrated", **given)
+    config = settings(
+        run.config, training__sample_prompt="a", router__router_preset="calibrated", **given
+    )
     guide = run.generate("a", **own | {"router_preset": "guide", "n": 1}, seed=config.training.seed)
     assert make_sampler(config, run.tokenizer)(run.model) == "a" + guide.text
 
@@ -64,9 +72,17 @@ def test_samples_need_no_calibration(run_dir):
 @pytest.mark.slow
 def test_samples_ignore_the_cache_budget_of_the_run(run_dir):
     run = load(run_dir)
-    config = settings(run.config, training__sample_prompt="a", kv__budget=0.2, generation__max_new_tokens=40)
-    assert make_sampler(config, run.tokenizer)(run.model) == "a" + run.generate("a", max_new_tokens=40, seed=42).text
+    config = settings(
+        run.config, training__sample_prompt="a", kv__budget=0.2, generation__max_new_tokens=40
+    )
+    assert (
+        make_sampler(config, run.tokenizer)(run.model)
+        == "a" + run.generate("a", max_new_tokens=40, seed=42).text
+    )
 
 
 def test_sample_prompt_may_change_on_resume():
-    assert resume_config(settings(), settings(training__sample_prompt="a")).training.sample_prompt == "a"
+    assert (
+        resume_config(settings(), settings(training__sample_prompt="a")).training.sample_prompt
+        == "a"
+    )

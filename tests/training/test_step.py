@@ -28,7 +28,11 @@ def initial_weights():
 
 def after(steps, **changes):
     training = train_step(**changes)
-    state, store, metrics = training.initial_state(initial_weights()), small_store(training.config), []
+    state, store, metrics = (
+        training.initial_state(initial_weights()),
+        small_store(training.config),
+        [],
+    )
     for number in range(steps):
         state, seen = training.program(state, store.batch(number))
         metrics.append(jax.device_get(seen))
@@ -42,7 +46,9 @@ def test_accumulated_parts_equal_the_whole():
     """Gradient descent shows an error of a gradient as an error of the weights."""
     (whole, a), (parts, b) = (after(3, training__grad_accum=n, **SUMS) for n in (1, 4))
     for name in whole.parameters:
-        np.testing.assert_allclose(whole.parameters[name], parts.parameters[name], atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            whole.parameters[name], parts.parameters[name], atol=1e-6, err_msg=name
+        )
     np.testing.assert_allclose([m.loss for m in a], [m.loss for m in b], rtol=1e-5)
     np.testing.assert_allclose([m.grad_norm for m in a], [m.grad_norm for m in b], rtol=1e-5)
 
@@ -54,7 +60,9 @@ def test_accumulation_weighs_tokens_not_parts():
     losses = []
     for parts in (1, 4):
         training = train_step(training__grad_accum=parts, **SUMS)
-        _, seen = training.program(training.initial_state(initial_weights()), batch._replace(mask_BT=mask))
+        _, seen = training.program(
+            training.initial_state(initial_weights()), batch._replace(mask_BT=mask)
+        )
         losses.append(seen)
     np.testing.assert_allclose(losses[0].loss, losses[1].loss, rtol=1e-6)
     np.testing.assert_allclose(losses[0].grad_norm, losses[1].grad_norm, rtol=1e-5)
@@ -67,7 +75,9 @@ def test_an_evaluation_has_no_more_rows_than_the_validation_text():
 
 
 def test_z_loss_reduces_the_normalizer_and_is_not_reported():
-    (free, plain), (pulled, changed) = (after(20, **SUMS | {"training__z_loss": z}) for z in (0.0, 1.0))
+    (free, plain), (pulled, changed) = (
+        after(20, **SUMS | {"training__z_loss": z}) for z in (0.0, 1.0)
+    )
     assert plain[0].loss == pytest.approx(changed[0].loss, rel=1e-6)
     evaluate, batch = make_eval_step(train_step().model), small_store(train_step().config).batch(0)
     penalty = [float(evaluate(state.parameters, batch).penalty) for state in (free, pulled)]
@@ -93,7 +103,9 @@ def test_dropout_differs_by_step_and_seed():
 
 def test_weights_and_moments_stay_float32_under_bfloat16():
     state, metrics = after(2, model__dtype="bfloat16")
-    kinds = {leaf.dtype for leaf in jax.tree.leaves((state.parameters, state.optimizer)) if leaf.ndim}
+    kinds = {
+        leaf.dtype for leaf in jax.tree.leaves((state.parameters, state.optimizer)) if leaf.ndim
+    }
     assert kinds == {jnp.dtype("float32")} and np.isfinite(metrics[-1].loss)
 
 

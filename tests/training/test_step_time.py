@@ -51,7 +51,10 @@ def test_a_resumed_run_keeps_its_steps():
 
 
 def test_sampling_is_not_measured():
-    for sampling in ({"training.objective": "grpo"}, {"training.objective": "distill", "distill.data": "samples"}):
+    for sampling in (
+        {"training.objective": "grpo"},
+        {"training.objective": "distill", "distill.data": "samples"},
+    ):
         with pytest.raises(UserError, match=ERRORS["max_minutes_has_no_effect"]):
             build_config({}, sampling | {"distill.teacher": "x", "training.max_minutes": 1})
 
@@ -63,22 +66,35 @@ def settings(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_slow_machine_trains_fewer_steps_on_a_schedule_that_fits(settings, tmp_path, monkeypatch, capsys):
+def test_a_slow_machine_trains_fewer_steps_on_a_schedule_that_fits(
+    settings, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(step_time, "seconds_per_step", lambda step: float(step().loss > 0) / 2)
     limited = build_config({}, settings | {"training.max_minutes": 0.1})
-    run, exact = launch(limited, run_dir=tmp_path / "run"), build_config({}, settings | {"training.steps": 12})
+    run, exact = (
+        launch(limited, run_dir=tmp_path / "run"),
+        build_config({}, settings | {"training.steps": 12}),
+    )
     assert load_run_config(run) == load_run_config(launch(exact, run_dir=tmp_path / "exact"))
     assert run.weights.read_bytes() == (tmp_path / "exact" / run.weights.name).read_bytes()
     assert [row["step"] for row in read_csv(run.log(limited))] == [6, 12]
-    assert "training.max_minutes 0.1 allows 12 of 24 steps on this machine, at 0.5 s per step" in capsys.readouterr().err
+    assert (
+        "training.max_minutes 0.1 allows 12 of 24 steps on this machine, at 0.5 s per step"
+        in capsys.readouterr().err
+    )
     launch(limited, run_dir=run.path, resume=True)
     shown = capsys.readouterr().err
-    assert "this run is finished: step 12 of 12" in shown and "training.max_minutes has no effect" in shown
+    assert (
+        "this run is finished: step 12 of 12" in shown
+        and "training.max_minutes has no effect" in shown
+    )
 
 
 @pytest.mark.slow
 def test_a_fast_machine_trains_all_steps(settings, tmp_path):
-    run = launch(build_config({}, settings | {"training.max_minutes": 60}), run_dir=tmp_path / "run")
+    run = launch(
+        build_config({}, settings | {"training.max_minutes": 60}), run_dir=tmp_path / "run"
+    )
     assert load_run_config(run).training == build_config({}, settings).training
 
 

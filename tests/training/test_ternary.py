@@ -1,4 +1,6 @@
-"""Runs with ternary projections: training, resume, generation, export, and what they do not support."""
+"""Runs with ternary projections: training, resume, generation, export, and what they do not
+support.
+"""
 
 from dataclasses import replace
 
@@ -54,7 +56,9 @@ def test_generates_and_keeps_its_logits_through_an_export(tmp_path):
     dantinox.import_checkpoint(tmp_path / "hf", tmp_path / "again")
     runs = [dantinox.load(tmp_path / name) for name in ("run", "again")]
     assert runs[1].config.model.projections == "ternary"
-    tokens = [dantinox.generate(run.model, [[3, 1, 4]], max_new_tokens=4, temperature=0.0) for run in runs]
+    tokens = [
+        dantinox.generate(run.model, [[3, 1, 4]], max_new_tokens=4, temperature=0.0) for run in runs
+    ]
     np.testing.assert_array_equal(*tokens)
     with pytest.raises(UserError, match=ERRORS["bitnet_type"]):
         export_checkpoint(tmp_path / "run", tmp_path / "run.gguf", "gguf")
@@ -76,7 +80,10 @@ def test_settings_that_exclude_each_other(changes, says):
         small_config(**changes)
 
 
-@pytest.mark.parametrize(("changes", "says"), [(TERNARY, "ternary_tensor"), ({"model__sub_norms": True}, "sub_norms_tensor")])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [(TERNARY, "ternary_tensor"), ({"model__sub_norms": True}, "sub_norms_tensor")],
+)
 def test_matrices_are_not_split_in_training(changes, says):
     config = small_config(**changes, distributed__tensor=2, distributed__data=1)
     with pytest.raises(UserError, match=ERRORS[says]):
@@ -90,15 +97,23 @@ def test_matrices_of_a_teacher_are_not_split():
 
 def test_a_bfloat16_teacher_stays_ternary():
     """Its logits are those of the ternary model whose float weights are rounded to bfloat16."""
-    model = small_config(**TERNARY, model__dtype="float32", model__dropout_rate=0.0).architecture(VOCABULARY)
-    frozen = dantinox.Transformer(replace(model, lora=LoraConfig(1, 1.0, (), held="bfloat16")), rngs=nnx.Rngs(0))
-    assert not [node for _, node in nnx.iter_graph(frozen.blocks) if isinstance(node, AdaptedLinear)]
+    model = small_config(**TERNARY, model__dtype="float32", model__dropout_rate=0.0).architecture(
+        VOCABULARY
+    )
+    frozen = dantinox.Transformer(
+        replace(model, lora=LoraConfig(1, 1.0, (), held="bfloat16")), rngs=nnx.Rngs(0)
+    )
+    assert not [
+        node for _, node in nnx.iter_graph(frozen.blocks) if isinstance(node, AdaptedLinear)
+    ]
     plain = dantinox.Transformer(model, rngs=nnx.Rngs(0))
     for (_, ours), (_, theirs) in zip(nnx.iter_graph(plain), nnx.iter_graph(frozen), strict=True):
         if isinstance(ours, nnx.Param):
             ours.set_value(theirs[...].astype(jnp.float32))
     tokens, places = jnp.array([[3, 1, 4, 1, 5]]), jnp.arange(5)[None]
-    np.testing.assert_allclose(frozen(tokens, places)[0], plain(tokens, places)[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        frozen(tokens, places)[0], plain(tokens, places)[0], rtol=0, atol=1e-5
+    )
 
 
 def test_adapters_are_rejected(tmp_path):
@@ -106,7 +121,10 @@ def test_adapters_are_rejected(tmp_path):
         '{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}'
     )
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-    matrices = {f"{name}A.weight": np.zeros((2, 16), np.float32), f"{name}B.weight": np.zeros((16, 2), np.float32)}
+    matrices = {
+        f"{name}A.weight": np.zeros((2, 16), np.float32),
+        f"{name}B.weight": np.zeros((16, 2), np.float32),
+    }
     save_file(matrices, tmp_path / "adapter_model.safetensors")
     with pytest.raises(UserError, match=ERRORS["no_projections_that_support_adapters"]):
         load_adapter(tmp_path, small_config(**TERNARY).architecture(VOCABULARY))

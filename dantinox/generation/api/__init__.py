@@ -1,1 +1,3 @@
-"""What users call: `LoadedModel`, chats, generation from token ids, and the offline runs behind them."""
+"""What users call: `LoadedModel`, chats, generation from token ids, and the offline runs behind
+them.
+"""

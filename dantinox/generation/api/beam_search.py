@@ -1,9 +1,11 @@
-"""Beam search: `BeamRun` continues a batch of prompts with the most likely sequences that a search with K beams finds.
+"""Beam search: `BeamRun` continues a batch of prompts with the most likely sequences that a search
+with K beams finds.
 
-At every step, each of the K beams of a prompt is extended by all tokens, and the most likely extensions are kept. An extension
-that ends is complete: it is ranked by its score, the sum of its log-probabilities divided by length^length_penalty, where the
-length counts the generated tokens with the one that ends the text. These are the rules of `generate(num_beams=K)` in Hugging
-Face Transformers 5.
+At every step, each of the K beams of a prompt is extended by all tokens, and the most likely
+extensions are kept. An extension that ends is complete: it is ranked by its score, the sum of its
+log-probabilities divided by length^length_penalty, where the length counts the generated tokens
+with the one that ends the text. These are the rules of `generate(num_beams=K)` in Hugging Face
+Transformers 5.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,8 +50,8 @@ class BeamRules(NamedTuple):
       eos_PE: the ids that end a sequence, padded with −1.
       length_penalty_P: the power of the length in the score.
       stops_when_full_P: end the search when K sequences are complete.
-      assumes_longest_P: compare complete sequences with the score that a beam would have at the limit, instead of its present
-        score.
+      assumes_longest_P: compare complete sequences with the score that a beam would have at the
+        limit, instead of its present score.
     """
 
     limit_P: Any
@@ -59,10 +61,14 @@ class BeamRules(NamedTuple):
     assumes_longest_P: Any
 
     @classmethod
-    def build(cls, configs: Sequence[Config], limits: Sequence[int], eos_ids: Sequence[Sequence[int]]) -> "BeamRules":
+    def build(
+        cls, configs: Sequence[Config], limits: Sequence[int], eos_ids: Sequence[Sequence[int]]
+    ) -> "BeamRules":
         """Returns the rules of prompts with these settings, limits and ids that end a sequence."""
         sections = [config.generation for config in configs]
-        assumes_longest = [one.early_stopping == "never" and one.length_penalty > 0 for one in sections]
+        assumes_longest = [
+            one.early_stopping == "never" and one.length_penalty > 0 for one in sections
+        ]
         rules = cls(
             limit_P=np.asarray(limits, np.int32),
             eos_PE=pad_end_ids(eos_ids),
@@ -75,25 +81,38 @@ class BeamRules(NamedTuple):
 
     def score(self, logprob_PK: jax.Array, length_P: jax.Array) -> jax.Array:
         """Returns the scores of sequences with these log-probabilities and lengths."""
-        scores_PK: jax.Array = logprob_PK / (length_P.astype(jnp.float32) ** self.length_penalty_P)[:, None]
+        scores_PK: jax.Array = (
+            logprob_PK / (length_P.astype(jnp.float32) ** self.length_penalty_P)[:, None]
+        )
         return scores_PK
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("length", "tokens_PKN", "logprob_PK", "ended_PKN", "score_PK", "ended_length_PK", "open_P"),
+    data_fields=(
+        "length",
+        "tokens_PKN",
+        "logprob_PK",
+        "ended_PKN",
+        "score_PK",
+        "ended_length_PK",
+        "open_P",
+    ),
     meta_fields=(),
 )
 @dataclass(frozen=True)
 class Beams:
-    """The sequences of P prompts: K beams that are extended, and the K best complete sequences. Both are sorted, best first.
+    """The sequences of P prompts: K beams that are extended, and the K best complete sequences.
+    Both are sorted, best first.
 
     N is the most new tokens of a sequence.
 
     Attributes:
       length: the number of tokens of every beam.
-      tokens_PKN, logprob_PK: the new tokens of the beams, and the sums of their log-probabilities; −inf marks an unused beam.
-      ended_PKN, score_PK, ended_length_PK: the complete sequences, their scores and their lengths; −inf marks an unused place.
+      tokens_PKN, logprob_PK: the new tokens of the beams, and the sums of their log-probabilities;
+        −inf marks an unused beam.
+      ended_PKN, score_PK, ended_length_PK: the complete sequences, their scores and their lengths;
+        −inf marks an unused place.
       open_P: whether the search of the prompt continues.
     """
 
@@ -112,14 +131,23 @@ class Beams:
         unused_PK = jnp.full((prompts, count), -jnp.inf)
         lengths_PK = jnp.zeros((prompts, count), jnp.int32)
         first_PK = unused_PK.at[:, 0].set(0)
-        return cls(jnp.int32(0), tokens_PKN, first_PK, tokens_PKN, unused_PK, lengths_PK, jnp.ones(prompts, bool))
+        return cls(
+            jnp.int32(0),
+            tokens_PKN,
+            first_PK,
+            tokens_PKN,
+            unused_PK,
+            lengths_PK,
+            jnp.ones(prompts, bool),
+        )
 
 
 def extend(beams: Beams, logits_RV: jax.Array, rules: BeamRules) -> tuple[Beams, jax.Array]:
     """Extends the beams by one token.
 
-    Of all K · V extensions of a prompt, only the K best may complete a sequence, and the K best that do not end are the next
-    beams. So that K of these are among the candidates, there are C = K (1 + E) candidates for E ids that end a sequence.
+    Of all K · V extensions of a prompt, only the K best may complete a sequence, and the K best
+    that do not end are the next beams. So that K of these are among the candidates, there are C = K
+    (1 + E) candidates for E ids that end a sequence.
 
     Args:
       logits_RV: the logits after each beam, `[P · K, V]`.
@@ -132,13 +160,20 @@ def extend(beams: Beams, logits_RV: jax.Array, rules: BeamRules) -> tuple[Beams,
     logprob_RV = jnp.where(logits_RV == -jnp.inf, -jnp.inf, jax.nn.log_softmax(logits_RV))
     extended_PX = (beams.logprob_PK[:, :, None] + logprob_RV.reshape(P, K, V)).reshape(P, K * V)
     C = K * min(1 + rules.eos_PE.shape[1], V)
-    # Without the barrier, XLA sorts all extensions, because parts of the result are used separately.
+    # Without the barrier, XLA sorts all extensions, because parts of the result are used
+    # separately.
     logprob_PC, index_PC = jax.lax.optimization_barrier(jax.lax.top_k(extended_PX, C))
     parent_PC = index_PC // V  # the beam that is extended
     token_PC = index_PC % V
-    tokens_PCN = jnp.take_along_axis(beams.tokens_PKN, parent_PC[:, :, None], axis=1).at[:, :, beams.length].set(token_PC)
+    tokens_PCN = (
+        jnp.take_along_axis(beams.tokens_PKN, parent_PC[:, :, None], axis=1)
+        .at[:, :, beams.length]
+        .set(token_PC)
+    )
     length_P = jnp.full(P, beams.length + 1)
-    ends_PC = (token_PC[:, :, None] == rules.eos_PE[:, None]).any(2) | (length_P >= rules.limit_P)[:, None]
+    ends_PC = (token_PC[:, :, None] == rules.eos_PE[:, None]).any(2) | (length_P >= rules.limit_P)[
+        :, None
+    ]
     beams = _add_ended(beams, tokens_PCN[:, :K], logprob_PC[:, :K], ends_PC[:, :K], length_P, rules)
     logprob_PK, choice_PK = jax.lax.top_k(jnp.where(ends_PC, -jnp.inf, logprob_PC), K)
     beams = replace(
@@ -146,21 +181,29 @@ def extend(beams: Beams, logits_RV: jax.Array, rules: BeamRules) -> tuple[Beams,
         length=beams.length + 1,
         tokens_PKN=jnp.take_along_axis(tokens_PCN, choice_PK[:, :, None], axis=1),
         logprob_PK=logprob_PK,
-        open_P=beams.open_P & _can_improve(logprob_PK[:, 0], beams.score_PK[:, -1], length_P, rules),
+        open_P=beams.open_P
+        & _can_improve(logprob_PK[:, 0], beams.score_PK[:, -1], length_P, rules),
     )
     parent_PK = jnp.take_along_axis(parent_PC, choice_PK, axis=1)
     return beams, (parent_PK + K * jnp.arange(P)[:, None]).reshape(-1)
 
 
 def _add_ended(
-    beams: Beams, tokens_PKN: jax.Array, logprob_PK: jax.Array, ends_PK: jax.Array, length_P: jax.Array, rules: BeamRules
+    beams: Beams,
+    tokens_PKN: jax.Array,
+    logprob_PK: jax.Array,
+    ends_PK: jax.Array,
+    length_P: jax.Array,
+    rules: BeamRules,
 ) -> Beams:
     """Merges the extensions that end into the complete sequences of the open searches."""
     K = beams.score_PK.shape[1]
     new_PK = jnp.where(ends_PK & beams.open_P[:, None], rules.score(logprob_PK, length_P), -jnp.inf)
     score_PK, choice_PK = jax.lax.top_k(jnp.concatenate([beams.score_PK, new_PK], axis=1), K)
     tokens = jnp.concatenate([beams.ended_PKN, tokens_PKN], axis=1)
-    lengths = jnp.concatenate([beams.ended_length_PK, jnp.broadcast_to(length_P[:, None], new_PK.shape)], axis=1)
+    lengths = jnp.concatenate(
+        [beams.ended_length_PK, jnp.broadcast_to(length_P[:, None], new_PK.shape)], axis=1
+    )
     return replace(
         beams,
         ended_PKN=jnp.take_along_axis(tokens, choice_PK[:, :, None], axis=1),
@@ -169,7 +212,9 @@ def _add_ended(
     )
 
 
-def _can_improve(best_P: jax.Array, worst_P: jax.Array, length_P: jax.Array, rules: BeamRules) -> jax.Array:
+def _can_improve(
+    best_P: jax.Array, worst_P: jax.Array, length_P: jax.Array, rules: BeamRules
+) -> jax.Array:
     """Returns whether the search of a prompt must continue.
 
     Args:
@@ -231,7 +276,9 @@ def _search(
     P = len(lengths_P)
     K = beams
     transformer = Stepper().weights(model.merge(model.leaves), P * K)
-    transformer = attach(jax.tree.map(lambda x_P: jnp.repeat(x_P, K), features), transformer, constants)
+    transformer = attach(
+        jax.tree.map(lambda x_P: jnp.repeat(x_P, K), features), transformer, constants
+    )
     last_R = jnp.repeat(tokens_PT[jnp.arange(P), lengths_P - 1], K)
 
     def step(carry: tuple[KVCache, SamplerState, Beams]) -> tuple[KVCache, SamplerState, Beams]:
@@ -300,11 +347,17 @@ class BeamRun:
         self._weights = split_model(model.prepared(section, order))
         self._features = model.adapter_features([request.lora for request in requests], order)
         # Greedy rows run edits and penalties only.
-        configs = [with_generation(request.config, greedy=True) for request in requests for _ in range(self._beams)]
+        configs = [
+            with_generation(request.config, greedy=True)
+            for request in requests
+            for _ in range(self._beams)
+        ]
         self._params = model.params(configs)
 
     def parts(self) -> Iterator[tuple[int, TextPart]]:
-        """Runs the search, and then yields `(row, text)` for every result; sets `results` and `times` at the end."""
+        """Runs the search, and then yields `(row, text)` for every result; sets `results` and
+        `times` at the end.
+        """
         K = self._beams
         tokens_RT, lengths_R = (np.repeat(x, K, axis=0) for x in self._prompt)
         valid_RT = np.arange(tokens_RT.shape[1]) < lengths_R[:, None]
@@ -318,15 +371,23 @@ class BeamRun:
             jax.block_until_ready(cache)
             timer.mark_first()
             inputs = self._params, rules, self._prompt, *self._features
-            cache, beams = _search(self._weights, cache, sampler, *inputs, beams=K, capacity=self._plan.slots)
-            ended_PKN, score_PK, length_PK = jax.device_get((beams.ended_PKN, beams.score_PK, beams.ended_length_PK))
+            cache, beams = _search(
+                self._weights, cache, sampler, *inputs, beams=K, capacity=self._plan.slots
+            )
+            ended_PKN, score_PK, length_PK = jax.device_get(
+                (beams.ended_PKN, beams.score_PK, beams.ended_length_PK)
+            )
         self.times = timer.times
-        # The search finds at least one token, also for a prompt with a limit of 0. The score of no tokens is ln 1.
+        # The search finds at least one token, also for a prompt with a limit of 0. The score of no
+        # tokens is ln 1.
         has_room_P1 = np.array(self._limits)[:, None] > 0
         length_PK = np.where(has_room_P1, length_PK, 0)
         score_PK = np.where(has_room_P1, score_PK, 0.0)
         sequences = [
-            [tokens_N[:length].tolist() for tokens_N, length in zip(tokens_KN, length_K, strict=True)][: self._n]
+            [
+                tokens_N[:length].tolist()
+                for tokens_N, length in zip(tokens_KN, length_K, strict=True)
+            ][: self._n]
             for tokens_KN, length_K in zip(ended_PKN, length_PK, strict=True)
         ]
         self.results = self._build_results(sequences, score_PK, cache.report())
@@ -356,11 +417,14 @@ class BeamRun:
             if scores[self._n - 1] == -np.inf:
                 found = sum(score > -np.inf for score in scores)
                 raise UserError(
-                    f"generation.n is {self._n}, but beam search found only {found} continuations that the settings allow",
+                    f"generation.n is {self._n}, but beam search found only {found} continuations"
+                    " that the settings allow",
                     key="generation.n",
                 )
             for tokens, score in zip(best, scores[: self._n], strict=True):
-                sample = SampleText(self._model.tokenizer, section, request.ids, visible_ids=request.visible_ids)
+                sample = SampleText(
+                    self._model.tokenizer, section, request.ids, visible_ids=request.visible_ids
+                )
                 text = "".join(part.text for part in sample.add_tokens(tokens, done=True))
                 results.append(
                     Result(
@@ -387,7 +451,8 @@ def check_request(request: GenerationRequest) -> None:
     """Checks that beam search supports a request.
 
     Raises:
-      UserError: the request has a constraint, a limit of its reasoning or a logit processor, or asks for reports of its tokens.
+      UserError: the request has a constraint, a limit of its reasoning or a logit processor, or
+        asks for reports of its tokens.
     """
     given = {
         "a constraint": request.constraint is not None,
@@ -398,4 +463,6 @@ def check_request(request: GenerationRequest) -> None:
     }
     name = next((name for name, is_given in given.items() if is_given), None)
     if name is not None:
-        raise UserError(f"generation.num_beams must be 1 with {name}, got {request.config.generation.num_beams}")
+        raise UserError(
+            f"generation.num_beams must be 1 with {name}, got {request.config.generation.num_beams}"
+        )

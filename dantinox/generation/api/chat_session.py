@@ -1,7 +1,7 @@
 """Chat sessions: messages, settings, streamed responses, and the file that stores a conversation.
 
-Each answer prefills the whole conversation again. Prompts and caches are padded to powers of two, so a growing conversation
-needs a new program only when its length doubles.
+Each answer prefills the whole conversation again. Prompts and caches are padded to powers of two,
+so a growing conversation needs a new program only when its length doubles.
 """
 
 import contextlib
@@ -32,12 +32,17 @@ class Template(Protocol):
     def end_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
 
-    def encode(self, messages: Sequence[Mapping[str, object]], *, generation_prompt: bool = False) -> list[int]:
-        """Encodes the conversation; with a generation prompt, up to the start of the assistant message."""
+    def encode(
+        self, messages: Sequence[Mapping[str, object]], *, generation_prompt: bool = False
+    ) -> list[int]:
+        """Encodes the conversation; with a generation prompt, up to the start of the assistant
+        message.
+        """
 
 
 class PlainTextTemplate:
-    """The template for a model without a chat template: it joins the messages into one text, which the model continues.
+    """The template for a model without a chat template: it joins the messages into one text, which
+    the model continues.
 
     Each user message starts on a new line.
     """
@@ -47,7 +52,9 @@ class PlainTextTemplate:
     def __init__(self, run: LoadedModel):
         self._run = run
 
-    def encode(self, messages: Sequence[Mapping[str, object]], *, generation_prompt: bool = False) -> list[int]:
+    def encode(
+        self, messages: Sequence[Mapping[str, object]], *, generation_prompt: bool = False
+    ) -> list[int]:
         text = ""
         for message in messages:
             if message["role"] == "user" and text and not text.endswith("\n"):
@@ -64,10 +71,11 @@ class Chat:
       system: the system message, or "".
       config: the settings; `overrides` holds the settings that differ from the run, by name.
       entropy: whether answers are streamed token by token, each token with its entropy.
-      finish_reason: why the last answer ended: `eos`, `stop`, `loop`, `length` (max_new_tokens), `context` (the context is
-        full), or `interrupted`.
+      finish_reason: why the last answer ended: `eos`, `stop`, `loop`, `length` (max_new_tokens),
+        `context` (the context is full), or `interrupted`.
       is_completion: whether the model continues plain text, because it has no chat template.
-      iterate: calls a function and yields the items of its result. A terminal replaces it, to generate in another thread.
+      iterate: calls a function and yields the items of its result. A terminal replaces it, to
+        generate in another thread.
     """
 
     def __init__(
@@ -94,7 +102,9 @@ class Chat:
         self.system = ""
         self.entropy = False
         self.finish_reason = ""
-        self._num_dropped = 0  # how many of the oldest messages are left out, because the context is full
+        self._num_dropped = (
+            0  # how many of the oldest messages are left out, because the context is full
+        )
         self._answers = 0
         self._file: Path | None = None
         self._apply(overlay(self._base, overrides or {}))
@@ -107,7 +117,8 @@ class Chat:
         Earlier overrides that no longer have an effect are dropped with a warning.
 
         Raises:
-          UserError: the setting does not exist, or its value is not allowed with the other settings.
+          UserError: the setting does not exist, or its value is not allowed with the other
+            settings.
         """
         self._apply(overlay(self._base, {name: value}, under=self.overrides))
 
@@ -115,18 +126,32 @@ class Chat:
         """Sets a setting back to the value of the run."""
         # Only for its errors: it raises one for an unknown name.
         overlay(self._base, {name: settings_of(self._base).get(name)}, under=self.overrides)
-        self._apply(overlay(self._base, {}, under={key: value for key, value in self.overrides.items() if key != name}))
+        self._apply(
+            overlay(
+                self._base,
+                {},
+                under={key: value for key, value in self.overrides.items() if key != name},
+            )
+        )
 
     def _apply(self, config: Config) -> None:
         if config.generation.n != 1:
             raise UserError(f"generation.n must be 1 in a conversation, got {config.generation.n}")
         if config.generation.num_beams != 1:
-            raise UserError(f"generation.num_beams must be 1 in a conversation, got {config.generation.num_beams}")
+            raise UserError(
+                "generation.num_beams must be 1 in a conversation, got"
+                f" {config.generation.num_beams}"
+            )
         if config.generation.token_healing:
-            raise UserError("generation.token_healing must be false in a conversation, whose template ends the prompt")
+            raise UserError(
+                "generation.token_healing must be false in a conversation, whose template ends the"
+                " prompt"
+            )
         base = settings_of(self._base)
         self.config = config
-        self.overrides: dict[str, Any] = {name: value for name, value in settings_of(config).items() if value != base[name]}
+        self.overrides: dict[str, Any] = {
+            name: value for name, value in settings_of(config).items() if value != base[name]
+        }
 
     # --- turns
 
@@ -136,8 +161,8 @@ class Chat:
         If the iterator is closed early, the conversation contains the partial answer.
 
         Raises:
-          UserError: the template rejects the messages, or this message alone does not fit the context. The conversation is then
-            unchanged.
+          UserError: the template rejects the messages, or this message alone does not fit the
+            context. The conversation is then unchanged.
         """
         return self._stream_answer(*self._request(text))
 
@@ -148,18 +173,27 @@ class Chat:
             next(parts)
 
     def _request(self, text: str) -> tuple[list[Message], GenerationRequest, str]:
-        """Returns the messages with a new one, the request of its answer, and the `finish_reason` at its limit of tokens."""
+        """Returns the messages with a new one, the request of its answer, and the `finish_reason`
+        at its limit of tokens.
+        """
         turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
         ids, room = self._build_prompt(turn)
         generation = self.config.generation
-        # A seed makes the conversation reproducible. Each answer, even a retry for the same message, gets a seed of its own.
+        # A seed makes the conversation reproducible. Each answer, even a retry for the same
+        # message, gets a seed of its own.
         seed = None if generation.seed is None else (generation.seed + self._answers) % 2**32
-        config = with_generation(self.config, max_new_tokens=min(generation.max_new_tokens, room), seed=seed)
+        config = with_generation(
+            self.config, max_new_tokens=min(generation.max_new_tokens, room), seed=seed
+        )
         config = self.model.with_stop_ids(config, self.template.end_ids)
-        request = self.model.request(ids, config, logprobs=0 if self.entropy else None, lora=self._lora)
+        request = self.model.request(
+            ids, config, logprobs=0 if self.entropy else None, lora=self._lora
+        )
         return turn, request, "length" if generation.max_new_tokens <= room else "context"
 
-    def _stream_answer(self, turn: list[Message], request: GenerationRequest, limit_reason: str) -> Generator[TextPart]:
+    def _stream_answer(
+        self, turn: list[Message], request: GenerationRequest, limit_reason: str
+    ) -> Generator[TextPart]:
         texts: list[str] = []
         has_failed = False
         self.finish_reason = "interrupted"
@@ -221,7 +255,10 @@ class Chat:
           UserError: the model has no chat template.
         """
         if self.is_completion and text:
-            raise UserError("this model has no chat template, so it has no system message: start the text with it")
+            raise UserError(
+                "this model has no chat template, so it has no system message: start the text"
+                " with it"
+            )
         self.system = text
         self._num_dropped = 0
 
@@ -243,37 +280,51 @@ class Chat:
                 break
             first += 2
         if len(ids) >= context:
-            raise UserError(f"the message has {len(ids)} tokens, but the model's context is {context}: shorten it")
+            raise UserError(
+                f"the message has {len(ids)} tokens, but the model's context is {context}:"
+                " shorten it"
+            )
         if first > self._num_dropped:
             turns = "turn is" if first == 2 else f"{first // 2} turns are"
-            warnings.warn(f"the context of {context} tokens is full: the oldest {turns} dropped from now on", stacklevel=4)
+            warnings.warn(
+                f"the context of {context} tokens is full: the oldest {turns} dropped from now on",
+                stacklevel=4,
+            )
         self._num_dropped = first
         return ids, context - len(ids)
 
     def _pad(self, length: int) -> int:
-        return min(next_power_of_two(length, MIN_PADDED_LENGTH), padded_length(self.model.model.config.max_context))
+        return min(
+            next_power_of_two(length, MIN_PADDED_LENGTH),
+            padded_length(self.model.model.config.max_context),
+        )
 
     # --- the file of the conversation
 
     def save(self, path: str | Path) -> None:
-        """Writes the conversation as one line of JSON, `{"messages": […]}`, which can also be used as a training example.
+        """Writes the conversation as one line of JSON, `{"messages": […]}`, which can also be used
+        as a training example.
 
         Raises:
-          UserError: the file cannot be written, or it exists and this conversation was not saved to it or loaded from it.
+          UserError: the file cannot be written, or it exists and this conversation was not saved to
+            it or loaded from it.
         """
         path = Path(path)
         check_writable(path)
         if path.exists() and path.absolute() != self._file:
             raise UserError(f"{path} exists already: choose another name")
         system = [{"role": "system", "content": self.system}] if self.system else []
-        atomic_write(path, json.dumps({"messages": [*system, *self.messages]}, ensure_ascii=False) + "\n")
+        atomic_write(
+            path, json.dumps({"messages": [*system, *self.messages]}, ensure_ascii=False) + "\n"
+        )
         self._file = path.absolute()
 
     def load(self, path: str | Path) -> None:
         """Loads a saved conversation to continue it.
 
         Raises:
-          UserError: the file cannot be read, or does not hold a conversation in which every user message has an answer.
+          UserError: the file cannot be read, or does not hold a conversation in which every user
+            message has an answer.
         """
         path = Path(path)
         messages = _read_messages(path)
@@ -282,7 +333,8 @@ class Chat:
         roles = [message["role"] for message in turns]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise UserError(
-                f"{path} must alternate user and assistant messages, after an optional system message, got {quote(roles)}"
+                f"{path} must alternate user and assistant messages, after an optional system"
+                f" message, got {quote(roles)}"
             )
         self.set_system(system)
         self.messages = turns
@@ -292,7 +344,10 @@ class Chat:
 def _read_messages(path: Path) -> list[Message]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB, which is too large for a conversation")
+            raise UserError(
+                f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB, which is too large for a"
+                " conversation"
+            )
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
@@ -302,7 +357,12 @@ def _read_messages(path: Path) -> list[Message]:
     if not isinstance(messages, list):
         raise UserError(f"{path} must hold a JSON object with a list under the key messages")
     for number, message in enumerate(messages):
-        fields = [message.get(name) for name in ("role", "content")] if isinstance(message, dict) else []
+        fields = (
+            [message.get(name) for name in ("role", "content")] if isinstance(message, dict) else []
+        )
         if len(fields) != 2 or not all(isinstance(field, str) for field in fields):
-            raise UserError(f"message {number} of {path} must have the strings role and content, got {quote(message)}")
+            raise UserError(
+                f"message {number} of {path} must have the strings role and content, got"
+                f" {quote(message)}"
+            )
     return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -1,9 +1,10 @@
-"""`Embedder`: embeddings of texts, the pooled hidden states of the model, computed chunk by chunk with a cache of its own.
+"""`Embedder`: embeddings of texts, the pooled hidden states of the model, computed chunk by chunk
+with a cache of its own.
 
 Pooling of token ids x₁…x_T with hidden states h₁…h_T after the final norm (`Transformer.hidden`):
 
-* `mean`: (h₁ + … + h_T) / T. The default, because a language model without further training spreads the meaning over its
-  states (Muennighoff 2022, SGPT, compares both).
+* `mean`: (h₁ + … + h_T) / T. The default, because a language model without further training spreads
+  the meaning over its states (Muennighoff 2022, SGPT, compares both).
 * `last`: h_T, which fine-tuned embedding models such as E5-Mistral and Qwen3-Embedding use.
 
 The result is divided by its L2 norm.
@@ -30,23 +31,34 @@ POOLINGS = ("mean", "last")
 EMBED_CHUNK = 64  # tokens of a chunk in a server, as in the prefill
 MIN_EMBED_CHUNK = 16
 BATCH_CHUNK = 512  # tokens of a row and chunk outside of a server
-ACCELERATOR_ROWS = 16  # texts that `embed_texts` computes together on an accelerator; a CPU computes one at a time
+ACCELERATOR_ROWS = (
+    16  # texts that `embed_texts` computes together on an accelerator; a CPU computes one at a time
+)
 
 
 class Embedder:
     """Computes the pooled hidden states of up to `rows` token sequences at a time.
 
-    `start` sets the sequences, each call of `step` processes a chunk of each of them, and `result` returns their embeddings.
-    The programs for different chunk lengths give the same numbers up to rounding. The cache has the compute dtype and keeps all
-    tokens, whatever the settings of `kv`.
+    `start` sets the sequences, each call of `step` processes a chunk of each of them, and `result`
+    returns their embeddings. The programs for different chunk lengths give the same numbers up to
+    rounding. The cache has the compute dtype and keeps all tokens, whatever the settings of `kv`.
 
     Attributes:
       context: the most tokens of a sequence.
       done: whether all chunks have been dispatched.
     """
 
-    def __init__(self, model: ModelBundle, config: Config, context: int, *, rows: int = 1, chunk: int = EMBED_CHUNK):
-        """Prepares the weights. Without a call of `compile`, a program is compiled when it is first used.
+    def __init__(
+        self,
+        model: ModelBundle,
+        config: Config,
+        context: int,
+        *,
+        rows: int = 1,
+        chunk: int = EMBED_CHUNK,
+    ):
+        """Prepares the weights. Without a call of `compile`, a program is compiled when it is first
+        used.
 
         Args:
           config: the settings of the weights, as for generation.
@@ -58,7 +70,10 @@ class Embedder:
           UserError: the weights are sharded over several devices.
         """
         if config.generation.tensor_parallel > 1:
-            raise UserError(f"embeddings need generation.tensor_parallel: 1, got {config.generation.tensor_parallel}")
+            raise UserError(
+                "embeddings need generation.tensor_parallel: 1, got"
+                f" {config.generation.tensor_parallel}"
+            )
         architecture = model.model.config
         # With the order of heads that generation uses, both share the prepared weights.
         order = head_order(architecture, *model.kv(config))
@@ -71,7 +86,9 @@ class Embedder:
         self._make_cache = partial(make_cache, architecture, rows, *plan, segmented)
         longest = next_power_of_two(min(chunk, context), MIN_EMBED_CHUNK)
         # The padded lengths of chunks, ascending; there is a program for each.
-        self._lengths = [length for length in (MIN_EMBED_CHUNK, 64, 256) if length < longest] + [longest]
+        self._lengths = [length for length in (MIN_EMBED_CHUNK, 64, 256) if length < longest] + [
+            longest
+        ]
         self._programs: dict[int, Any] = {}
         self._cache: KVCache | None = None
         self._ids: list[Sequence[int]] = []
@@ -92,7 +109,9 @@ class Embedder:
             self._programs[length] = _embed_chunk.lower(*inputs).compile()
 
     def start(self, ids: Sequence[Sequence[int]], pooling: str) -> None:
-        """Starts sequences of 1 to `context` tokens, at most `rows` of them; the previous ones are dropped."""
+        """Starts sequences of 1 to `context` tokens, at most `rows` of them; the previous ones are
+        dropped.
+        """
         assert 1 <= len(ids) <= self._rows and all(1 <= len(row) <= self.context for row in ids)
         if self._cache is None:
             self._cache = jax.jit(self._make_cache)()
@@ -103,10 +122,16 @@ class Embedder:
         self._pooled_RD = jnp.zeros((self._rows, self._dim), jnp.float32)
 
     def step(self) -> int:
-        """Dispatches the next chunk after waiting for the previous one; returns its number of tokens."""
-        jax.block_until_ready(self._pooled_RD)  # at most one chunk at a time keeps the device from other work
+        """Dispatches the next chunk after waiting for the previous one; returns its number of
+        tokens.
+        """
+        jax.block_until_ready(
+            self._pooled_RD
+        )  # at most one chunk at a time keeps the device from other work
         remaining = [max(0, len(row) - self._position) for row in self._ids]
-        length = next((length for length in self._lengths if length >= max(remaining)), self._lengths[-1])
+        length = next(
+            (length for length in self._lengths if length >= max(remaining)), self._lengths[-1]
+        )
         tokens_RT = np.zeros((self._rows, length), np.int32)
         weights_RT = np.zeros((self._rows, length), np.float32)
         counts_R = np.zeros(self._rows, np.int32)
@@ -120,19 +145,32 @@ class Embedder:
                 weights_RT[number, len(part) - 1] = 1
         position = np.asarray(self._position, np.int32)
         first = np.asarray(self._position == 0)
-        inputs = self._model, self._cache, self._pooled_RD, tokens_RT, weights_RT, counts_R, position, first
+        inputs = (
+            self._model,
+            self._cache,
+            self._pooled_RD,
+            tokens_RT,
+            weights_RT,
+            counts_R,
+            position,
+            first,
+        )
         self._cache, self._pooled_RD = self._programs.get(length, _embed_chunk)(*inputs)
         self._position += length
         self.done = self._position >= max(map(len, self._ids))
         return int(counts_R.sum())
 
     def reset(self) -> None:
-        """Drops the sequences and the cache, for use after a failed step, which may have consumed the donated cache."""
+        """Drops the sequences and the cache, for use after a failed step, which may have consumed
+        the donated cache.
+        """
         self._cache = None
         self.done = True
 
     def result(self) -> np.ndarray:
-        """Returns the embeddings, float32 `[number of sequences, D]` with L2 norm 1, after the last step."""
+        """Returns the embeddings, float32 `[number of sequences, D]` with L2 norm 1, after the last
+        step.
+        """
         assert self.done
         pooled_ND = np.asarray(self._pooled_RD, np.float64)[: len(self._ids)]
         norm_N1 = np.linalg.norm(pooled_ND, axis=1, keepdims=True)
@@ -173,17 +211,22 @@ def _embed_chunk(
 def embedding_ids(model: ModelBundle, text: str) -> list[int]:
     """Returns the token ids of a text to embed.
 
-    The text has the BOS token before it if the model expects one, and after it the tokens that the post-processor of the
-    tokenizer.json adds there, such as the EOS token of an embedding model.
+    The text has the BOS token before it if the model expects one, and after it the tokens that the
+    post-processor of the tokenizer.json adds there, such as the EOS token of an embedding model.
 
     Raises:
-      UserError: the text is empty and the tokenizer has no BOS token, or the tokenizer cannot encode the text.
+      UserError: the text is empty and the tokenizer has no BOS token, or the tokenizer cannot
+        encode the text.
     """
     return [*model.prompt_ids(text), *model.tokenizer.ids_after_text]
 
 
-def embed_texts(model: ModelBundle, ids: Sequence[Sequence[int]], pooling: str, config: Config) -> np.ndarray:
-    """Returns the embeddings of token sequences, float32 `[N, D]`; texts of similar length are computed together."""
+def embed_texts(
+    model: ModelBundle, ids: Sequence[Sequence[int]], pooling: str, config: Config
+) -> np.ndarray:
+    """Returns the embeddings of token sequences, float32 `[N, D]`; texts of similar length are
+    computed together.
+    """
     check_pooling(pooling)
     D = model.model.config.dim
     context = model.model.config.max_context
@@ -215,4 +258,6 @@ def check_pooling(pooling: str) -> None:
 def check_length(ids: Sequence[int], context: int) -> None:
     """Raises UserError for a sequence that is empty or longer than the context."""
     if not 1 <= len(ids) <= context:
-        raise UserError(f"a text to embed must have 1 to {context} tokens, got {len(ids)}: shorten it")
+        raise UserError(
+            f"a text to embed must have 1 to {context} tokens, got {len(ids)}: shorten it"
+        )

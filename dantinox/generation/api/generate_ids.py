@@ -9,7 +9,14 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import numpy as np
 
-from dantinox.config import Config, GenerationSection, KVSection, UserError, overlay, with_generation
+from dantinox.config import (
+    Config,
+    GenerationSection,
+    KVSection,
+    UserError,
+    overlay,
+    with_generation,
+)
 from dantinox.config.request_settings import SamplingSettings
 from dantinox.files import quote
 from dantinox.generation.api.loaded_model import LoadedModel
@@ -25,7 +32,8 @@ from dantinox.sampling.params import ScoreFn
 DEFAULTS = Config().generation
 # These settings need a tokenizer, or they change the weights, which `generate` does not do.
 UNSUPPORTED_SETTINGS = (
-    "stop", "keep_stop", "token_healing", "json_whitespace", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel",
+    "stop", "keep_stop", "token_healing", "json_whitespace", "weights", "matmul_dtype",
+    "matmul_kernel", "tensor_parallel",
     "clarify_text",
 )  # fmt: skip
 
@@ -87,37 +95,45 @@ def generate(
 
     Args:
       model: the model; `prepare` can quantize its weights first.
-      input_ids: the prompts, as a list of lists of ids or as an array `[B, T]`, right-padded if the prompts differ in length.
-      max_new_tokens: new tokens per row, at least 0; 0 returns the input. If `max_context` allows fewer, a warning says so. A
-        prompt that fills the context is returned unchanged, also with a warning.
-        `max_generations` is the former name of this argument.
+      input_ids: the prompts, as a list of lists of ids or as an array `[B, T]`, right-padded if the
+        prompts differ in length.
+      max_new_tokens: new tokens per row, at least 0; 0 returns the input. If `max_context` allows
+        fewer, a warning says so. A prompt that fills the context is returned unchanged, also with a
+        warning. `max_generations` is the former name of this argument.
       prompt_lengths: `[B]`, number of valid tokens of each row; None: all.
       eos_ids: ids that end a row; the result includes them.
       pad_id: id that fills a row after its end.
-      logprobs: with `return_info`, the number of alternatives to report per token; None reports nothing.
+      logprobs: with `return_info`, the number of alternatives to report per token; None reports
+        nothing.
       return_info: also return a dict of statistics.
       score_fn, show_candidates, logit_processor: as for `LoadedModel.generate`.
-      router_calibration: for `router_preset="calibrated"`: the file that `dantinox calibrate --what router` wrote for this
-        model, or a mapping with the values of that file.
-      negative_ids: with `guidance_scale`, the tokens of the negative prompt; None: the last token of each prompt.
-      settings: settings of the sections `generation` (`temperature`, `top_p`, `greedy`, `seed`, `n` samples per prompt),
-        `router` and `kv` (`kv_budget` and so on). Settings that name tokens must use ids. `kv_calibration` is the path of the
-        file with measurements of the heads. Without `seed`, a random seed is used.
+      router_calibration: for `router_preset="calibrated"`: the file that
+        `dantinox calibrate --what router` wrote for this model, or a mapping with the values of
+        that file.
+      negative_ids: with `guidance_scale`, the tokens of the negative prompt; None: the last token
+        of each prompt.
+      settings: settings of the sections `generation` (`temperature`, `top_p`, `greedy`, `seed`, `n`
+        samples per prompt), `router` and `kv` (`kv_budget` and so on). Settings that name tokens
+        must use ids. `kv_calibration` is the path of the file with measurements of the heads.
+        Without `seed`, a random seed is used.
 
     Returns:
-      int32 `[B · n, T + new]`. Each row holds the prompt, its continuation, and padding with `pad_id`. `new` is
-      `max_new_tokens`, or less if the context is shorter. The `n` samples of a prompt are consecutive rows. With `return_info`
-      also a dict: `lengths` (prompt plus continuation), `reasons` (`eos`, `loop` or `length`), `seed`, `seconds`, `info`,
-      a `StepInfo` `[B · n, new, …]` or None, and `scores`, the scores of beam search `[B · n]` or None.
+      int32 `[B · n, T + new]`. Each row holds the prompt, its continuation, and padding with
+      `pad_id`. `new` is `max_new_tokens`, or less if the context is shorter. The `n` samples of a
+      prompt are consecutive rows. With `return_info` also a dict: `lengths` (prompt plus
+      continuation), `reasons` (`eos`, `loop` or `length`), `seed`, `seconds`, `info`, a `StepInfo`
+      `[B · n, new, …]` or None, and `scores`, the scores of beam search `[B · n]` or None.
 
     Raises:
       UserError: an id is outside the vocabulary, a prompt is empty, or a setting is invalid.
 
     Example:
       >>> model = dantinox.load("runs/quickstart").model
-      >>> dantinox.generate(model, [[97, 98], [99, 100]], max_new_tokens=4, temperature=0.8, seed=1).shape
+      >>> prompts = [[97, 98], [99, 100]]
+      >>> dantinox.generate(model, prompts, max_new_tokens=4, temperature=0.8, seed=1).shape
       (2, 6)
-      >>> ids, info = dantinox.generate(model, [[97, 98]], max_new_tokens=4, greedy=True, return_info=True)
+      >>> settings = {"max_new_tokens": 4, "greedy": True}
+      >>> ids, info = dantinox.generate(model, [[97, 98]], **settings, return_info=True)
       >>> info["reasons"]
       ['length']
     """
@@ -128,7 +144,9 @@ def generate(
         if name in settings:
             raise UserError(f"{name} has no effect on token ids and a loaded model: remove it")
     if show_candidates and not return_info:
-        raise UserError("show_candidates needs a report per token: set logprobs and return_info too")
+        raise UserError(
+            "show_candidates needs a report per token: set logprobs and return_info too"
+        )
     eos = _integer_array("eos_ids", eos_ids).tolist() if len(np.atleast_1d(eos_ids)) else []
     config = overlay(Config(), {"max_new_tokens": new_tokens, **settings})
     ids_model = _IdsModel(config, model, eos, router_calibration, "kv_signal" in settings)
@@ -137,13 +155,19 @@ def generate(
         "score_fn": score_fn,
         "show_candidates": show_candidates,
         "logit_processor": logit_processor,
-        "negative_ids": None if negative_ids is None else _integer_array("negative_ids", negative_ids).tolist(),
+        "negative_ids": (
+            None if negative_ids is None else _integer_array("negative_ids", negative_ids).tolist()
+        ),
     }
     start = time.perf_counter()
     configs = _prompt_configs(prompts, config, model.config.max_context)
-    results = ids_model.complete([ids_model.request(ids, one, **report) for ids, one in zip(prompts, configs, strict=True)])
+    results = ids_model.complete(
+        [ids_model.request(ids, one, **report) for ids, one in zip(prompts, configs, strict=True)]
+    )
     seconds = time.perf_counter() - start
-    max_new = min(config.generation.max_new_tokens, max(0, model.config.max_context - min(map(len, prompts))))
+    max_new = min(
+        config.generation.max_new_tokens, max(0, model.config.max_context - min(map(len, prompts)))
+    )
     prompt_of = [ids for ids in prompts for _ in range(config.generation.n)]
     rows = [[*ids, *result.tokens] for ids, result in zip(prompt_of, results, strict=True)]
     out = np.full((len(rows), T + max_new), pad_id, np.int32)
@@ -151,15 +175,26 @@ def generate(
         out_T[: len(ids)] = ids
     if not return_info:
         return out
-    return out, {"lengths": np.array([len(ids) for ids in rows]), "seconds": seconds, **_statistics(results)}
+    return out, {
+        "lengths": np.array([len(ids) for ids in rows]),
+        "seconds": seconds,
+        **_statistics(results),
+    }
 
 
-def _prompt_configs(prompts: Sequence[tuple[int, ...]], config: Config, context: int) -> list[Config]:
-    """Returns the settings of each prompt: prompts that fill the context get no new tokens, with one warning."""
+def _prompt_configs(
+    prompts: Sequence[tuple[int, ...]], config: Config, context: int
+) -> list[Config]:
+    """Returns the settings of each prompt: prompts that fill the context get no new tokens, with
+    one warning.
+    """
     full = [len(ids) >= context for ids in prompts]
     if config.generation.max_new_tokens and any(full):
         which = "every prompt fills" if all(full) else f"{sum(full)} of {len(full)} prompts fill"
-        warnings.warn(f"{which} the model's context of {context} tokens: nothing is generated there", stacklevel=3)
+        warnings.warn(
+            f"{which} the model's context of {context} tokens: nothing is generated there",
+            stacklevel=3,
+        )
     return [with_generation(config, max_new_tokens=0) if is_full else config for is_full in full]
 
 
@@ -167,7 +202,9 @@ def _statistics(results: Sequence[Result]) -> dict[str, object]:
     """Returns the entries of the statistics of `generate` that its results hold."""
     has_scores = results[0].score is not None
     return {
-        "reasons": ["eos" if result.finish_reason == "stop" else result.finish_reason for result in results],
+        "reasons": [
+            "eos" if result.finish_reason == "stop" else result.finish_reason for result in results
+        ],
         "seed": results[0].seed,
         "info": _stack_steps([result.steps for result in results]),
         "scores": np.array([result.score for result in results]) if has_scores else None,
@@ -175,7 +212,9 @@ def _statistics(results: Sequence[Result]) -> dict[str, object]:
 
 
 class _NoTokenizer:
-    """A stand-in for the tokenizer: every token has an empty text, and encoding a text raises an error."""
+    """A stand-in for the tokenizer: every token has an empty text, and encoding a text raises an
+    error.
+    """
 
     def __init__(self, vocab_size: int, eos_ids: Sequence[int]):
         self.vocab_size = vocab_size
@@ -217,7 +256,9 @@ class _IdsModel(LoadedModel):
         self._router_calibration = calibration
         self._has_signal = has_signal
 
-    def params(self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Any) -> SamplingParams:
+    def params(
+        self, configs: Sequence[Config], sample_index: Sequence[int] | int = 0, **more: Any
+    ) -> SamplingParams:
         measured = self._router_calibration
         if measured is not None and not isinstance(measured, Mapping):
             measured = load_router_calibration(measured)
@@ -240,12 +281,18 @@ class _IdsModel(LoadedModel):
             return kv, load_kv_calibration(kv.calibration, self.model.config, None)
         if self._has_signal or kv.decays_by_entropy:
             raise UserError(
-                "kv.signal and kv.decay need measurements of the heads of the model: set kv_calibration to a file of them"
+                "kv.signal and kv.decay need measurements of the heads of the model: set"
+                " kv_calibration to a file of them"
             )
-        remedy = "set kv_calibration to the file of the measurements of the heads, or set kv_signal to uniform"
+        remedy = (
+            "set kv_calibration to the file of the measurements of the heads, or set kv_signal to"
+            " uniform"
+        )
         return fall_back_to_uniform(kv, None, remedy), None
 
-    def prepared(self, generation: GenerationSection, order: HeadOrder | None = None) -> Transformer:
+    def prepared(
+        self, generation: GenerationSection, order: HeadOrder | None = None
+    ) -> Transformer:
         return permute_heads(self.model, order)
 
 
@@ -279,12 +326,25 @@ def _parse_prompts(input_ids: Any, prompt_lengths: Any) -> tuple[list[tuple[int,
     Raises:
       UserError: the prompts are not integers, or a length is larger than its row.
     """
-    values = input_ids if isinstance(input_ids, list | tuple) else np.atleast_1d(np.asarray(input_ids))
+    values = (
+        input_ids if isinstance(input_ids, list | tuple) else np.atleast_1d(np.asarray(input_ids))
+    )
     rows = [_integer_array("each row of input_ids", row) for row in values]
     if not rows:
         raise UserError("input_ids must have at least one row of token ids, got none")
     sizes = [len(row) for row in rows]
-    lengths = sizes if prompt_lengths is None else _integer_array("prompt_lengths", prompt_lengths).tolist()
-    if len(lengths) != len(rows) or not all(1 <= length <= size for length, size in zip(lengths, sizes, strict=True)):
-        raise UserError(f"prompt_lengths must be {len(rows)} integers in [1, {max(sizes)}], got {quote(lengths)}")
-    return [tuple(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)], max(sizes)
+    lengths = (
+        sizes
+        if prompt_lengths is None
+        else _integer_array("prompt_lengths", prompt_lengths).tolist()
+    )
+    if len(lengths) != len(rows) or not all(
+        1 <= length <= size for length, size in zip(lengths, sizes, strict=True)
+    ):
+        raise UserError(
+            f"prompt_lengths must be {len(rows)} integers in [1, {max(sizes)}], got"
+            f" {quote(lengths)}"
+        )
+    return [tuple(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)], max(
+        sizes
+    )

@@ -1,4 +1,6 @@
-"""The Python API for text: `load` reads a run directory; `generate`, `stream` and `chat` continue text."""
+"""The Python API for text: `load` reads a run directory; `generate`, `stream` and `chat` continue
+text.
+"""
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +69,8 @@ PER_BATCH_SETTINGS = (
     *sampling.BATCH_SETTINGS,
 )
 DRAFT_SETTINGS = ("speculation", "draft_run", "draft_tokens", "ngram_size")
-ALIAS_ALIGNMENT = 64  # bytes; on a CPU, `jax.device_put` does not copy a NumPy array with this alignment, but aliases it
+# Bytes; on a CPU, `jax.device_put` does not copy a NumPy array with this alignment, but aliases it.
+ALIAS_ALIGNMENT = 64
 
 
 class GenerateOptions(RequestSettings, total=False):
@@ -87,11 +90,13 @@ class LoadedModel(ModelBundle):
     """A trained model with its tokenizer and the defaults of its run, ready to generate text.
 
     Attributes:
-      config: the settings of the run, a `Config`. A request may override the sections `generation`, `router` and `kv`.
+      config: the settings of the run, a `Config`. A request may override the sections `generation`,
+        `router` and `kv`.
       model: the `Transformer`, with the weights as they are stored: float32 or bfloat16.
       tokenizer: the `Tokenizer` of the run.
       parameters: the number of weights, including embeddings.
-      calibration, kv_calibration, chat_template: functions that read files of the run, see `ModelBundle`.
+      calibration, kv_calibration, chat_template: functions that read files of the run, see
+        `ModelBundle`.
 
     Example:
       >>> model = dantinox.load("runs/quickstart")
@@ -102,14 +107,16 @@ class LoadedModel(ModelBundle):
     def __repr__(self) -> str:
         model = self.model.config
         return (
-            f"LoadedModel({model.num_blocks} layers, dim {model.dim}, vocabulary {model.vocab_size}, "
-            f"context {model.max_context}, {model.dtype})"
+            f"LoadedModel({model.num_blocks} layers, dim {model.dim}, vocabulary"
+            f" {model.vocab_size}, context {model.max_context}, {model.dtype})"
         )
 
     def _repr_html_(self) -> str:
         model = self.model.config
         rows = {
-            "layers": f"{model.num_blocks}, width {model.dim}, {model.n_heads} heads of {model.head_size}",
+            "layers": (
+                f"{model.num_blocks}, width {model.dim}, {model.n_heads} heads of {model.head_size}"
+            ),
             "parameters": human_count(self.parameters),
             "vocabulary": f"{self.tokenizer.vocab_size:,} tokens",
             "context": f"{model.max_context:,} tokens",
@@ -119,12 +126,20 @@ class LoadedModel(ModelBundle):
         return html_table("LoadedModel", rows)
 
     @overload
-    def generate(self, prompt: str, *, n: None = None, **options: Unpack[GenerateOptions]) -> Result: ...
-    @overload
-    def generate(self, prompt: str, *, n: int, **options: Unpack[GenerateOptions]) -> Result | list[Result]: ...
+    def generate(
+        self, prompt: str, *, n: None = None, **options: Unpack[GenerateOptions]
+    ) -> Result: ...
     @overload
     def generate(
-        self, prompt: list[str] | tuple[str, ...], *, n: int | None = None, **options: Unpack[GenerateOptions]
+        self, prompt: str, *, n: int, **options: Unpack[GenerateOptions]
+    ) -> Result | list[Result]: ...
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        *,
+        n: int | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> list[Result]: ...
     def generate(
         self,
@@ -146,30 +161,35 @@ class LoadedModel(ModelBundle):
         Args:
           prompt: a string, or a list of strings. An empty prompt stands for the BOS token.
           n: samples per prompt, in [1, 4096]; None: `generation.n` of the run.
-          logprobs: the number of alternatives to report per token, in [0, vocabulary], with log-probabilities in nats; None
-            reports nothing.
+          logprobs: the number of alternatives to report per token, in [0, vocabulary], with
+            log-probabilities in nats; None reports nothing.
           echo: with `logprobs`, also report the tokens of the prompt.
-          score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`. The entropy router scores all
-            candidates that it draws and keeps the best (`dantinox.sampling.best_of_n.guide_score`: the score of the entropix
-            guide).
-          show_candidates: with `logprobs`, report the candidates of the entropy router; the text stays the same.
-          constraint: a schema, regex or grammar that every text satisfies. A complete text has the finish reason `eos`; a text
-            that `max_new_tokens` truncates is a prefix of a valid text.
-          logit_processor: `(logits [V], history) -> logits [V]`, a function of JAX that edits the float32 logits of every token
-            before all sampling steps; `history` is a `dantinox.sampling.TokenHistory`. It is compiled into the program once for
-            each function object, so define it once.
+          score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`. The entropy router scores
+            all candidates that it draws and keeps the best
+            (`dantinox.sampling.best_of_n.guide_score`: the score of the entropix guide).
+          show_candidates: with `logprobs`, report the candidates of the entropy router; the text
+            stays the same.
+          constraint: a schema, regex or grammar that every text satisfies. A complete text has the
+            finish reason `eos`; a text that `max_new_tokens` truncates is a prefix of a valid text.
+          logit_processor: `(logits [V], history) -> logits [V]`, a function of JAX that edits the
+            float32 logits of every token before all sampling steps; `history` is a
+            `dantinox.sampling.TokenHistory`. It is compiled into the program once for each function
+            object, so define it once.
           lora: the name of an adapter that `load` or `load_lora` has loaded; None: the base model.
-          attention_stats: set `attention` of each result: entropy, varentropy, agreement and strength of every head for every
-            token. The model reads each text once more for them, so the cache must not be compressed.
-          settings: settings of the sections `generation`, `router` and `kv` (`kv_budget` and so on), which override the
-            settings of the run. `dantinox settings --section generation` lists them.
+          attention_stats: set `attention` of each result: entropy, varentropy, agreement and
+            strength of every head for every token. The model reads each text once more for them, so
+            the cache must not be compressed.
+          settings: settings of the sections `generation`, `router` and `kv` (`kv_budget` and so
+            on), which override the settings of the run. `dantinox settings --section generation`
+            lists them.
 
         Returns:
-          A `Result` for one prompt, or a list in the order of the prompts. With `n` above 1 it is always a list, with the
-          samples of a prompt next to each other.
+          A `Result` for one prompt, or a list in the order of the prompts. With `n` above 1 it is
+          always a list, with the samples of a prompt next to each other.
 
         Raises:
-          UserError: a setting is unknown or out of range, or a prompt is not a string or does not fit into the context.
+          UserError: a setting is unknown or out of range, or a prompt is not a string or does not
+            fit into the context.
 
         Example:
           >>> model = dantinox.load("runs/quickstart")
@@ -211,7 +231,10 @@ class LoadedModel(ModelBundle):
           UserError: the request compresses the cache or divides the model among devices.
         """
         ids = [*request.ids, *result.tokens]
-        return replace(result, attention=read_attention(self, ids, len(result.tokens), request.config, request.lora))
+        return replace(
+            result,
+            attention=read_attention(self, ids, len(result.tokens), request.config, request.lora),
+        )
 
     def stream(
         self,
@@ -240,7 +263,9 @@ class LoadedModel(ModelBundle):
           >>> "".join(parts) == model.generate("def ", max_new_tokens=8, seed=1).text
           True
         """
-        request = self.request(prompt, settings, constraint=constraint, logit_processor=logit_processor, lora=lora)
+        request = self.request(
+            prompt, settings, constraint=constraint, logit_processor=logit_processor, lora=lora
+        )
         n = request.config.generation.n
         if n != 1:
             raise UserError(f"n must be 1 in a stream, got {n}: use generate for several samples")
@@ -261,22 +286,26 @@ class LoadedModel(ModelBundle):
         """Answers a conversation, formatted by the model's chat template.
 
         Args:
-          messages: a user message as a string, or a list of `{"role": "system" | "user" | "assistant", "content": text}`. The
-            answer continues the last message if that is of the assistant.
+          messages: a user message as a string, or a list of `{"role": "system" | "user" |
+            "assistant", "content": text}`. The answer continues the last message if that is of the
+            assistant.
           template: formats the conversation; None: the template of the run.
           logprobs, constraint, logit_processor, lora: as for `generate`.
-          settings: keys of the sections `generation`, `router` and `kv`, except `n`. They override the settings of the run.
+          settings: keys of the sections `generation`, `router` and `kv`, except `n`. They override
+            the settings of the run.
 
         Returns:
           The answer, without the token that ends the message.
 
         Raises:
-          UserError: the model has no chat template, the template rejects the messages, or a setting is invalid.
+          UserError: the model has no chat template, the template rejects the messages, or a setting
+            is invalid.
 
         Example:
           >>> model = dantinox.load("runs/quickstart")
-          >>> answer = model.chat("What is the capital of France?", max_new_tokens=8, temperature=0.2, seed=1)
-          >>> messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer.text}]
+          >>> answer = model.chat("What is the capital of France?", max_new_tokens=8, seed=1)
+          >>> messages = [{"role": "user", "content": "Hi"}]
+          >>> messages.append({"role": "assistant", "content": answer.text})
           >>> messages += [{"role": "user", "content": "And of Italy?"}]
           >>> model.chat(messages, max_new_tokens=8).finish_reason in ("eos", "stop", "length")
           True
@@ -284,18 +313,29 @@ class LoadedModel(ModelBundle):
         template, ids = self.chat_prompt(messages, template)
         if settings.get("token_healing"):
             raise UserError(
-                "token_healing must be false in a chat, whose template ends the prompt", key="generation.token_healing"
+                "token_healing must be false in a chat, whose template ends the prompt",
+                key="generation.token_healing",
             )
-        config = self.with_stop_ids(with_generation(self.settings(settings), token_healing=False), template.end_ids)
+        config = self.with_stop_ids(
+            with_generation(self.settings(settings), token_healing=False), template.end_ids
+        )
         if config.generation.n != 1:
-            raise UserError(f"n must be 1 in a chat, got {config.generation.n}: use request and complete for several samples")
-        given: dict[str, Any] = {"constraint": constraint, "logit_processor": logit_processor, "lora": lora}
+            raise UserError(
+                f"n must be 1 in a chat, got {config.generation.n}: use request and complete for"
+                " several samples"
+            )
+        given: dict[str, Any] = {
+            "constraint": constraint,
+            "logit_processor": logit_processor,
+            "lora": lora,
+        }
         return self.complete([self.request(ids, config, logprobs=logprobs, **given)])[0]
 
     def chat_prompt(
         self, messages: str | Sequence[Mapping[str, object]], template: ChatTemplate | None = None
     ) -> tuple[ChatTemplate, list[int]]:
-        """Returns the chat template and the token ids of a conversation, up to the beginning of the answer.
+        """Returns the chat template and the token ids of a conversation, up to the beginning of the
+        answer.
 
         If the last message is of the assistant, the ids end with its content.
 
@@ -304,21 +344,33 @@ class LoadedModel(ModelBundle):
         """
         template = template or self.chat_template()
         if template is None:
-            raise UserError("this model has no chat template: use generate, or pass a ChatTemplate as template")
-        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+            raise UserError(
+                "this model has no chat template: use generate, or pass a ChatTemplate as template"
+            )
+        conversation = (
+            [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        )
         return template, template.prompt(conversation, continues=continues_last(conversation)).ids
 
-    def embed(self, texts: str | Sequence[str], *, pooling: str = "mean", **settings: Unpack[RequestSettings]) -> np.ndarray:
-        """Returns the embeddings of texts: the pooled hidden states of the model, divided by their L2 norm.
+    def embed(
+        self,
+        texts: str | Sequence[str],
+        *,
+        pooling: str = "mean",
+        **settings: Unpack[RequestSettings],
+    ) -> np.ndarray:
+        """Returns the embeddings of texts: the pooled hidden states of the model, divided by their
+        L2 norm.
 
         Args:
           texts: a string, or a list of strings of at most `max_context` tokens each.
           pooling: `mean` over the tokens of a text, or `last`, the state of its last token.
-          settings: as for `generate`; only those of the weights (`weights`, `matmul_dtype`, `matmul_kernel`) have an effect.
+          settings: as for `generate`; only those of the weights (`weights`, `matmul_dtype`,
+            `matmul_kernel`) have an effect.
 
         Returns:
-          float32 `[N, D]`, one row per text; `[1, D]` for a string. The cosine similarity of two texts is the dot product of
-          their rows.
+          float32 `[N, D]`, one row per text; `[1, D]` for a string. The cosine similarity of two
+          texts is the dot product of their rows.
 
         Raises:
           UserError: a text is empty, too long or cannot be encoded, or an argument is invalid.
@@ -332,9 +384,13 @@ class LoadedModel(ModelBundle):
         given = [texts] if isinstance(texts, str) else texts
         if not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
             raise UserError(f"texts must be a string or a list of strings, got {quote(texts)}")
-        return embed_texts(self, [embedding_ids(self, text) for text in given], pooling, self.settings(settings))
+        return embed_texts(
+            self, [embedding_ids(self, text) for text in given], pooling, self.settings(settings)
+        )
 
-    def complete(self, requests: Sequence[GenerationRequest], pad: Callable[[int], int] = padded_length) -> list[Result]:
+    def complete(
+        self, requests: Sequence[GenerationRequest], pad: Callable[[int], int] = padded_length
+    ) -> list[Result]:
         """Decodes requests and returns their results.
 
         Args:
@@ -349,7 +405,8 @@ class LoadedModel(ModelBundle):
 
         Example:
           >>> model = dantinox.load("runs/quickstart")
-          >>> requests = [model.request("def ", {"max_new_tokens": 4}), model.request("class ", {"max_new_tokens": 8})]
+          >>> prompts = {"def ": 4, "class ": 8}
+          >>> requests = [model.request(p, {"max_new_tokens": n}) for p, n in prompts.items()]
           >>> [len(result.tokens) for result in model.complete(requests)]
           [4, 8]
         """
@@ -375,12 +432,14 @@ class LoadedModel(ModelBundle):
         lora: str | None = None,
         negative_ids: Sequence[int] | None = None,
     ) -> GenerationRequest:
-        """Returns a request, the argument of `complete` and `start`: a prompt with validated settings.
+        """Returns a request, the argument of `complete` and `start`: a prompt with validated
+        settings.
 
         Args:
           prompt: a string, or token ids in [0, vocabulary).
           settings: settings by name, as for `generate`, or a complete `Config`.
-          logprobs, echo, score_fn, show_candidates, constraint, logit_processor, lora: as for `generate`.
+          logprobs, echo, score_fn, show_candidates, constraint, logit_processor, lora: as for
+            `generate`.
           reasoning, visible_ids, negative_ids: as in `GenerationRequest`.
 
         Raises:
@@ -392,11 +451,15 @@ class LoadedModel(ModelBundle):
           (257, 97, 98)
         """
         if logprobs is not None and not 0 <= logprobs <= self.tokenizer.vocab_size:
-            raise UserError(f"logprobs must be an integer in [0, {self.tokenizer.vocab_size}], got {logprobs}")
+            raise UserError(
+                f"logprobs must be an integer in [0, {self.tokenizer.vocab_size}], got {logprobs}"
+            )
         if echo and logprobs is None:
             raise UserError("echo reports log-probabilities of the prompt: set logprobs too")
         if show_candidates and logprobs is None:
-            raise UserError("show_candidates needs the log-probabilities of each token: set logprobs too")
+            raise UserError(
+                "show_candidates needs the log-probabilities of each token: set logprobs too"
+            )
         if isinstance(prompt, str):
             text = prompt
             ids: Sequence[int] = self.prompt_ids(prompt)
@@ -406,11 +469,16 @@ class LoadedModel(ModelBundle):
         config = self.settings(settings)
         section = config.generation
         if negative_ids is not None and (section.guidance_scale == 1 or section.negative_prompt):
-            raise UserError("negative_ids need a generation.guidance_scale other than 1, and no generation.negative_prompt")
+            raise UserError(
+                "negative_ids need a generation.guidance_scale other than 1, and no"
+                " generation.negative_prompt"
+            )
         if lora is not None and lora not in self.loras:
             raise unknown_adapter(lora, self.loras)
         if lora is not None and section.tensor_parallel > 1:
-            raise UserError(f"lora needs generation.tensor_parallel: 1, got {section.tensor_parallel}")
+            raise UserError(
+                f"lora needs generation.tensor_parallel: 1, got {section.tensor_parallel}"
+            )
         return GenerationRequest(
             ids=tuple(ids),
             config=config,
@@ -428,14 +496,16 @@ class LoadedModel(ModelBundle):
         )
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Loads an adapter, which requests can then select by its name. An adapter with this name is replaced.
+        """Loads an adapter, which requests can then select by its name. An adapter with this name
+        is replaced.
 
         Args:
           name: 1 to 64 letters, digits, dots, hyphens and underscores.
           path: a run with adapters that was trained on this model, or a folder that PEFT wrote.
 
         Raises:
-          UserError: the name is invalid, a file is missing or damaged, or the adapter does not fit the model.
+          UserError: the name is invalid, a file is missing or damaged, or the adapter does not fit
+            the model.
         """
         check_name(name)
         self.loras[name] = self.read_lora(path)
@@ -451,34 +521,41 @@ class LoadedModel(ModelBundle):
     ) -> "list[BatchRun | BeamRun | DividedRun]":
         """Groups requests into batches that are ready to be decoded.
 
-        Requests share a batch if they can share a compiled program: they must have the same order of sampling steps, cache
-        settings, number of samples, precision and reports.
+        Requests share a batch if they can share a compiled program: they must have the same order
+        of sampling steps, cache settings, number of samples, precision and reports.
 
         Args:
           requests: prompts with their settings, as returned by `request`.
-          stream: decode in short chunks, so that the text appears smoothly; otherwise in chunks of the length that decodes
-            fastest.
-          pad: function from the length of a prompt, or of a prompt with its continuation, to the padded length. Each padded
-            length needs a compiled program.
-          steps: tokens per chunk; each chunk is collected before the next is dispatched. None: `stream` decides.
-          slots: the cache slots per row, at least the tokens of each prompt with its continuation; must be None with beam
-            search. None: the padded length of the longest row.
+          stream: decode in short chunks, so that the text appears smoothly; otherwise in chunks of
+            the length that decodes fastest.
+          pad: function from the length of a prompt, or of a prompt with its continuation, to the
+            padded length. Each padded length needs a compiled program.
+          steps: tokens per chunk; each chunk is collected before the next is dispatched. None:
+            `stream` decides.
+          slots: the cache slots per row, at least the tokens of each prompt with its continuation;
+            must be None with beam search. None: the padded length of the longest row.
 
         Returns:
-          The batches. `BatchRun.parts` decodes a batch and yields its text; afterwards `BatchRun.results` holds the results.
-          Without `steps` and `slots`, a batch that needs more memory than is free is a `DividedRun`: its parts
-          are decoded one after the other.
+          The batches. `BatchRun.parts` decodes a batch and yields its text; afterwards
+          `BatchRun.results` holds the results. Without `steps` and `slots`, a batch that needs more
+          memory than is free is a `DividedRun`: its parts are decoded one after the other.
 
         Raises:
-          UserError: `requests` is empty, a prompt does not fit into the context, not even one row fits into memory, or `stream`
-            is set with beam search.
+          UserError: `requests` is empty, a prompt does not fit into the context, not even one row
+            fits into memory, or `stream` is set with beam search.
         """
         if not requests:
             raise UserError("at least one prompt is required")
         if stream and any(request.config.generation.num_beams > 1 for request in requests):
-            raise UserError("generation.num_beams must be 1 in a stream: beam search knows its text only at the end")
+            raise UserError(
+                "generation.num_beams must be 1 in a stream: beam search knows its text only at"
+                " the end"
+            )
         random_seed = secrets.randbits(32)
-        seeded = [replace(request, config=with_default_seed(request.config, random_seed)) for request in requests]
+        seeded = [
+            replace(request, config=with_default_seed(request.config, random_seed))
+            for request in requests
+        ]
         healed = [self.heal(request) for request in seeded]
         groups: dict[tuple[Any, ...], list[int]] = {}
         for number, request in enumerate(healed):
@@ -489,22 +566,36 @@ class LoadedModel(ModelBundle):
         ) -> "BatchRun | BeamRun":
             if members[0].config.generation.num_beams > 1:
                 return BeamRun(self, members, numbers, pad=pad)
-            return BatchRun(self, members, numbers, stream=stream, pad=pad, steps=steps, slots=slots, samples=samples)
+            return BatchRun(
+                self,
+                members,
+                numbers,
+                stream=stream,
+                pad=pad,
+                steps=steps,
+                slots=slots,
+                samples=samples,
+            )
 
         def start_group(numbers: list[int]) -> "BatchRun | BeamRun | DividedRun":
             members = [healed[number] for number in numbers]
-            rows = None if steps is not None or slots is not None else fitting_rows(self, members, pad)
+            rows = (
+                None if steps is not None or slots is not None else fitting_rows(self, members, pad)
+            )
             parts = [] if rows is None else divide(members, numbers, rows)
             if len(parts) <= 1:
                 return start_part(members, numbers)
-            result_numbers = [number for _, part, samples in parts for number in part for _ in samples]
+            result_numbers = [
+                number for _, part, samples in parts for number in part for _ in samples
+            ]
             return DividedRun([partial(start_part, *part) for part in parts], result_numbers)
 
         return [start_group(numbers) for numbers in groups.values()]
 
 
 def batch_key(request: GenerationRequest) -> tuple[Any, ...]:
-    """Returns what the requests of a batch must have in common, because its compiled program contains it.
+    """Returns what the requests of a batch must have in common, because its compiled program
+    contains it.
 
     Raises:
       UserError: the logit processor is not a function, or cannot be hashed.
@@ -527,25 +618,31 @@ def batch_key(request: GenerationRequest) -> tuple[Any, ...]:
 
 
 def results_in_order(runs: Sequence[BatchRun | BeamRun | DividedRun]) -> list[Result]:
-    """Returns the results of finished batches in the order of the requests; the samples of a request are consecutive."""
+    """Returns the results of finished batches in the order of the requests; the samples of a
+    request are consecutive.
+    """
     numbered = [pair for run in runs for pair in zip(run.numbers, run.results, strict=True)]
     return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]
 
 
-def load(run_dir: str | Path, tensor: int | None = None, loras: Mapping[str, str | Path] | None = None) -> LoadedModel:
+def load(
+    run_dir: str | Path, tensor: int | None = None, loras: Mapping[str, str | Path] | None = None
+) -> LoadedModel:
     """Loads the model of a run directory.
 
     Args:
       run_dir: a run directory, written by `launch`, `import_checkpoint` or the command line.
-      tensor: number of devices to shard the weights over; None: `generation.tensor_parallel` of the run.
-      loras: adapters by name, each the path of a run with adapters that was trained on this run, or of a folder that PEFT
-        wrote. They are not merged: `generate` selects one with `lora`.
+      tensor: number of devices to shard the weights over; None: `generation.tensor_parallel` of the
+        run.
+      loras: adapters by name, each the path of a run with adapters that was trained on this run, or
+        of a folder that PEFT wrote. They are not merged: `generate` selects one with `lora`.
 
     Returns:
       The model with its tokenizer and the defaults of the run.
 
     Raises:
-      UserError: a file is missing or damaged, or the weights do not match the settings or the tokenizer.
+      UserError: a file is missing or damaged, or the weights do not match the settings or the
+        tokenizer.
 
     Example:
       >>> model = dantinox.load("runs/quickstart")
@@ -558,18 +655,28 @@ def load(run_dir: str | Path, tensor: int | None = None, loras: Mapping[str, str
 
 
 def load_opened(
-    run: RunDirectory, config: Config, tensor: int | None = None, loras: Mapping[str, str | Path] | None = None
+    run: RunDirectory,
+    config: Config,
+    tensor: int | None = None,
+    loras: Mapping[str, str | Path] | None = None,
 ) -> LoadedModel:
-    """Loads the model of an open run, whose files were checked, and whose settings `config` were read; see `load`."""
+    """Loads the model of an open run, whose files were checked, and whose settings `config` were
+    read; see `load`.
+    """
     use_compilation_cache()
     tokenizer = Tokenizer.load(run.tokenizer)
-    model = load_model(config, tokenizer.vocab_size, run, tensor or config.generation.tensor_parallel)
+    model = load_model(
+        config, tokenizer.vocab_size, run, tensor or config.generation.tensor_parallel
+    )
 
     def kv_calibration(path: str | None) -> KVCalibration | None:
         if path is None and not has_calibration(run.kv, "kv"):
             return None
         return load_kv_calibration(
-            run.kv if path is None else Path(path), model.config, weights_digest(run), tokenizer.fingerprint
+            run.kv if path is None else Path(path),
+            model.config,
+            weights_digest(run),
+            tokenizer.fingerprint,
         )
 
     def chat_template() -> ChatTemplate | None:
@@ -592,9 +699,11 @@ def load_opened(
 
 
 def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int = 1) -> Transformer:
-    """Returns the transformer of a run with its weights; each weight is moved to its devices when it is read."""
-    # Override two settings of the run: its attention kernel was chosen for the training machine, and decoding needs separate
-    # layers.
+    """Returns the transformer of a run with its weights; each weight is moved to its devices when
+    it is read.
+    """
+    # Override two settings of the run: its attention kernel was chosen for the training machine,
+    # and decoding needs separate layers.
     model = replace(config.architecture(vocab_size), kernel="auto", scan_layers=False)
     # Sharded weights and weights with merged adapters are floats.
     packed = packed_arrays(run.weights) if tensor == 1 and config.lora.rank is None else {}
@@ -605,9 +714,13 @@ def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int =
     shardings = weight_shardings(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
 
     def place(path: str, array: np.ndarray) -> jax.Array:
-        """Copies an array: an alias of the memory-mapped file would keep the whole file in memory."""
+        """Copies an array: an alias of the memory-mapped file would keep the whole file in
+        memory.
+        """
         would_alias = array.ctypes.data % ALIAS_ALIGNMENT == 0
-        copied: jax.Array = jax.device_put(np.array(array) if would_alias else array, shardings.get(path))
+        copied: jax.Array = jax.device_put(
+            np.array(array) if would_alias else array, shardings.get(path)
+        )
         return copied
 
     return build(load_run_weights(run, config, shapes, vocab_size, place))

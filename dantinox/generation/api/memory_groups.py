@@ -1,4 +1,6 @@
-"""Divides a batch whose rows need more memory than is free into batches that are decoded one after the other."""
+"""Divides a batch whose rows need more memory than is free into batches that are decoded one after
+the other.
+"""
 
 import bisect
 import gc
@@ -24,21 +26,29 @@ from dantinox.model import make_cache
 from dantinox.platform import release_free_memory
 from dantinox.programs import free_bytes, tree_bytes
 
-# The compiler keeps up to 1 GB for a program with 30 layers and long prompts until the program has run, less for small ones.
+# The compiler keeps up to 1 GB for a program with 30 layers and long prompts until the program has
+# run, less for small ones.
 COMPILER_BYTES = 1 << 30
 COMPILER_SHARE = 0.25  # the compiler is left at most this share of the free memory
 MEMORY_SHARE = 0.9  # a batch may take this share of the rest
 REPORT_SHARE = 0.5  # the reports of all tokens may take this share of the free memory
-VOCABULARY_ARRAYS = 8  # float32 arrays `[V]` of a row: logits, those of the sampling steps, counts of tokens
-CHUNK_REPORT_BYTES = 24  # an alternative in the reports of two chunks, that of the device and that of the host
-RESULT_REPORT_BYTES = 140  # an alternative in a result: id, text and log-probability as Python objects
+VOCABULARY_ARRAYS = (
+    8  # float32 arrays `[V]` of a row: logits, those of the sampling steps, counts of tokens
+)
+CHUNK_REPORT_BYTES = (
+    24  # an alternative in the reports of two chunks, that of the device and that of the host
+)
+RESULT_REPORT_BYTES = (
+    140  # an alternative in a result: id, text and log-probability as Python objects
+)
 RESULT_TOKEN_BYTES = 1000  # the other values of a token in a result with reports
 
 Run = BatchRun | BeamRun
 
 
 class DividedRun:
-    """A run whose batches are created and decoded one after the other, with the interface of `BatchRun`.
+    """A run whose batches are created and decoded one after the other, with the interface of
+    `BatchRun`.
 
     Attributes:
       numbers: for each result, the index of its request.
@@ -60,7 +70,9 @@ class DividedRun:
         self._summaries: list[str] = []
 
     def parts(self) -> Iterator[tuple[int, TextPart]]:
-        """Decodes the batches and yields `(row, text)` when text becomes final; `row` is an index of `results`."""
+        """Decodes the batches and yields `(row, text)` when text becomes final; `row` is an index
+        of `results`.
+        """
         for start in self._starts:
             run = start()
             first = len(self.results)
@@ -75,15 +87,21 @@ class DividedRun:
 
     def summary(self) -> str:
         """Returns a line about each batch."""
-        reason = f"decoded in {len(self._starts)} batches, because together they need more memory than is free"
+        reason = (
+            f"decoded in {len(self._starts)} batches, because together they need more memory than"
+            " is free"
+        )
         return "\n".join([reason, *self._summaries])
 
 
-def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad: Callable[[int], int]) -> int | None:
-    """Returns how many rows of these requests fit into memory, each with those that follow it; None if this is unknown.
+def fitting_rows(
+    model: ModelBundle, requests: Sequence[GenerationRequest], pad: Callable[[int], int]
+) -> int | None:
+    """Returns how many rows of these requests fit into memory, each with those that follow it; None
+    if this is unknown.
 
-    The prefill needs the most memory: besides all rows, a second cache for the prompts that are computed together, or two if
-    there are other prompts, and the activations of these prompts.
+    The prefill needs the most memory: besides all rows, a second cache for the prompts that are
+    computed together, or two if there are other prompts, and the activations of these prompts.
 
     Raises:
       UserError: not even one row fits, or the reports of all tokens do not.
@@ -101,7 +119,9 @@ def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad:
     _check_reports(first, int(limits.sum()), free)
     row_bytes = _row_bytes(model, first, slots)
     width = first.rows_per_sample
-    together = max(1, PREFILL_BATCH_TOKENS // padded_prompt)  # prompts that are prefilled in one pass
+    together = max(
+        1, PREFILL_BATCH_TOKENS // padded_prompt
+    )  # prompts that are prefilled in one pass
     section = first.config.generation
     activations = padded_prompt * _activation_bytes(architecture)
     usable = int(MEMORY_SHARE * (free - min(COMPILER_BYTES, int(COMPILER_SHARE * free))))
@@ -117,9 +137,9 @@ def fitting_rows(model: ModelBundle, requests: Sequence[GenerationRequest], pad:
     fitting = bisect.bisect_right(range(1, usable // row_bytes + 1), usable, key=needed)
     if fitting < 1:
         raise UserError(
-            f"one text of {slots} tokens needs {needed(1) / 1e9:.2f} GB for its cache and its prompt, and "
-            f"{usable / 1e9:.2f} of {free / 1e9:.2f} GB of free memory can be used: set a smaller "
-            "generation.max_new_tokens, or kv.dtype to int8"
+            f"one text of {slots} tokens needs {needed(1) / 1e9:.2f} GB for its cache and its"
+            f" prompt, and {usable / 1e9:.2f} of {free / 1e9:.2f} GB of free memory can be used:"
+            " set a smaller generation.max_new_tokens, or kv.dtype to int8"
         )
     return fitting
 
@@ -132,7 +152,9 @@ def _row_bytes(model: ModelBundle, request: GenerationRequest, slots: int) -> in
     arrays = VOCABULARY_ARRAYS
     cache = _cache_bytes(architecture, kv.dtype, slots) * _kept_share(kv, slots)
     if not section.use_cache:
-        cache = 2 * slots * _activation_bytes(architecture)  # each step computes the whole sequences of all rows
+        cache = (
+            2 * slots * _activation_bytes(architecture)
+        )  # each step computes the whole sequences of all rows
     elif section.speculation != "off" and not kv.compresses:
         arrays += section.draft_tokens + 1
     draft = model.draft_model(section)
@@ -140,28 +162,37 @@ def _row_bytes(model: ModelBundle, request: GenerationRequest, slots: int) -> in
         cache += _cache_bytes(draft.config, kv.dtype, slots)
     if section.num_beams > 1:
         cache *= 2  # a step copies the rows of the beams that go on
-    reports = 0 if request.logprobs is None else DECODE_CHUNK * CHUNK_REPORT_BYTES * (request.logprobs + 1)
+    reports = (
+        0
+        if request.logprobs is None
+        else DECODE_CHUNK * CHUNK_REPORT_BYTES * (request.logprobs + 1)
+    )
     row = int(cache) // section.tensor_parallel + 4 * arrays * architecture.vocab_size + reports
     return row * request.rows_per_sample
 
 
 def _check_reports(request: GenerationRequest, tokens: int, free: int) -> None:
-    """Raises a UserError if the reports of `tokens` tokens per sample in the results need more than their share of `free`."""
+    """Raises a UserError if the reports of `tokens` tokens per sample in the results need more than
+    their share of `free`.
+    """
     if request.logprobs is None:
         return
     count = tokens * request.config.generation.n
     needed = count * (RESULT_TOKEN_BYTES + RESULT_REPORT_BYTES * request.logprobs)
     if needed > free * REPORT_SHARE:
         raise UserError(
-            f"{request.logprobs} log-probabilities of each of {count} tokens need {needed / 1e9:.1f} GB, and "
-            f"{free / 1e9:.1f} GB of memory are free: set fewer alternatives, samples or new tokens"
+            f"{request.logprobs} log-probabilities of each of {count} tokens need"
+            f" {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: set fewer"
+            " alternatives, samples or new tokens"
         )
 
 
 def _activation_bytes(architecture: ModelConfig) -> int:
-    """Returns about the bytes of the activations of one token: the features of a feed-forward part, and its states.
+    """Returns about the bytes of the activations of one token: the features of a feed-forward part,
+    and its states.
 
-    The factors are those of the compiled prefill of SmolLM2-135M with 3,072 tokens, which needs 49 kB per token.
+    The factors are those of the compiled prefill of SmolLM2-135M with 3,072 tokens, which needs 49
+    kB per token.
     """
     experts = architecture.experts
     hidden = architecture.hidden_dim * (1 if experts is None else experts.top_k)
@@ -184,7 +215,8 @@ def _kept_share(kv: KVSection, slots: int) -> float:
 def divide(
     requests: Sequence[GenerationRequest], numbers: Sequence[int], rows: int
 ) -> list[tuple[list[GenerationRequest], list[int], range]]:
-    """Divides requests with the same number of samples into batches of at most `rows` rows and about equal size.
+    """Divides requests with the same number of samples into batches of at most `rows` rows and
+    about equal size.
 
     Returns:
       For each batch its requests, their numbers, and the samples that it generates of each.
@@ -197,10 +229,16 @@ def divide(
     beams = section.num_beams
     width = samples if beams == 1 else beams
     if width > rows and beams > 1:
-        raise UserError(f"generation.num_beams is {beams}, but only {rows} beams fit into the free memory")
+        raise UserError(
+            f"generation.num_beams is {beams}, but only {rows} beams fit into the free memory"
+        )
     if width > rows:  # not even one request fits, so its samples are divided
         parts = _equal_ranges(samples, rows)
-        return [([request], [number], part) for request, number in zip(requests, numbers, strict=True) for part in parts]
+        return [
+            ([request], [number], part)
+            for request, number in zip(requests, numbers, strict=True)
+            for part in parts
+        ]
     return [
         ([requests[i] for i in part], [numbers[i] for i in part], range(samples))
         for part in _equal_ranges(len(requests), rows // width)
@@ -208,6 +246,8 @@ def divide(
 
 
 def _equal_ranges(count: int, most: int) -> list[range]:
-    """Divides `range(count)` into as few ranges as possible of at most `most` numbers; their sizes differ by at most one."""
+    """Divides `range(count)` into as few ranges as possible of at most `most` numbers; their sizes
+    differ by at most one.
+    """
     edges = np.linspace(0, count, -(-count // most) + 1).round().astype(int).tolist()
     return [range(start, stop) for start, stop in itertools.pairwise(edges)]

@@ -41,7 +41,9 @@ class OfflineEngine(EngineBase[StaticBatch]):
         jobs = []
         for request, limit in zip(requests, limits, strict=True):
             job = Job(request, limit)
-            job.slots = job.samples  # the rows that follow others come after the rows of all requests, and need no slots here
+            # The rows that follow others come after the rows of all requests, and need no slots
+            # here.
+            job.slots = job.samples
             self._scheduler.add(job)
             self._jobs[job] = None
             self._scheduler.admit(lambda _: True)
@@ -85,7 +87,9 @@ def make_batch(
     prompts = _prompts_in_order(model, requests)
     prompt_PT, lengths_P = stack_prompts(prompts)
     main_rows = P * n
-    rows = [request for request in requests for _ in samples] * first.rows_per_sample  # the request of each row
+    rows = [
+        request for request in requests for _ in samples
+    ] * first.rows_per_sample  # the request of each row
     # Errors in the settings come before the warning about the context.
     kv, calibration = model.kv(first.config)
     params = model.params(
@@ -102,7 +106,9 @@ def make_batch(
     order = head_order(architecture, kv, calibration)
     prepared = model.prepared(first.config.generation, order)
     slots = slots or slots_needed(lengths_P, limits_P, pad)
-    stepper, constants = plan_stepper(first.config, model, prepared, len(rows), slots, constrained=first.guided)
+    stepper, constants = plan_stepper(
+        first.config, model, prepared, len(rows), slots, constrained=first.guided
+    )
     features, shared = model.batch_features(rows, main_rows, order)
     options = StaticOptions(
         stepper=stepper,
@@ -118,12 +124,18 @@ def make_batch(
     )
     eos_ids = [end_ids(model.tokenizer, row.config.generation) for row in rows]
     limits_B = np.repeat(limits_P, n)
-    batch = StaticBatch(prepared, prompt_PT, lengths_P, params, limits_B=limits_B, eos_ids=eos_ids, options=options)
+    batch = StaticBatch(
+        prepared, prompt_PT, lengths_P, params, limits_B=limits_B, eos_ids=eos_ids, options=options
+    )
     return batch, limits_P[:P].tolist()
 
 
-def _prompts_in_order(model: ModelBundle, requests: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
-    """Returns the prompts of all requests, then the second prompts of their samples, if they have some, and so on."""
+def _prompts_in_order(
+    model: ModelBundle, requests: Sequence[GenerationRequest]
+) -> list[tuple[int, ...]]:
+    """Returns the prompts of all requests, then the second prompts of their samples, if they have
+    some, and so on.
+    """
     by_request = [model.prompts(request, model.model.config.max_context) for request in requests]
     return [ids for prompts in zip(*by_request, strict=True) for ids in prompts]
 
@@ -157,7 +169,8 @@ class BatchRun:
           samples: the numbers of the samples to generate of each request; None: all of them.
 
         Raises:
-          UserError: a prompt fills the context, or the settings or the constraint of a request are invalid.
+          UserError: a prompt fills the context, or the settings or the constraint of a request are
+            invalid.
         """
         n = requests[0].config.generation.n
         samples = range(n) if samples is None else samples
@@ -173,11 +186,15 @@ class BatchRun:
             max_steps=steps or DECODE_CHUNK,
             dispatch_ahead=steps is None,
         )
-        self._jobs = self._engine.start([_with_samples(request, len(samples)) for request in requests], limits)
+        self._jobs = self._engine.start(
+            [_with_samples(request, len(samples)) for request in requests], limits
+        )
         self._samples = [(job, number) for job in self._jobs for number in range(len(samples))]
 
     def parts(self) -> Iterator[tuple[int, TextPart]]:
-        """Decodes the batch and yields `(row, text)` when text becomes final; sets `results` and `times` at the end."""
+        """Decodes the batch and yields `(row, text)` when text becomes final; sets `results` and
+        `times` at the end.
+        """
         row_of = {sample: row for row, sample in enumerate(self._samples)}
         texts: list[list[str]] = [[] for _ in row_of]
         reports: list[list[StepInfo]] = [[] for _ in row_of]
@@ -199,7 +216,8 @@ class BatchRun:
                             yield row, part
         self.times = timer.times
         self.results = self._build_results(["".join(parts) for parts in texts], reports)
-        self.batch.caches = ()  # the next batch may need the memory before this one is collected as garbage
+        # The next batch may need the memory before this one is collected as garbage.
+        self.batch.caches = ()
 
     def summary(self) -> str:
         """Returns one line about a finished run: tokens, times, speed, seeds, size of the cache."""
@@ -215,7 +233,9 @@ class BatchRun:
         times = self.times.describe(stats["decode_tok_per_s"])
         return f"{prompt} prompt + {new} new tokens in {times}{drafts}, seed {seed}{cache}"
 
-    def _build_results(self, texts: Sequence[str], reports: Sequence[Sequence[StepInfo]]) -> list[Result]:
+    def _build_results(
+        self, texts: Sequence[str], reports: Sequence[Sequence[StepInfo]]
+    ) -> list[Result]:
         # The number of tokens without the first token of each sample.
         new = sum(len(job.texts[number].tokens) for job, number in self._samples) - len(texts)
         report_of = self._cache_report()
@@ -225,7 +245,11 @@ class BatchRun:
         for row, (job, number) in enumerate(self._samples):
             request = job.request
             sample = job.texts[number]
-            steps = jax.tree.map(lambda *parts: np.concatenate(parts), *reports[row]) if reports[row] else no_steps
+            steps = (
+                jax.tree.map(lambda *parts: np.concatenate(parts), *reports[row])
+                if reports[row]
+                else no_steps
+            )
             results.append(
                 Result(
                     prompt=request.prompt,
@@ -242,7 +266,9 @@ class BatchRun:
                         counts=self.batch.counts(row),
                     ),
                     steps=steps,
-                    settings=changed_settings(requests[job].config),  # those of the job may have another number of samples
+                    settings=changed_settings(
+                        requests[job].config
+                    ),  # those of the job may have another number of samples
                     router=router_values(self.batch.params, row),
                     make_info=self._info_maker(job, sample.tokens, steps),
                 )
@@ -257,7 +283,9 @@ class BatchRun:
         windows = self._model.model.config.windows
         return lambda tokens: {**cache, "evicted": evicted_keys(cache["slots"], windows, tokens)}
 
-    def _info_maker(self, job: Job, tokens: Sequence[int], steps: StepInfo | None) -> Callable[[], TokenColumns]:
+    def _info_maker(
+        self, job: Job, tokens: Sequence[int], steps: StepInfo | None
+    ) -> Callable[[], TokenColumns]:
         """Returns a function that makes `Result.info`; it holds no reference to the batch."""
         if steps is None:
             return TokenColumns
@@ -276,7 +304,9 @@ class BatchRun:
         return make_info
 
 
-def evicted_keys(slots: Sequence[Sequence[Sequence[int]]], windows: Sequence[int | None], tokens: int) -> int:
+def evicted_keys(
+    slots: Sequence[Sequence[Sequence[int]]], windows: Sequence[int | None], tokens: int
+) -> int:
     """Returns how many keys all heads of a compressed cache have evicted after some tokens.
 
     Args:
@@ -297,7 +327,8 @@ def _with_samples(request: GenerationRequest, count: int) -> GenerationRequest:
 
 
 def _cache_summary(cache: CacheReport | None, kv: KVSection) -> str:
-    """Returns `, cache 1.20 MB of 5.90 (80% saved, 24 to 64 slots per head, 9,200 keys evicted)` if the cache is compressed.
+    """Returns `, cache 1.20 MB of 5.90 (80% saved, 24 to 64 slots per head, 9,200 keys evicted)` if
+    the cache is compressed.
 
     Otherwise it returns the size. The evicted keys are those of the first sample.
     """
@@ -309,6 +340,13 @@ def _cache_summary(cache: CacheReport | None, kv: KVSection) -> str:
         return size
     if cache["bytes"] == cache["full_bytes"]:
         return f"{size} (uncompressed: nothing can be evicted from at most {slots[-1]} tokens)"
-    per_head = f"{slots[0]} slots per head" if slots[0] == slots[-1] else f"{slots[0]} to {slots[-1]} slots per head"
+    per_head = (
+        f"{slots[0]} slots per head"
+        if slots[0] == slots[-1]
+        else f"{slots[0]} to {slots[-1]} slots per head"
+    )
     evicted = f"{cache.get('evicted', 0):,} keys evicted"
-    return f"{size} of {cache['full_bytes'] / 1e6:.2f} ({1 - cache['ratio']:.0%} saved, {per_head}, {evicted})"
+    return (
+        f"{size} of {cache['full_bytes'] / 1e6:.2f} ({1 - cache['ratio']:.0%} saved, {per_head},"
+        f" {evicted})"
+    )

@@ -10,29 +10,44 @@ Prompts = list[tuple[str, Config]]  # prompts with their settings, for `LoadedMo
 
 
 def read_prompts(path: Path, settings: Mapping[str, object], base: Config) -> Prompts:
-    """Reads the prompts of a file and skips empty lines. In a JSON object, the key `prompt` holds the text.
+    """Reads the prompts of a file and skips empty lines. In a JSON object, the key `prompt` holds
+    the text.
 
     Args:
       settings: settings for all lines. The other keys of a JSON object override them.
       base: the settings of the run, which `settings` override.
 
     Raises:
-      UserError: the file cannot be read, or a line is invalid; the error message contains the line number.
+      UserError: the file cannot be read, or a line is invalid; the error message contains the line
+        number.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` would also split at other Unicode line breaks
+        lines = path.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # `splitlines` would also split at other Unicode line breaks
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the prompts {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
-    return [_parse_line(line, settings, base, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+        raise UserError(
+            f"cannot read the prompts {path}:"
+            f" {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
+        ) from None
+    return [
+        _parse_line(line, settings, base, f"{path}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
 
 
-def _parse_line(line: str, settings: Mapping[str, object], base: Config, where: str) -> tuple[str, Config]:
+def _parse_line(
+    line: str, settings: Mapping[str, object], base: Config, where: str
+) -> tuple[str, Config]:
     if not line.lstrip().startswith("{"):
         return line, overlay(base, settings)
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"a line that starts with {{ must be a JSON object: {error} ({where})") from None
+        raise UserError(
+            f"a line that starts with {{ must be a JSON object: {error} ({where})"
+        ) from None
     prompt = record.pop("prompt", None)
     if not isinstance(prompt, str):
         raise UserError(f"a JSON object must have a string under the key prompt ({where})")

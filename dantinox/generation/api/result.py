@@ -1,4 +1,6 @@
-"""`Result`: the text of one sample of offline generation, its tokens, finish reason, log-probabilities and statistics."""
+"""`Result`: the text of one sample of offline generation, its tokens, finish reason,
+log-probabilities and statistics.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +14,8 @@ from dantinox.model import CacheReport
 from dantinox.sampling import StepInfo
 
 RESULT_FIELDS = (
-    "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "draft_tokens", "accepted_draft_tokens", "seed",
-    "seconds", "compile_seconds", "decode_tok_per_s", "cache",
+    "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "draft_tokens",
+    "accepted_draft_tokens", "seed", "seconds", "compile_seconds", "decode_tok_per_s", "cache",
 )  # fmt: skip
 
 
@@ -22,18 +24,19 @@ class TokenColumns(TypedDict, total=False):
 
     Attributes:
       tokens: the text of each token.
-      logprobs, ranks, entropy, varentropy: under the distribution of the model: log-probability in nats, rank from 0, entropy
-        in bits, varentropy in bits².
-      sampled_logprobs: the log-probability under the distribution after all sampling steps, from which the token was drawn;
-        null if the token has probability 0 there.
+      logprobs, ranks, entropy, varentropy: under the distribution of the model: log-probability in
+        nats, rank from 0, entropy in bits, varentropy in bits².
+      sampled_logprobs: the log-probability under the distribution after all sampling steps, from
+        which the token was drawn; null if the token has probability 0 there.
       survivors: the number of tokens with nonzero probability in that distribution.
       top: the most likely alternatives: `ids`, `tokens` and `logprobs`.
-      candidates: the candidates of the router, if requested: `ids`, `tokens`, `logprobs` and `scores`.
+      candidates: the candidates of the router, if requested: `ids`, `tokens`, `logprobs` and
+        `scores`.
       strategy, forced, temperature, top_p, top_k, min_p: the decisions of the router.
-      attn_entropy, attn_entropy_norm, attn_varentropy, attn_disagreement, attn_agreement, interaction_strength: the attention
-        metrics of the router, if it uses attention.
-      prompt_tokens, prompt_logprobs: with `echo`, the tokens of the prompt and their log-probabilities; the first token has no
-        log-probability.
+      attn_entropy, attn_entropy_norm, attn_varentropy, attn_disagreement, attn_agreement,
+        interaction_strength: the attention metrics of the router, if it uses attention.
+      prompt_tokens, prompt_logprobs: with `echo`, the tokens of the prompt and their
+        log-probabilities; the first token has no log-probability.
     """
 
     tokens: list[str]
@@ -87,7 +90,9 @@ def sample_stats(
     cache: CacheReport | None,
     counts: Mapping[str, int] = {},
 ) -> GenerationStats:
-    """Returns the statistics of a sample of a batch with these times; `counts` are the numbers of draft tokens, if any."""
+    """Returns the statistics of a sample of a batch with these times; `counts` are the numbers of
+    draft tokens, if any.
+    """
     return {
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
@@ -111,14 +116,18 @@ class Result:
       finish_reason: `eos`, `stop`, `loop` (`loop_stop` ended it) or `length`.
       seed: seed of the sampler; the same seed reproduces the text.
       stats: token counts, and seconds and tokens per second of the batch, see `GenerationStats`.
-      steps: with `logprobs`: the reports of `info`, as a `StepInfo` of arrays `[steps, …]`; otherwise None.
+      steps: with `logprobs`: the reports of `info`, as a `StepInfo` of arrays `[steps, …]`;
+        otherwise None.
       settings: the settings that differ from the defaults, by name.
       router: the settings of the entropy router; None if the router is off.
-      attention: with `attention_stats`: the statistics of the attention of every head for every token; otherwise None.
-      score: with beam search: the sum of the log-probabilities in nats, divided by length^length_penalty; otherwise None.
+      attention: with `attention_stats`: the statistics of the attention of every head for every
+        token; otherwise None.
+      score: with beam search: the sum of the log-probabilities in nats, divided by
+        length^length_penalty; otherwise None.
 
     Example:
-      >>> result = dantinox.load("runs/quickstart").generate("def ", max_new_tokens=4, greedy=True, logprobs=2)
+      >>> model = dantinox.load("runs/quickstart")
+      >>> result = model.generate("def ", max_new_tokens=4, greedy=True, logprobs=2)
       >>> result.stats["new_tokens"], result.finish_reason
       (4, 'length')
       >>> len(result.info["logprobs"]), len(result.info["top"][0]["ids"])
@@ -136,12 +145,15 @@ class Result:
     router: dict[str, float | None] | None = None
     score: float | None = None
     attention: AttentionStats | None = field(default=None, repr=False, compare=False)
-    # Computes `info` when it is first read, because converting all tokens takes time. The default returns an empty dict.
+    # Computes `info` when it is first read, because converting all tokens takes time. The default
+    # returns an empty dict.
     make_info: Callable[[], TokenColumns] = field(default=TokenColumns, repr=False, compare=False)
 
     @cached_property
     def info(self) -> TokenColumns:
-        """With `logprobs`: one list per quantity with one entry per token, see `TokenColumns`; otherwise empty."""
+        """With `logprobs`: one list per quantity with one entry per token, see `TokenColumns`;
+        otherwise empty.
+        """
         return self.make_info()
 
     def _repr_html_(self) -> str:
@@ -149,7 +161,9 @@ class Result:
         return html_text(self.prompt, self.text, f"{speed}, seed {self.seed}, {self.finish_reason}")
 
     def to_dict(self) -> dict[str, object]:
-        """Returns a flat dict of the `RESULT_FIELDS`, ready for JSON, with `logprobs` and `score` if the result has them."""
+        """Returns a flat dict of the `RESULT_FIELDS`, ready for JSON, with `logprobs` and `score`
+        if the result has them.
+        """
         values = {**vars(self), **self.stats}
         optional = {"logprobs": self.info or None, "score": self.score}
         return {name: values[name] for name in RESULT_FIELDS} | {

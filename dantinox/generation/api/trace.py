@@ -1,4 +1,6 @@
-"""Converts results to JSON: one column per quantity (`--json`), or one record per token (`--trace`, log-probabilities)."""
+"""Converts results to JSON: one column per quantity (`--json`), or one record per token (`--trace`,
+log-probabilities).
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -20,17 +22,22 @@ EXCLUDED_SETTINGS = ("seed", "max_new_tokens", "n", "watermark_keys")
 
 
 def changed_settings(config: Config) -> dict[str, object]:
-    """Returns the settings of `generation` and `router` that differ from the defaults, by name, ready for JSON."""
+    """Returns the settings of `generation` and `router` that differ from the defaults, by name,
+    ready for JSON.
+    """
     return {
         name: value
         for section in (config.generation, config.router)
         for name, value in section.model_dump(mode="json").items()
-        if getattr(section, name) != type(section).model_fields[name].default and name not in EXCLUDED_SETTINGS
+        if getattr(section, name) != type(section).model_fields[name].default
+        and name not in EXCLUDED_SETTINGS
     }
 
 
 def token_columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> TokenColumns:
-    """Returns the reports of one row, one list per quantity: the `logprobs` of `generate.py --json`."""
+    """Returns the reports of one row, one list per quantity: the `logprobs` of
+    `generate.py --json`.
+    """
 
     def texts_of(token_ids: Sequence[int]) -> list[str]:
         return [tokenizer.token_text(token) for token in token_ids]
@@ -44,12 +51,20 @@ def token_columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> 
         "survivors": steps.survivors.tolist(),
         "entropy": steps.entropy.tolist(),
         "varentropy": steps.varentropy.tolist(),
-        "top": [{"ids": top_ids, "tokens": texts_of(top_ids), "logprobs": logprobs} for top_ids, logprobs in top],
+        "top": [
+            {"ids": top_ids, "tokens": texts_of(top_ids), "logprobs": logprobs}
+            for top_ids, logprobs in top
+        ],
     }
     drawn = _candidates(steps)
     if drawn is not None:
         columns["candidates"] = [
-            {"ids": drawn_ids, "tokens": texts_of(drawn_ids), "logprobs": logprobs, "scores": scores}
+            {
+                "ids": drawn_ids,
+                "tokens": texts_of(drawn_ids),
+                "logprobs": logprobs,
+                "scores": scores,
+            }
             for drawn_ids, logprobs, scores in drawn
         ]
     routed: Any = _router_columns(steps)
@@ -57,14 +72,17 @@ def token_columns(tokenizer: Tokenizer, ids: Sequence[int], steps: StepInfo) -> 
 
 
 def trace_document(result: Result, tokenizer: Tokenizer) -> dict[str, object]:
-    """Returns the document that `--trace` writes and that `--show_entropy` and `--report` read: a sample with token records.
+    """Returns the document that `--trace` writes and that `--show_entropy` and `--report` read: a
+    sample with token records.
 
-    A record has `id`, `text` (the text that the token added), `entropy` and `varentropy` of the distribution of the model
-    (bits, bits²), `survivors`, `rank` (0: the most likely), `logprob`, `logprob_sampled` (null: the token has probability 0
-    in the distribution after all sampling steps) and `alternatives`. With the router, a record also has `strategy`, the
-    settings of the router, `forced`, the attention metrics if the router uses attention, and `candidates` if requested. With
-    `attention_stats`, it has `heads`: the statistics of `AttentionStats`, each as one list per layer with one number per head.
-    Candidates are in drawing order; the first candidate with the highest score is chosen.
+    A record has `id`, `text` (the text that the token added), `entropy` and `varentropy` of the
+    distribution of the model (bits, bits²), `survivors`, `rank` (0: the most likely), `logprob`,
+    `logprob_sampled` (null: the token has probability 0 in the distribution after all sampling
+    steps) and `alternatives`. With the router, a record also has `strategy`, the settings of the
+    router, `forced`, the attention metrics if the router uses attention, and `candidates` if
+    requested. With `attention_stats`, it has `heads`: the statistics of `AttentionStats`, each as
+    one list per layer with one number per head. Candidates are in drawing order; the first
+    candidate with the highest score is chosen.
 
     Args:
       result: a sample that was generated with `logprobs`.
@@ -96,7 +114,8 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, object]]:
     if result.attention is None:
         return records
     statistics = {
-        name: values_TLH.astype(np.float64).round(DECIMALS).tolist() for name, values_TLH in result.attention._asdict().items()
+        name: values_TLH.astype(np.float64).round(DECIMALS).tolist()
+        for name, values_TLH in result.attention._asdict().items()
     }
     for n, record in enumerate(records):
         record["heads"] = {name: values[n] for name, values in statistics.items()}
@@ -104,7 +123,11 @@ def _records(result: Result, tokenizer: Tokenizer) -> list[dict[str, object]]:
 
 
 def token_records(
-    ids: Sequence[int], texts: Sequence[str], steps: StepInfo, tokenizer: Tokenizer, count: int | None = None
+    ids: Sequence[int],
+    texts: Sequence[str],
+    steps: StepInfo,
+    tokenizer: Tokenizer,
+    count: int | None = None,
 ) -> list[dict[str, object]]:
     """Returns one record per token.
 
@@ -128,7 +151,9 @@ def token_records(
         map(_finite_or_none, steps.top_logprobs_sampled[:, :count]),
         strict=True,
     )
-    lists = {"alternatives": list(alternatives)}  # of every token: ids, and two lists of numbers in the order of `LISTS`
+    lists = {
+        "alternatives": list(alternatives)
+    }  # of every token: ids, and two lists of numbers in the order of `LISTS`
     drawn = _candidates(steps)
     if drawn is not None:
         lists["candidates"] = drawn
@@ -137,8 +162,12 @@ def token_records(
     def entries(kind: str, n: int) -> list[dict[str, object]]:
         """Returns the alternatives or candidates of token n, with the fields `LISTS[kind]`."""
         found = []
-        for token, logprob, last in zip(*lists[kind][n], strict=True):  # `last`: `logprob_sampled` or `score`
-            found.append(dict(zip(LISTS[kind], (token, token_text(token), logprob, last), strict=True)))
+        for token, logprob, last in zip(
+            *lists[kind][n], strict=True
+        ):  # `last`: `logprob_sampled` or `score`
+            found.append(
+                dict(zip(LISTS[kind], (token, token_text(token), logprob, last), strict=True))
+            )
         return found
 
     return [
@@ -163,17 +192,23 @@ def _candidates(steps: StepInfo) -> list[tuple[list[int], list[float], list[floa
     real = (drawn.ids >= 0) & (is_adaptive_T & ~is_forced_T)[:, None]
     return [
         (ids[is_real].tolist(), logprobs[is_real].tolist(), _finite_or_none(scores[is_real]))
-        for ids, logprobs, scores, is_real in zip(drawn.ids, drawn.logprobs, drawn.scores, real, strict=True)
+        for ids, logprobs, scores, is_real in zip(
+            drawn.ids, drawn.logprobs, drawn.scores, real, strict=True
+        )
     ]
 
 
 def router_values(params: SamplingParams, row: int) -> dict[str, float | None] | None:
-    """Returns the settings of the router for one row, with None for an infinite bound; None without a router."""
+    """Returns the settings of the router for one row, with None for an infinite bound; None without
+    a router.
+    """
     if params.router is None:
         return None
     names = [name for name in RouterSection.model_fields if hasattr(params.router, name)]
     values = {name: np.asarray(getattr(params.router, name))[row] for name in names}
-    numbers = {name: float(str(value)) for name, value in values.items()}  # 0.1, not the 0.10000000149 of float32
+    numbers = {
+        name: float(str(value)) for name, value in values.items()
+    }  # 0.1, not the 0.10000000149 of float32
     return {name: None if number == np.inf else number for name, number in numbers.items()}
 
 
@@ -182,9 +217,18 @@ def _router_columns(steps: StepInfo) -> dict[str, list[object]]:
     if steps.routed is None:
         return {}
     attention, route, forced, _ = steps.routed
-    metrics = {} if attention is None else {name: values.tolist() for name, values in attention._asdict().items()}
+    metrics = (
+        {}
+        if attention is None
+        else {name: values.tolist() for name, values in attention._asdict().items()}
+    )
     numbers = {name: values.tolist() for name, values in route._asdict().items()}
-    return {**metrics, **numbers, "strategy": [STRATEGIES[i] for i in numbers["strategy"]], "forced": forced.tolist()}
+    return {
+        **metrics,
+        **numbers,
+        "strategy": [STRATEGIES[i] for i in numbers["strategy"]],
+        "forced": forced.tolist(),
+    }
 
 
 def _finite_or_none(values: Any) -> list[float | None]:

@@ -1,1 +1,3 @@
-"""What a program computes: prefill and decoding, its features and steppers, the plan of the cache, prepared weights."""
+"""What a program computes: prefill and decoding, its features and steppers, the plan of the cache,
+prepared weights.
+"""

@@ -1,4 +1,6 @@
-"""`AdapterSlots`: the adapters that the rows of a batch may use, in stacks of a fixed size on the device."""
+"""`AdapterSlots`: the adapters that the rows of a batch may use, in stacks of a fixed size on the
+device.
+"""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -16,7 +18,13 @@ from dantinox.generation.decode.features import Constants, Feature
 from dantinox.generation.decode.prepared_model import HeadOrder
 from dantinox.model import Transformer
 from dantinox.model.lora import layer_projections
-from dantinox.model.row_adapters import AdapterStack, RowAdapters, Stacks, attach_adapters, stack_shapes
+from dantinox.model.row_adapters import (
+    AdapterStack,
+    RowAdapters,
+    Stacks,
+    attach_adapters,
+    stack_shapes,
+)
 from dantinox.programs import available_bytes, tree_bytes
 from dantinox.run.adapters import AdapterDelta
 from dantinox.run.peft_folder import LoraAdapter
@@ -27,7 +35,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class AdapterSlot(NamedTuple):
-    """An adapter on the device: its number in the stacks, and a digest of its weights, which is empty for the base model."""
+    """An adapter on the device: its number in the stacks, and a digest of its weights, which is
+    empty for the base model.
+    """
 
     number: int
     digest: bytes
@@ -39,7 +49,9 @@ NO_ADAPTER = AdapterSlot(0, b"")
 @partial(jax.tree_util.register_dataclass, data_fields=["number_B"], meta_fields=[])
 @dataclass(frozen=True)
 class AdapterRows(Feature):
-    """The numbers of the adapters of the rows, int32. Their matrices are the constant `adapters`."""
+    """The numbers of the adapters of the rows, int32. Their matrices are the constant
+    `adapters`.
+    """
 
     number_B: Any
 
@@ -51,7 +63,8 @@ def check_name(name: str) -> None:
     """Raises a UserError for a name that an adapter cannot have."""
     if not NAME.fullmatch(name):
         raise UserError(
-            f"the name of an adapter must be 1 to 64 letters, digits, dots, hyphens and underscores, got {quote(name)}"
+            "the name of an adapter must be 1 to 64 letters, digits, dots, hyphens and"
+            f" underscores, got {quote(name)}"
         )
 
 
@@ -62,7 +75,8 @@ def unknown_adapter(name: str, known: Collection[str]) -> UserError:
 
 
 class AdapterSlots:
-    """The adapters of a batch. Only the thread of the batch may call `insert`, which replaces and donates `stacks`.
+    """The adapters of a batch. Only the thread of the batch may call `insert`, which replaces and
+    donates `stacks`.
 
     Attributes:
       names: the loaded adapters by name.
@@ -84,15 +98,16 @@ class AdapterSlots:
 
         Args:
           order: the order of the key heads of the prepared model, as in `permute_heads`.
-          capacity: the most adapters; None: the number of `adapters`. With a number, the stacks have all projections that the
-            model can adapt, for other adapters that are loaded later, otherwise only those of `adapters`.
+          capacity: the most adapters; None: the number of `adapters`. With a number, the stacks
+            have all projections that the model can adapt, for other adapters that are loaded later,
+            otherwise only those of `adapters`.
           rank: the largest rank; None: that of `adapters`, and at least 16 with a `capacity`.
-          rows: the rows of the batch. A decode program copies the matrices of each row once per chunk of tokens, because XLA
-            moves the copies out of the loop over the tokens.
+          rows: the rows of the batch. A decode program copies the matrices of each row once per
+            chunk of tokens, because XLA moves the copies out of the loop over the tokens.
 
         Raises:
-          UserError: the model supports no adapters, `adapters` exceed `capacity` or `rank`, or the stacks do not fit into
-            memory.
+          UserError: the model supports no adapters, `adapters` exceed `capacity` or `rank`, or the
+            stacks do not fit into memory.
         """
         self.capacity = len(adapters) if capacity is None else capacity
         if rank is None:
@@ -102,37 +117,60 @@ class AdapterSlots:
         self.names: dict[str, AdapterSlot] = {}
         self._model = model
         self._order = order
-        known = {name for layer in range(model.num_blocks) for name in layer_projections(model, layer)}
+        known = {
+            name for layer in range(model.num_blocks) for name in layer_projections(model, layer)
+        }
         if not known:
-            raise UserError("this model supports no adapters: multi-head latent attention has no projections for them")
+            raise UserError(
+                "this model supports no adapters: multi-head latent attention has no projections"
+                " for them"
+            )
         if len(adapters) > self.capacity:
-            raise UserError(f"{len(adapters)} adapters are given, but at most {self.capacity} can be loaded at the same time")
+            raise UserError(
+                f"{len(adapters)} adapters are given, but at most {self.capacity} can be loaded at"
+                " the same time"
+            )
         used = {name for adapter in adapters.values() for _, name, _ in self._changes(adapter)}
         self._targets = sorted(used if capacity is None else known)
-        shapes = stack_shapes(model, self._targets, self.capacity + 1, self.rank)  # the first place is that of no adapter
+        shapes = stack_shapes(
+            model, self._targets, self.capacity + 1, self.rank
+        )  # the first place is that of no adapter
         needed = tree_bytes(shapes) // (self.capacity + 1) * (self.capacity + 1 + rows)
         _check_memory(needed, f"{self.capacity} adapters of rank {self.rank} in a batch of {rows}")
-        self.stacks: Stacks = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-        self._write = _write_adapter.lower(shapes, self._empty_arrays(), np.asarray(0, np.int32)).compile()
+        self.stacks: Stacks = jax.tree.map(
+            lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes
+        )
+        self._write = _write_adapter.lower(
+            shapes, self._empty_arrays(), np.asarray(0, np.int32)
+        ).compile()
         for name, adapter in adapters.items():
             self.insert(name, self.free_number(name), adapter.digest, self.arrays(name, adapter))
 
     def _changes(self, adapter: LoraAdapter) -> Iterator[tuple[str, str, AdapterDelta]]:
-        """Yields the changes of an adapter with the path of the module and the name of the projection."""
+        """Yields the changes of an adapter with the path of the module and the name of the
+        projection.
+        """
         for kernel, changes in adapter.deltas.items():
             layer = int(kernel.split("/")[1])
-            names = {projection: name for name, projection in layer_projections(self._model, layer).items()}
+            names = {
+                projection: name
+                for name, projection in layer_projections(self._model, layer).items()
+            }
             for change in changes:
                 yield kernel.removesuffix("/kernel"), names[change.projection], change
 
     def arrays(self, name: str, adapter: LoraAdapter) -> Stacks:
-        """Returns the matrices of an adapter on the device, in the form of `stacks` with one entry; any thread may call it.
+        """Returns the matrices of an adapter on the device, in the form of `stacks` with one entry;
+        any thread may call it.
 
         Raises:
           UserError: the rank is too large.
         """
         if adapter.rank > self.rank:
-            raise UserError(f"the adapter {name} has rank {adapter.rank}, but the largest rank allowed is {self.rank}")
+            raise UserError(
+                f"the adapter {name} has rank {adapter.rank}, but the largest rank allowed is"
+                f" {self.rank}"
+            )
         stacks = self._empty_arrays()
         for path, target, change in self._changes(adapter):
             a_IR, b_RO = self._permuted(path, change.a_IR, change.b_RO * np.float32(change.scale))
@@ -145,11 +183,17 @@ class AdapterSlots:
 
     def _empty_arrays(self) -> dict[str, AdapterStack]:
         shapes = stack_shapes(self._model, self._targets, 1, self.rank)
-        empty: dict[str, AdapterStack] = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
+        empty: dict[str, AdapterStack] = jax.tree.map(
+            lambda shape: np.zeros(shape.shape, shape.dtype), shapes
+        )
         return empty
 
-    def _permuted(self, path: str, a_IR: np.ndarray, b_RO: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the matrices for a layer whose key heads are in the order of the prepared model."""
+    def _permuted(
+        self, path: str, a_IR: np.ndarray, b_RO: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the matrices for a layer whose key heads are in the order of the prepared
+        model.
+        """
         if self._order is None or "/attention/" not in path:
             return a_IR, b_RO
         order = list(self._order[int(path.split("/")[1])])
@@ -181,22 +225,33 @@ class AdapterSlots:
         """
         check_name(name)
         if name in self.names:
-            raise UserError(f"the adapter {name} is already loaded: unload it first, or use another name")
+            raise UserError(
+                f"the adapter {name} is already loaded: unload it first, or use another name"
+            )
         used = {slot.number for slot in self.names.values()} | {*busy}
         free = [number for number in range(1, self.capacity + 1) if number not in used]
         if not free and len(self.names) < self.capacity:
-            raise UserError("running requests use adapters that were unloaded: load this one again when they have ended")
+            raise UserError(
+                "running requests use adapters that were unloaded: load this one again when they"
+                " have ended"
+            )
         if not free:
-            raise UserError(f"{self.capacity} adapters are loaded, the most that this server allows: unload one first")
+            raise UserError(
+                f"{self.capacity} adapters are loaded, the most that this server allows: unload one"
+                " first"
+            )
         return free[0]
 
     def insert(self, name: str, number: int, digest: bytes, arrays: Stacks) -> None:
-        """Copies the result of `arrays` to the place `number` of the stacks, and makes the adapter known."""
+        """Copies the result of `arrays` to the place `number` of the stacks, and makes the adapter
+        known.
+        """
         self.stacks = self._write(self.stacks, arrays, np.asarray(number, np.int32))
         self.names[name] = AdapterSlot(number, digest)
 
     def remove(self, name: str) -> None:
-        """Removes an adapter; any thread may call it. Its matrices stay until `insert` writes other ones to its place.
+        """Removes an adapter; any thread may call it. Its matrices stay until `insert` writes other
+        ones to its place.
 
         Raises:
           UserError: no adapter has this name.
@@ -209,7 +264,9 @@ class AdapterSlots:
 def _write_adapter(stacks: Stacks, arrays: Stacks, number: jax.Array) -> Stacks:
     """Writes the matrices of one adapter to its place in the stacks."""
     result: Stacks = jax.tree.map(
-        lambda stack, array: jax.lax.dynamic_update_slice_in_dim(stack, array, number, 0), stacks, arrays
+        lambda stack, array: jax.lax.dynamic_update_slice_in_dim(stack, array, number, 0),
+        stacks,
+        arrays,
     )
     return result
 
@@ -218,6 +275,6 @@ def _check_memory(needed: int, what: str) -> None:
     free = available_bytes(jax.devices()[0])
     if free is not None and needed > free // MEMORY_SHARE:
         raise UserError(
-            f"{what} take {needed / 1e9:.1f} GB, over a quarter of the {free / 1e9:.1f} GB of free memory: load fewer, or "
-            "allow a smaller rank or fewer rows"
+            f"{what} take {needed / 1e9:.1f} GB, over a quarter of the {free / 1e9:.1f} GB of free"
+            " memory: load fewer, or allow a smaller rank or fewer rows"
         )

@@ -1,8 +1,10 @@
-"""Speculative decoding: draft tokens from the text or a draft model, their verification, and the decision when they pay off.
+"""Speculative decoding: draft tokens from the text or a draft model, their verification, and the
+decision when they pay off.
 
-A verification step runs the model on the newest token of a row and its draft tokens together. A draft token is accepted if it
-equals the token that the sampler of the row draws at its position, so drafts never change the text (Leviathan et al. 2023,
-with a deterministic draw; prompt lookup: Saxena 2023).
+A verification step runs the model on the newest token of a row and its draft tokens together. A
+draft token is accepted if it equals the token that the sampler of the row draws at its position, so
+drafts never change the text (Leviathan et al. 2023, with a deterministic draw; prompt lookup:
+Saxena 2023).
 """
 
 import warnings
@@ -17,7 +19,15 @@ from flax import nnx
 
 from dantinox.config import Config, ModelConfig
 from dantinox.generation.decode.cache_plan import CachePlan, Caches
-from dantinox.generation.decode.features import Constants, Feature, Features, RowTokens, attach, find, with_feature
+from dantinox.generation.decode.features import (
+    Constants,
+    Feature,
+    Features,
+    RowTokens,
+    attach,
+    find,
+    with_feature,
+)
 from dantinox.generation.decode.generate_toks import (
     DecodeState,
     Emitted,
@@ -30,7 +40,11 @@ from dantinox.generation.decode.generate_toks import (
     prefill_prompts,
     sample_step,
 )
-from dantinox.generation.decode.low_precision_layers import MAX_MATVEC_ROWS, LowPrecisionExperts, LowPrecisionLinear
+from dantinox.generation.decode.low_precision_layers import (
+    MAX_MATVEC_ROWS,
+    LowPrecisionExperts,
+    LowPrecisionLinear,
+)
 from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.generation.decode.split_model import SplitModel
 from dantinox.kernels import MAX_NATIVE_ROWS
@@ -42,7 +56,8 @@ from dantinox.sampling.entropy_router import combine_layers
 
 FIRST_GAIN = 2.0  # the expected number of accepted draft tokens of a new row
 GAIN_WEIGHT = 0.4  # of each new observation in the moving average of this number
-# Matrix multiplications on a CPU, measured with SmolLM2-135M on two cores; 1 is the time for reading the weights.
+# Matrix multiplications on a CPU, measured with SmolLM2-135M on two cores; 1 is the time for
+# reading the weights.
 ROW_COST = 0.058  # of each of several rows, in addition
 SINGLE_ROW_COST = 0.75  # of one row in all
 ACCELERATOR_COST = 1.1  # estimate: a verification step, in decode steps
@@ -52,9 +67,14 @@ MAX_BACKOFF = 63  # the most tokens that a row whose drafts fail decodes without
 
 
 def plan_drafts(
-    config: Config, model: Transformer, rows: int, slots: int, draft_model: Transformer | None = None
+    config: Config,
+    model: Transformer,
+    rows: int,
+    slots: int,
+    draft_model: Transformer | None = None,
 ) -> "DraftStepper | None":
-    """Returns the stepper of a program for `rows` rows, or None if the settings or the model do not allow drafts.
+    """Returns the stepper of a program for `rows` rows, or None if the settings or the model do not
+    allow drafts.
 
     Args:
       slots: the length of the cache.
@@ -66,7 +86,8 @@ def plan_drafts(
     draft_tokens = min(section.draft_tokens, max_rows(model, rows) // rows - 1)
     if draft_tokens < 1:
         warnings.warn(
-            f"generation.speculation is off: with {rows} rows and these weights, verifying several tokens saves no time",
+            f"generation.speculation is off: with {rows} rows and these weights, verifying several"
+            " tokens saves no time",
             stacklevel=4,
         )
         return None
@@ -80,10 +101,11 @@ def plan_drafts(
 
 
 def max_rows(model: Transformer, rows: int) -> int:
-    """Returns the most rows for which every projection reads its weights once and rounds as in a decode step of `rows` rows.
+    """Returns the most rows for which every projection reads its weights once and rounds as in a
+    decode step of `rows` rows.
 
-    Low-precision projections multiply a few rows together in native kernels, or one by one in XLA; they convert the activations
-    of more rows to bfloat16.
+    Low-precision projections multiply a few rows together in native kernels, or one by one in XLA;
+    they convert the activations of more rows to bfloat16.
     """
     limits = [MAX_VERIFIED_ROWS]
     for _, node in nnx.iter_graph(model):
@@ -102,8 +124,8 @@ def max_rows(model: Transformer, rows: int) -> int:
 def verification_cost(config: ModelConfig, rows: int, draft_tokens: int) -> float:
     """Returns the estimated duration of a verification step in decode steps.
 
-    On an accelerator, reading the weights takes much longer than multiplying a few rows. On a CPU, every row adds to the time.
-    The rows of a mixture of experts mostly read different experts.
+    On an accelerator, reading the weights takes much longer than multiplying a few rows. On a CPU,
+    every row adds to the time. The rows of a mixture of experts mostly read different experts.
     """
     if config.experts is not None:
         return 1 + EXPERT_ROW_COST * draft_tokens
@@ -138,8 +160,11 @@ class DraftState(Feature):
     accepted_B: jax.Array
     cached_B: jax.Array
 
-    def started(self, tokens_1S: jax.Array, length: jax.Array, generated: jax.Array) -> "DraftState":
-        # The draft model has read the prompt without its last token. It reads generated tokens again.
+    def started(
+        self, tokens_1S: jax.Array, length: jax.Array, generated: jax.Array
+    ) -> "DraftState":
+        # The draft model has read the prompt without its last token. It reads generated tokens
+        # again.
         read_1 = jnp.asarray(length - generated - 1)[None]
         started: DraftState = init_drafts(self.limit_B, read_1)
         return started
@@ -151,7 +176,9 @@ class DraftState(Feature):
 
 @partial(jax.jit, inline=True)
 def init_drafts(limit_B: jax.Array, prefilled_B: jax.Array) -> DraftState:
-    """Returns the state of new rows, of which the draft model has prefilled this number of tokens."""
+    """Returns the state of new rows, of which the draft model has prefilled this number of
+    tokens.
+    """
     zero_B = jnp.zeros_like(limit_B)
     return DraftState(
         limit_B=limit_B,
@@ -164,8 +191,11 @@ def init_drafts(limit_B: jax.Array, prefilled_B: jax.Array) -> DraftState:
     )
 
 
-def ngram_drafts(sequence_BS: jax.Array, position_B: jax.Array, size: int, count: int) -> tuple[jax.Array, jax.Array]:
-    """Searches the newest `size` tokens of each row in its earlier text; the tokens after the most recent match are the draft.
+def ngram_drafts(
+    sequence_BS: jax.Array, position_B: jax.Array, size: int, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """Searches the newest `size` tokens of each row in its earlier text; the tokens after the most
+    recent match are the draft.
 
     If the match is closer than `count` tokens, the text between them is repeated.
 
@@ -179,7 +209,8 @@ def ngram_drafts(sequence_BS: jax.Array, position_B: jax.Array, size: int, count
     index_S = jnp.arange(S)
     rows_B1 = jnp.arange(B)[:, None]
     position_B1 = position_B[:, None]
-    # Where the `size` tokens that end at a position equal the newest ones. The padding shifts the text to the right by `back`.
+    # Where the `size` tokens that end at a position equal the newest ones. The padding shifts the
+    # text to the right by `back`.
     matches_BS = (index_S >= size - 1) & (index_S < position_B1)
     for back in range(size):
         newest_B1 = sequence_BS[rows_B1, jnp.maximum(position_B1 - back, 0)]
@@ -189,18 +220,23 @@ def ngram_drafts(sequence_BS: jax.Array, position_B: jax.Array, size: int, count
     return sequence_BS[rows_B1, end_B1 + 1 + offset_Bk], end_B1[:, 0] >= 0
 
 
-def draft_lengths(drafts: DraftState, found_B: jax.Array, remaining_B: jax.Array, done_B: jax.Array) -> jax.Array:
-    """Returns how many draft tokens of each row to verify: 0 without a draft, and none for the last token of a row."""
+def draft_lengths(
+    drafts: DraftState, found_B: jax.Array, remaining_B: jax.Array, done_B: jax.Array
+) -> jax.Array:
+    """Returns how many draft tokens of each row to verify: 0 without a draft, and none for the last
+    token of a row.
+    """
     length_B = jnp.minimum(drafts.limit_B, remaining_B - 1)
     return jnp.where(found_B & ~done_B & (drafts.wait_B == 0), jnp.maximum(length_B, 0), 0)
 
 
 def pays_off(cost: float, drafts: DraftState, length_B: jax.Array, done_B: jax.Array) -> jax.Array:
-    """Returns whether verification is expected to decode more tokens per second of the whole batch than a decode step.
+    """Returns whether verification is expected to decode more tokens per second of the whole batch
+    than a decode step.
 
-    A verification takes `cost` decode steps and gives 1 + gain tokens per row, so the gains of all rows must add up to cost − 1
-    per active row. After failures, a row gets another try: its gain counts as at least cost − 1. `cost` is that of the
-    `DraftStepper`.
+    A verification takes `cost` decode steps and gives 1 + gain tokens per row, so the gains of all
+    rows must add up to cost − 1 per active row. After failures, a row gets another try: its gain
+    counts as at least cost − 1. `cost` is that of the `DraftStepper`.
     """
     gain_B = jnp.maximum(drafts.gain_B, cost - 1)
     gain = jnp.sum(jnp.where(length_B > 0, jnp.minimum(gain_B, length_B), 0))
@@ -208,13 +244,17 @@ def pays_off(cost: float, drafts: DraftState, length_B: jax.Array, done_B: jax.A
 
 
 def record(cost: float, drafts: DraftState, length_B: jax.Array, new_B: jax.Array) -> DraftState:
-    """Returns the state after a step in which `length_B` draft tokens were verified and `new_B` tokens were generated.
+    """Returns the state after a step in which `length_B` draft tokens were verified and `new_B`
+    tokens were generated.
 
-    If the drafts of a row do not pay for their verification, it waits for twice as many tokens as after the last failure.
+    If the drafts of a row do not pay for their verification, it waits for twice as many tokens as
+    after the last failure.
     """
     tried_B = length_B > 0
     accepted_B = jnp.maximum(new_B - 1, 0)
-    gain_B = jnp.where(tried_B, drafts.gain_B + GAIN_WEIGHT * (accepted_B - drafts.gain_B), drafts.gain_B)
+    gain_B = jnp.where(
+        tried_B, drafts.gain_B + GAIN_WEIGHT * (accepted_B - drafts.gain_B), drafts.gain_B
+    )
     longer_B = jnp.minimum(2 * drafts.backoff_B + 1, MAX_BACKOFF)
     backoff_B = jnp.where(tried_B, jnp.where(gain_B < cost - 1, longer_B, 0), drafts.backoff_B)
     return replace(
@@ -231,13 +271,14 @@ def record(cost: float, drafts: DraftState, length_B: jax.Array, new_B: jax.Arra
 class DraftStepper(Stepper):
     """Decodes up to `width` tokens of each row per step.
 
-    Each step verifies the drafts of all rows, or decodes one token per row. Both kinds of steps share one loop over the
-    positions for sampling, so equal logits give equal tokens. The constant `draft_model` is the model that generates the
-    drafts, if there is one.
+    Each step verifies the drafts of all rows, or decodes one token per row. Both kinds of steps
+    share one loop over the positions for sampling, so equal logits give equal tokens. The constant
+    `draft_model` is the model that generates the drafts, if there is one.
 
     Attributes:
       draft_tokens: the number of draft tokens that one step can verify.
-      ngram_size: the number of newest tokens that are searched in the text; None: a draft model generates the drafts.
+      ngram_size: the number of newest tokens that are searched in the text; None: a draft model
+        generates the drafts.
       cost: the duration of a verification step, drafts included, in decode steps.
       cache: with a draft model, the plan of its cache.
     """
@@ -251,15 +292,23 @@ class DraftStepper(Stepper):
     def width(self) -> int:
         return self.draft_tokens + 1
 
-    def features(self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray) -> Features:
+    def features(
+        self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray
+    ) -> Features:
         # The prefill reads the prompt without its last token.
-        return RowTokens(tokens_BS), init_drafts(np.asarray(width_B - 1, np.int32), np.asarray(length_B - 1, np.int32))
+        return RowTokens(tokens_BS), init_drafts(
+            np.asarray(width_B - 1, np.int32), np.asarray(length_B - 1, np.int32)
+        )
 
     def models(self, constants: Constants) -> tuple[SplitModel, ...]:
         return () if self.cache is None else (constants["draft_model"],)
 
     def cache_plans(self, constants: Constants) -> list[tuple[ModelConfig, CachePlan]]:
-        return [(split.merge(split.leaves).config, self.cache) for split in self.models(constants) if self.cache is not None]
+        return [
+            (split.merge(split.leaves).config, self.cache)
+            for split in self.models(constants)
+            if self.cache is not None
+        ]
 
     def prefill(
         self,
@@ -273,7 +322,9 @@ class DraftStepper(Stepper):
     ) -> tuple[jax.Array | None, Caches]:
         x_PTD, caches = super().prefill(model, prompt, plan, features, constants, echo=echo)
         for split in self.models(constants):
-            _, draft_cache = prefill_prompts(dequantize(split.merge(split.leaves)), prompt, self.cache)
+            _, draft_cache = prefill_prompts(
+                dequantize(split.merge(split.leaves)), prompt, self.cache
+            )
             assert draft_cache is not None
             caches = (*caches, draft_cache)
         return x_PTD, caches
@@ -291,21 +342,27 @@ class DraftStepper(Stepper):
     ) -> tuple[Caches, DecodeState, Emitted]:
         B = state.token_B.shape[0]
         model = attach(state.features, self.weights(model, B), constants)
-        draft_model = next((self.weights(split.merge(split.leaves), B) for split in self.models(constants)), None)
+        draft_model = next(
+            (self.weights(split.merge(split.leaves), B) for split in self.models(constants)), None
+        )
         loop = _DraftLoop(self, model, draft_model, params, report)
         logits = jax.tree.map(
-            lambda x: jnp.zeros((self.width * B, *x.shape[1:]), x.dtype), abstract_logits(model.config.vocab_size, params)
+            lambda x: jnp.zeros((self.width * B, *x.shape[1:]), x.dtype),
+            abstract_logits(model.config.vocab_size, params),
         )
         buffers = emitted_buffers(model, state, params, report, chunk * self.width)
         first = _Carry(jnp.int32(0), caches, state, buffers, jnp.zeros(B, jnp.int32), logits)
-        last = jax.lax.while_loop(lambda carry: (carry.step < steps) & ~carry.state.done_B.all(), loop.step, first)
+        last = jax.lax.while_loop(
+            lambda carry: (carry.step < steps) & ~carry.state.done_B.all(), loop.step, first
+        )
         return last.caches, last.state, last.buffers
 
 
 class _Carry(NamedTuple):
     """What the loop over the steps carries.
 
-    `buffers` has `count_B` tokens of each row. `logits` is space for the logits of a step, `[W · B, …]`.
+    `buffers` has `count_B` tokens of each row. `logits` is space for the logits of a step,
+    `[W · B, …]`.
     """
 
     step: jax.Array
@@ -317,7 +374,9 @@ class _Carry(NamedTuple):
 
 
 class _Sampled(NamedTuple):
-    """What the loop over the positions of a step carries; `active_B` are the rows whose drafts were right so far."""
+    """What the loop over the positions of a step carries; `active_B` are the rows whose drafts were
+    right so far.
+    """
 
     position: jax.Array
     state: DecodeState
@@ -345,12 +404,16 @@ class _DraftLoop(NamedTuple):
         cached_B = drafts.cached_B
         if stepper.ngram_size is not None:
             tokens_BS = find(state.features, RowTokens).tokens_BS
-            drafts_Bk, found_B = ngram_drafts(tokens_BS, state.position_B, stepper.ngram_size, stepper.draft_tokens)
+            drafts_Bk, found_B = ngram_drafts(
+                tokens_BS, state.position_B, stepper.ngram_size, stepper.draft_tokens
+            )
         length_B = draft_lengths(drafts, found_B, state.remaining_B, state.done_B)
         verifies = pays_off(stepper.cost, drafts, length_B, state.done_B)
         length_B = jnp.where(verifies, length_B, 0)
         if self.draft_model is not None:  # then `ngram_size` is None
-            draft_cache, cached_B, drafts_Bk = self._draft(self.draft_model, draft_caches[0], state, length_B > 0)
+            draft_cache, cached_B, drafts_Bk = self._draft(
+                self.draft_model, draft_caches[0], state, length_B > 0
+            )
             draft_caches = [draft_cache]
         tokens_BW = jnp.concatenate([state.token_B[:, None], drafts_Bk], axis=1)
         index_W = jnp.arange(stepper.width)
@@ -362,11 +425,14 @@ class _DraftLoop(NamedTuple):
             lambda sampled: self._sample(sampled, logits, tokens_BW, length_B),
             _Sampled(jnp.int32(0), state, carry.buffers, carry.count_B, ~state.done_B),
         )
-        # Of the draft tokens in the cache of the draft model, the accepted ones are part of the text.
+        # Of the draft tokens in the cache of the draft model, the accepted ones are part of the
+        # text.
         drafts = replace(drafts, cached_B=jnp.minimum(cached_B, sampled.state.position_B))
         drafts = record(stepper.cost, drafts, length_B, sampled.count_B - carry.count_B)
         state = replace(sampled.state, features=with_feature(sampled.state.features, drafts))
-        return _Carry(carry.step + 1, (cache, *draft_caches), state, sampled.buffers, sampled.count_B, logits)
+        return _Carry(
+            carry.step + 1, (cache, *draft_caches), state, sampled.buffers, sampled.count_B, logits
+        )
 
     def _forward(
         self,
@@ -377,7 +443,9 @@ class _DraftLoop(NamedTuple):
         tokens_BW: jax.Array,
         positions_BW: jax.Array,
     ) -> tuple[StepLogits, KVCache]:
-        """Writes the logits after each token, or after the newest token only, to the buffers `[W · B, V]`."""
+        """Writes the logits after each token, or after the newest token only, to the buffers
+        `[W · B, V]`.
+        """
 
         def decode(_: jax.Array, carry: tuple[StepLogits, KVCache]) -> tuple[StepLogits, KVCache]:
             buffers, cache = carry
@@ -388,13 +456,20 @@ class _DraftLoop(NamedTuple):
         def verify(_: jax.Array, carry: tuple[StepLogits, KVCache]) -> tuple[StepLogits, KVCache]:
             return forward_drafts(self.model, carry[1], tokens_BW, positions_BW, self.params)
 
-        # Loops with zero or one iteration update the cache in place, unlike `lax.cond`, which would copy it.
+        # Loops with zero or one iteration update the cache in place, unlike `lax.cond`, which would
+        # copy it.
         carry = jax.lax.fori_loop(0, jnp.where(verifies, 0, 1), decode, (logits, cache))
-        updated: tuple[StepLogits, KVCache] = jax.lax.fori_loop(0, jnp.where(verifies, 1, 0), verify, carry)
+        updated: tuple[StepLogits, KVCache] = jax.lax.fori_loop(
+            0, jnp.where(verifies, 1, 0), verify, carry
+        )
         return updated
 
-    def _sample(self, sampled: _Sampled, logits: StepLogits, tokens_BW: jax.Array, length_B: jax.Array) -> _Sampled:
-        """Draws the token after one position of each active row, which stays active if it equals the next draft token."""
+    def _sample(
+        self, sampled: _Sampled, logits: StepLogits, tokens_BW: jax.Array, length_B: jax.Array
+    ) -> _Sampled:
+        """Draws the token after one position of each active row, which stays active if it equals
+        the next draft token.
+        """
         j, state, buffers, count_B, active_B = sampled
         B = len(count_B)
         size = buffers.tokens.shape[1]
@@ -405,21 +480,31 @@ class _DraftLoop(NamedTuple):
             self.report,
         )
         slot_B = jnp.where(active_B, count_B, size)
-        buffers = jax.tree.map(lambda buffer, x_B: buffer.at[jnp.arange(B), slot_B].set(x_B, mode="drop"), buffers, emitted)
+        buffers = jax.tree.map(
+            lambda buffer, x_B: buffer.at[jnp.arange(B), slot_B].set(x_B, mode="drop"),
+            buffers,
+            emitted,
+        )
         state = replace(new_state, done_B=state.done_B | (active_B & new_state.done_B))
-        matches_B = (j < length_B) & (emitted.tokens == tokens_BW[:, jnp.minimum(j + 1, self.stepper.width - 1)])
-        return _Sampled(j + 1, state, buffers, count_B + active_B, active_B & matches_B & ~state.done_B)
+        matches_B = (j < length_B) & (
+            emitted.tokens == tokens_BW[:, jnp.minimum(j + 1, self.stepper.width - 1)]
+        )
+        return _Sampled(
+            j + 1, state, buffers, count_B + active_B, active_B & matches_B & ~state.done_B
+        )
 
     def _draft(
         self, model: Transformer, cache: KVCache, state: DecodeState, chosen_B: jax.Array
     ) -> tuple[KVCache, jax.Array, jax.Array]:
-        """Generates drafts for the rows `chosen_B`, after the draft model has read the tokens that are not in its cache.
+        """Generates drafts for the rows `chosen_B`, after the draft model has read the tokens that
+        are not in its cache.
 
-        The sampler of each row draws the drafts with the random keys of their positions, so similar models draw the same
-        tokens.
+        The sampler of each row draws the drafts with the random keys of their positions, so similar
+        models draw the same tokens.
 
         Returns:
-          The cache of the draft model, the number of tokens in it `[B]`, and the drafts `[B, draft_tokens]`.
+          The cache of the draft model, the number of tokens in it `[B]`, and the drafts
+          `[B, draft_tokens]`.
         """
         count = self.stepper.draft_tokens
         width = self.stepper.width
@@ -434,31 +519,48 @@ class _DraftLoop(NamedTuple):
             tokens_BW = jnp.take_along_axis(tokens_BS, jnp.maximum(positions_BW, 0), axis=1)
             _, updated, _ = model.hidden(tokens_BW, positions_BW, cache=cache)
             assert updated is not None
-            return updated, jnp.where(cached_B < end_B, jnp.minimum(cached_B + width, end_B), cached_B)
+            return updated, jnp.where(
+                cached_B < end_B, jnp.minimum(cached_B + width, end_B), cached_B
+            )
 
-        def step(j: jax.Array, carry: tuple[KVCache, DecodeState, jax.Array]) -> tuple[KVCache, DecodeState, jax.Array]:
+        def step(
+            j: jax.Array, carry: tuple[KVCache, DecodeState, jax.Array]
+        ) -> tuple[KVCache, DecodeState, jax.Array]:
             cache, state, drafts_Bk = carry
             step_logits, cache = forward_step(model, cache, state, self.params)
             state, emitted = sample_step(step_logits, state, self.params, None)
             return cache, state, drafts_Bk.at[:, j].set(emitted.tokens)
 
-        cache, cached_B = jax.lax.while_loop(lambda carry: (carry[1] < end_B).any(), read, (cache, drafts.cached_B))
+        cache, cached_B = jax.lax.while_loop(
+            lambda carry: (carry[1] < end_B).any(), read, (cache, drafts.cached_B)
+        )
         first = cache, replace(state, done_B=~chosen_B), jnp.zeros((len(end_B), count), jnp.int32)
         cache, _, drafts_Bk = jax.lax.fori_loop(0, jnp.where(chosen_B.any(), count, 0), step, first)
         return cache, jnp.where(chosen_B, state.position_B + count, cached_B), drafts_Bk
 
 
 def forward_drafts(
-    model: Transformer, cache: KVCache, tokens_BW: jax.Array, positions_BW: jax.Array, params: SamplingParams
+    model: Transformer,
+    cache: KVCache,
+    tokens_BW: jax.Array,
+    positions_BW: jax.Array,
+    params: SamplingParams,
 ) -> tuple[StepLogits, KVCache]:
-    """Returns the logits after each of several tokens, `[W · B, V]`, and the cache updated with all of them."""
+    """Returns the logits after each of several tokens, `[W · B, V]`, and the cache updated with all
+    of them.
+    """
     x_BWD, updated, aux = model.hidden(
-        tokens_BW, positions_BW, cache=cache.for_verification(), probe=make_probe(params.uses_attention)
+        tokens_BW,
+        positions_BW,
+        cache=cache.for_verification(),
+        probe=make_probe(params.uses_attention),
     )
     assert updated is not None
     attention = None
     if params.uses_attention:
-        metrics_WB = jax.vmap(jax.vmap(combine_layers))(aux["probe"])  # the probe of this cache has a leading axis of tokens
+        metrics_WB = jax.vmap(jax.vmap(combine_layers))(
+            aux["probe"]
+        )  # the probe of this cache has a leading axis of tokens
         attention = jax.tree.map(lambda x_WB: x_WB.reshape(-1), metrics_WB)
     x_RD = x_BWD.swapaxes(0, 1).reshape(-1, x_BWD.shape[-1])
     return StepLogits(model.logits(x_RD), attention), updated.without_wrappers()

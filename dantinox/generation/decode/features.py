@@ -1,8 +1,8 @@
 """`Feature`: a part of decoding that only some batches use, such as guidance or adapters.
 
-A feature is a module of its own. Its arrays are in `DecodeState.features`, and the compiled program contains the features of
-its batch and no others. Large arrays that all rows share, such as the matrices of adapters, are `Constants`, an argument that
-the programs do not return.
+A feature is a module of its own. Its arrays are in `DecodeState.features`, and the compiled program
+contains the features of its batch and no others. Large arrays that all rows share, such as the
+matrices of adapters, are `Constants`, an argument that the programs do not return.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,8 @@ Constants = Mapping[str, Any]  # by a name that the feature chooses
 
 
 class Feature:
-    """The base class of features. A subclass is a frozen dataclass and a pytree whose arrays have one entry per row, `[B, …]`.
+    """The base class of features. A subclass is a frozen dataclass and a pytree whose arrays have
+    one entry per row, `[B, …]`.
 
     A program calls the methods while it is traced. Those of this class change nothing.
     """
@@ -32,7 +33,9 @@ class Feature:
         return logits_BV
 
     def from_main_rows(self, x_B: jax.Array) -> jax.Array:
-        """Returns for each row the value of the row that it follows, or its own if it follows none."""
+        """Returns for each row the value of the row that it follows, or its own if it follows
+        none.
+        """
         return x_B
 
     def after(self, token_B: jax.Array, position_B: jax.Array, active_B: jax.Array) -> Self:
@@ -43,8 +46,8 @@ class Feature:
         """Returns the feature of one row that starts, perhaps again, after these tokens.
 
         Args:
-          tokens_1S: the prompt and the generated tokens, padded; `length` of them are valid, and the last `generated` of these
-            are generated.
+          tokens_1S: the prompt and the generated tokens, padded; `length` of them are valid, and
+            the last `generated` of these are generated.
         """
         return self
 
@@ -78,7 +81,9 @@ def with_feature(features: Features, new: Feature) -> Features:
 @partial(jax.tree_util.register_dataclass, data_fields=["tokens_BS"], meta_fields=[])
 @dataclass(frozen=True)
 class RowTokens(Feature):
-    """All tokens of each row so far, `[B, S]`, for decoding that reads them: without a cache, or with drafts from the text."""
+    """All tokens of each row so far, `[B, S]`, for decoding that reads them: without a cache, or
+    with drafts from the text.
+    """
 
     tokens_BS: Any
 

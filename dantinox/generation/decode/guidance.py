@@ -1,11 +1,14 @@
-"""Classifier-free guidance (Sanchez et al. 2023, arXiv 2306.17806): pairs of rows that read different prompts.
+"""Classifier-free guidance (Sanchez et al. 2023, arXiv 2306.17806): pairs of rows that read
+different prompts.
 
-The main row reads the prompt, and its guide row reads the negative prompt. The logits of the main row are replaced by
+The main row reads the prompt, and its guide row reads the negative prompt. The logits of the main
+row are replaced by
 
     l = l_guide + g · (l_main − l_guide)
 
-where l_main and l_guide are the log-probabilities of the two rows, and g is `generation.guidance_scale`. The sampling steps and
-the draw follow. Both rows then read the token of the main row.
+where l_main and l_guide are the log-probabilities of the two rows, and g is
+`generation.guidance_scale`. The sampling steps and the draw follow. Both rows then read the token
+of the main row.
 """
 
 from collections.abc import Sequence
@@ -26,7 +29,8 @@ class RowPairs(Feature):
     """The pairs of a batch, arrays `[B]`.
 
     Attributes:
-      guide_B: the row whose log-probabilities guide each row; for a row without a guide, the row itself.
+      guide_B: the row whose log-probabilities guide each row; for a row without a guide, the row
+        itself.
       main_B: the row whose token each row reads; for every row except a guide row, the row itself.
       scale_B: g, float32.
     """
@@ -49,7 +53,9 @@ class RowPairs(Feature):
     @classmethod
     def row(cls, guide: int, main: int, scale: float = 1.0) -> "RowPairs":
         """Returns one row of a batch."""
-        return cls(np.full(1, guide, np.int32), np.full(1, main, np.int32), np.full(1, scale, np.float32))
+        return cls(
+            np.full(1, guide, np.int32), np.full(1, main, np.int32), np.full(1, scale, np.float32)
+        )
 
 
 def has_guidance(config: Config) -> bool:

@@ -1,7 +1,8 @@
 """Packs the many small arrays of a batch into one.
 
-An array costs tens of microseconds when it is transferred to an accelerator, and a few when it is an argument or a result of a
-program, whatever its size. The settings of a row have about a hundred arrays.
+An array costs tens of microseconds when it is transferred to an accelerator, and a few when it is
+an argument or a result of a program, whatever its size. The settings of a row have about a hundred
+arrays.
 """
 
 import math
@@ -17,7 +18,8 @@ from dantinox.sampling.chain import all_allowed
 
 
 class Layout(NamedTuple):
-    """The structure of a packed tree, and the dtype and the shape of each of its arrays without the batch axis.
+    """The structure of a packed tree, and the dtype and the shape of each of its arrays without the
+    batch axis.
 
     It is a static argument of programs.
     """
@@ -58,7 +60,9 @@ def unpack(words_BN: jax.Array, layout: Layout) -> Any:
 
 def _words(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind != "b" and array.dtype.itemsize != 4:
-        raise TypeError(f"an array of {array.dtype} cannot be packed: only bool and dtypes of four bytes")
+        raise TypeError(
+            f"an array of {array.dtype} cannot be packed: only bool and dtypes of four bytes"
+        )
     rows = np.ascontiguousarray(array).reshape(len(array), math.prod(array.shape[1:]))
     return rows.astype(np.uint32) if array.dtype.kind == "b" else rows.view(np.uint32)
 
@@ -67,10 +71,16 @@ def _values(words: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     return words.astype(bool) if dtype.kind == "b" else jax.lax.bitcast_convert_type(words, dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["words_BN", "allowed_bits"], meta_fields=["layout"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["words_BN", "allowed_bits"],
+    meta_fields=["layout"],
+)
 @dataclass(frozen=True)
 class PackedParams:
-    """Sampling parameters as one array; the masks of tokens are separate, because they change while a row is decoded."""
+    """Sampling parameters as one array; the masks of tokens are separate, because they change while
+    a row is decoded.
+    """
 
     words_BN: Any
     allowed_bits: Any

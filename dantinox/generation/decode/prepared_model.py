@@ -1,4 +1,5 @@
-"""`prepare` copies a model for decoding: low-precision layers, native kernels, a separate output layer.
+"""`prepare` copies a model for decoding: low-precision layers, native kernels, a separate output
+layer.
 
 `dequantize` and `permute_heads` return other forms of such a model.
 """
@@ -12,44 +13,66 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.config import UserError
-from dantinox.generation.decode.low_precision_layers import LowPrecisionExperts, LowPrecisionLinear, TernaryIntegers
+from dantinox.generation.decode.low_precision_layers import (
+    LowPrecisionExperts,
+    LowPrecisionLinear,
+    TernaryIntegers,
+)
 from dantinox.kernels import load_kernels
 from dantinox.kernels.native_library import library_name
 from dantinox.machine import cpu_name, measured_once
 from dantinox.model import Transformer
 from dantinox.model.attention import Attention
 from dantinox.model.layers import FixedTernaryLinear, Linear, TernaryLinear, linear_with_kernel
-from dantinox.model.moe import ExpertLinear, FixedTernaryExperts, TernaryExpertLinear, experts_with_kernel
+from dantinox.model.moe import (
+    ExpertLinear,
+    FixedTernaryExperts,
+    TernaryExpertLinear,
+    experts_with_kernel,
+)
 from dantinox.model.packed import PackedTable, is_packed, unpack_modules, use_native_kernels
 from dantinox.model.transformer import make_output_layer
 from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform, speed_ratio
 
-HeadOrder = tuple[tuple[int, ...], ...]  # for each layer, the indices of its key heads in their new order
+HeadOrder = tuple[
+    tuple[int, ...], ...
+]  # for each layer, the indices of its key heads in their new order
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 MATMUL_DTYPES = ("auto", "float32", "bfloat16")
 MATMUL_KERNELS = ("auto", "xla", "native")
-MIN_NATIVE_BYTES = 1 << 23  # `auto` uses native kernels for models with more bytes of float32 weights
+MIN_NATIVE_BYTES = (
+    1 << 23
+)  # `auto` uses native kernels for models with more bytes of float32 weights
 
 
-def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto", matmul_kernel: str = "auto") -> Transformer:
-    """Returns a copy of a model for decoding. `model` is not modified and shares the unchanged arrays with the copy.
+def prepare(
+    model: Transformer,
+    weights: str = "auto",
+    matmul_dtype: str = "auto",
+    matmul_kernel: str = "auto",
+) -> Transformer:
+    """Returns a copy of a model for decoding. `model` is not modified and shares the unchanged
+    arrays with the copy.
 
     Args:
       model: the model; its layers must be separate (no `scan_layers`).
-      weights: dtype of the projections and the output layer: `float32`, `bfloat16`, `int8` (symmetric, one scale per output
-        row) or `int4` (a scale and a minimum per 64 or 32 weights; int8 for the output layer, for experts, and for rows that
-        are not a multiple of 32). Norms and embeddings keep their dtype. `auto` is the compute dtype of the
-        model, and packed weights stay packed. The weights −1, 0 and 1 of `model.projections: ternary` have this dtype, and
-        their scales are float32, so that every dtype gives the same products; int4 is not allowed. With
-        `auto` and native kernels, they have 2 bits.
-      matmul_dtype: dtype of matrix multiplications with bfloat16, int8 or int4 weights: `float32` or `bfloat16`. `auto` is
-        bfloat16 on an accelerator, and on a CPU if a measurement shows that it is faster. For the packed weights of an
-        imported GGUF file, `auto` is float32.
-      matmul_kernel: `native` multiplies up to 16 rows with the native CPU kernels, which are compiled when they are first
-        used; `xla` does not. `auto` is native on a CPU if a measurement shows that it is faster and the model is not tiny.
+      weights: dtype of the projections and the output layer: `float32`, `bfloat16`, `int8`
+        (symmetric, one scale per output row) or `int4` (a scale and a minimum per 64 or 32 weights;
+        int8 for the output layer, for experts, and for rows that are not a multiple of 32). Norms
+        and embeddings keep their dtype. `auto` is the compute dtype of the model, and packed
+        weights stay packed. The weights −1, 0 and 1 of `model.projections: ternary` have this
+        dtype, and their scales are float32, so that every dtype gives the same products; int4 is
+        not allowed. With `auto` and native kernels, they have 2 bits.
+      matmul_dtype: dtype of matrix multiplications with bfloat16, int8 or int4 weights: `float32`
+        or `bfloat16`. `auto` is bfloat16 on an accelerator, and on a CPU if a measurement shows
+        that it is faster. For the packed weights of an imported GGUF file, `auto` is float32.
+      matmul_kernel: `native` multiplies up to 16 rows with the native CPU kernels, which are
+        compiled when they are first used; `xla` does not. `auto` is native on a CPU if a
+        measurement shows that it is faster and the model is not tiny.
 
     Raises:
-      UserError: an argument is unknown, or there are no native kernels for `matmul_kernel="native"`.
+      UserError: an argument is unknown, or there are no native kernels for
+        `matmul_kernel="native"`.
 
     Example:
       >>> model = dantinox.load("runs/quickstart").model
@@ -76,13 +99,16 @@ def prepare(model: Transformer, weights: str = "auto", matmul_dtype: str = "auto
         use_native_kernels(model, native, bfloat16)
     if model.head is None and not isinstance(model.embed, PackedTable):
         V, D = model.embed.shape
-        model.head = nnx.eval_shape(lambda: make_output_layer(D, V, dtype=model.dtype, rngs=nnx.Rngs(0)))
+        model.head = nnx.eval_shape(
+            lambda: make_output_layer(D, V, dtype=model.dtype, rngs=nnx.Rngs(0))
+        )
         model.head.kernel = nnx.Param(model.embed[...].T)
     _replace_linears(model, _storage(model, weights), matmul_dtype, matmul_kernel)
     if packed_bytes is not None and (size := weight_bytes(model)) > packed_bytes:
         warnings.warn(
-            f"generation.weights: {weights} needs {size / 1e6:.1f} MB for weights that are quantized already and take "
-            f"{packed_bytes / 1e6:.1f} MB: leave it out to decode with them",
+            f"generation.weights: {weights} needs {size / 1e6:.1f} MB for weights that are"
+            f" quantized already and take {packed_bytes / 1e6:.1f} MB: leave it out to decode with"
+            " them",
             stacklevel=3,
         )
     return model
@@ -99,7 +125,9 @@ def _check_choices(weights: str, matmul_dtype: str, matmul_kernel: str) -> None:
 
 
 def _fix_ternary_weights(model: Transformer, two_bits: bool) -> None:
-    """Computes the ternary weights of a model once, in place; `two_bits`: projections store them with 2 bits each."""
+    """Computes the ternary weights of a model once, in place; `two_bits`: projections store them
+    with 2 bits each.
+    """
 
     def fix(linear: TernaryLinear) -> FixedTernaryLinear:
         fixed = FixedTernaryLinear(linear)
@@ -112,17 +140,24 @@ def _fix_ternary_weights(model: Transformer, two_bits: bool) -> None:
 
 
 def _storage(model: Transformer, weights: str) -> str:
-    """Returns how projections are stored: the dtype `weights`, or `compute`, plain layers in the compute dtype of the model."""
+    """Returns how projections are stored: the dtype `weights`, or `compute`, plain layers in the
+    compute dtype of the model.
+    """
     if weights != "auto":
         return weights
     if model.dtype == jnp.float32:
         return "float32"
-    # On a GPU, XLA would compute a single row times `[I, O]` as elementwise sums and transpose the weights on every call.
+    # On a GPU, XLA would compute a single row times `[I, O]` as elementwise sums and transpose the
+    # weights on every call.
     return "compute" if get_platform(model.config.platform).name == "cpu" else "bfloat16"
 
 
-def _replace_linears(model: Transformer, storage: str, matmul_dtype: str, matmul_kernel: str) -> None:
-    """Converts the projections, the experts and the embeddings of a model in place; see `_storage`."""
+def _replace_linears(
+    model: Transformer, storage: str, matmul_dtype: str, matmul_kernel: str
+) -> None:
+    """Converts the projections, the experts and the embeddings of a model in place; see
+    `_storage`.
+    """
     if storage != "float32":
         _cast_embeddings(model)
     min_rows = _min_bfloat16_rows(model.config.platform, storage, matmul_dtype)
@@ -133,7 +168,9 @@ def _replace_linears(model: Transformer, storage: str, matmul_dtype: str, matmul
         if storage == "compute":
             return _cast_kernel(linear, linear.dtype)
         # The native kernels also multiply float32 weights, in the layout of `LowPrecisionLinear`.
-        if storage == "float32" and (isinstance(linear, ExpertLinear) or not native or linear.dtype != jnp.float32):
+        if storage == "float32" and (
+            isinstance(linear, ExpertLinear) or not native or linear.dtype != jnp.float32
+        ):
             return _cast_kernel(linear, jnp.float32)
         in_int8 = storage == "int4" and (linear is head or isinstance(linear, ExpertLinear))
         dtype = "int8" if in_int8 else storage
@@ -148,7 +185,8 @@ def _replace_linears(model: Transformer, storage: str, matmul_dtype: str, matmul
 
 def _cast_embeddings(model: Transformer) -> None:
     """Converts the embeddings to the compute dtype, unless they are packed."""
-    # A model with learned positions adds them to the float32 embedding, so its embedding is not cast.
+    # A model with learned positions adds them to the float32 embedding, so its embedding is not
+    # cast.
     if model.config.position in ("rope", "none") and not isinstance(model.embed, PackedTable):
         model.embed = nnx.Param(model.embed[...].astype(model.dtype))
     if model.per_layer is not None and not isinstance(model.per_layer.embed, PackedTable):
@@ -171,13 +209,19 @@ def _uses_native(model: Transformer, weights: str, matmul_kernel: str) -> bool:
     if matmul_kernel == "native":
         return True
     size = 4 * sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
-    return size >= MIN_NATIVE_BYTES and load_kernels().instructions is not None and native_gain(weights) >= 1
+    return (
+        size >= MIN_NATIVE_BYTES
+        and load_kernels().instructions is not None
+        and native_gain(weights) >= 1
+    )
 
 
 def native_gain(dtype: str) -> float:
-    """Returns how many times faster than XLA the native kernels multiply one row with weights of this dtype.
+    """Returns how many times faster than XLA the native kernels multiply one row with weights of
+    this dtype.
 
-    The measurement takes under a second. It runs once for each CPU, version of jaxlib and version of the kernels.
+    The measurement takes under a second. It runs once for each CPU, version of jaxlib and version
+    of the kernels.
     """
 
     def measure() -> float:
@@ -186,11 +230,15 @@ def native_gain(dtype: str) -> float:
 
     instructions = load_kernels().instructions
     assert instructions is not None
-    return measured_once("products.json", f"{cpu_name()}, {library_name(instructions)}, {dtype}", measure)
+    return measured_once(
+        "products.json", f"{cpu_name()}, {library_name(instructions)}, {dtype}", measure
+    )
 
 
 def _measure_native_gain(dtype: str, size: int = 2048, copies: int = 4, repeats: int = 8) -> float:
-    """Measures both alternately, with `copies` matrices that together are larger than the CPU's caches."""
+    """Measures both alternately, with `copies` matrices that together are larger than the CPU's
+    caches.
+    """
     linear = Linear((size,), (size,), dtype=jnp.float32, rngs=nnx.Rngs(0))
     row = jnp.ones((1, size), jnp.float32)
     runs = []
@@ -198,13 +246,17 @@ def _measure_native_gain(dtype: str, size: int = 2048, copies: int = 4, repeats:
         layer = LowPrecisionLinear(linear, dtype, native=native)
         graph, state = nnx.split(layer)
         states = [jax.tree.map(lambda x: x + 0, state) for _ in range(copies)]
-        program = jax.jit(lambda states, row, graph=graph: [nnx.merge(graph, part)(row) for part in states])
+        program = jax.jit(
+            lambda states, row, graph=graph: [nnx.merge(graph, part)(row) for part in states]
+        )
         runs.append((program, (states, row)))
     return speed_ratio(runs, repeats)
 
 
 def _min_bfloat16_rows(platform: str, weights: str, matmul_dtype: str) -> int | None:
-    """Returns the smallest number of rows for which low-precision weights are multiplied in bfloat16; None: never."""
+    """Returns the smallest number of rows for which low-precision weights are multiplied in
+    bfloat16; None: never.
+    """
     target = get_platform(platform)
     if matmul_dtype == "float32" or weights not in ("bfloat16", "int8", "int4"):
         return None
@@ -223,7 +275,11 @@ def dequantize(model: Transformer) -> Transformer:
     if not any(_needs_dequantization(node) for node in nodes):
         return model
     model = nnx.clone(model)
-    _replace(model, low_precision, lambda linear: linear.dequantize() if _needs_dequantization(linear) else linear)
+    _replace(
+        model,
+        low_precision,
+        lambda linear: linear.dequantize() if _needs_dequantization(linear) else linear,
+    )
     return model
 
 
@@ -233,9 +289,11 @@ def _needs_dequantization(linear: LowPrecisionLinear | LowPrecisionExperts) -> b
 
 
 def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
-    """Returns an equivalent model in which each layer has its key heads, with their query heads, in another order.
+    """Returns an equivalent model in which each layer has its key heads, with their query heads, in
+    another order.
 
-    `order[l]` lists the current indices of the key heads of layer l in the new order; None keeps the order.
+    `order[l]` lists the current indices of the key heads of layer l in the new order; None keeps
+    the order.
     """
     if order is None or all(list(layer) == sorted(layer) for layer in order):
         return model
@@ -250,9 +308,15 @@ def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
                 setattr(attention, name, _permute_linear(linear, index_K, by_output))
         if attention.sinks is not None:
             attention.sinks = nnx.Param(attention.sinks[...][index_K])
-        norms = (attention.q_norm, attention.k_norm, attention.out_norm) if isinstance(attention, Attention) else ()
+        norms = (
+            (attention.q_norm, attention.k_norm, attention.out_norm)
+            if isinstance(attention, Attention)
+            else ()
+        )
         for norm in norms:
-            if norm is not None and norm.scale is not None and norm.scale.ndim > 1:  # a norm over all heads
+            if (
+                norm is not None and norm.scale is not None and norm.scale.ndim > 1
+            ):  # a norm over all heads
                 norm.scale = nnx.Param(norm.scale[...][index_K])
     return model
 
@@ -263,7 +327,9 @@ def weight_bytes(model: Transformer) -> int:
 
 
 def _permute_linear(linear: Any, index_K: jax.Array, by_output: bool) -> Any:
-    """Permutes the outputs (`by_output`) or the inputs of a projection, whose first output or input axis is the key head."""
+    """Permutes the outputs (`by_output`) or the inputs of a projection, whose first output or input
+    axis is the key head.
+    """
     if not isinstance(linear, Linear | FixedTernaryLinear):
         return linear.permute_heads(index_K, by_output)
     permuted: Any = nnx.clone(linear)
@@ -272,7 +338,9 @@ def _permute_linear(linear: Any, index_K: jax.Array, by_output: bool) -> Any:
     if isinstance(linear, FixedTernaryLinear):
         permuted.integers = _permute_linear(linear.integers, index_K, by_output)
     else:
-        permuted.kernel = nnx.Param(jnp.take(linear.kernel[...], index_K, axis=1 if by_output else 0))
+        permuted.kernel = nnx.Param(
+            jnp.take(linear.kernel[...], index_K, axis=1 if by_output else 0)
+        )
     return permuted
 
 
@@ -286,7 +354,11 @@ def _cast_kernel(linear: Any, dtype: Any) -> Any:
 
 def _replace(model: Transformer, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> None:
     """Replaces every module of these types in place."""
-    owners = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module) and not isinstance(node, kinds)]
+    owners = [
+        node
+        for _, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.Module) and not isinstance(node, kinds)
+    ]
     for owner in owners:
         for name, part in list(vars(owner).items()):
             if isinstance(part, kinds):

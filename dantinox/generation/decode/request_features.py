@@ -1,4 +1,6 @@
-"""The features that the settings of a request choose. To add one, write its module and add it to `FEATURES`."""
+"""The features that the settings of a request choose. To add one, write its module and add it to
+`FEATURES`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,8 +16,8 @@ class RequestFeature(NamedTuple):
     Attributes:
       name: requests with different names of features have different programs.
       is_on: whether a request with these settings uses it.
-      of_rows: returns the feature of each row of a sample, given the places of its rows in the batch: first the main row, then
-        those that follow it. Rows that follow may be missing.
+      of_rows: returns the feature of each row of a sample, given the places of its rows in the
+        batch: first the main row, then those that follow it. Rows that follow may be missing.
     """
 
     name: str

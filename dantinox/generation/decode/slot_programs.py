@@ -1,4 +1,6 @@
-"""The programs of a `SlotBatch`. Each is compiled once, for all slots; the number of a slot is an argument."""
+"""The programs of a `SlotBatch`. Each is compiled once, for all slots; the number of a slot is an
+argument.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -30,7 +32,9 @@ from dantinox.sampling.step_subsets import reduce_params
 
 
 def int32(value: int) -> np.ndarray:
-    return np.asarray(value, np.int32)  # jnp.int32 would run a separate operation, which takes a third of a millisecond
+    return np.asarray(
+        value, np.int32
+    )  # jnp.int32 would run a separate operation, which takes a third of a millisecond
 
 
 @partial(jax.jit, static_argnames=("stepper", "report", "subset"), donate_argnames=("caches",))
@@ -73,9 +77,11 @@ def prefill_part(
     stepper: Stepper,
     report: int | None,
 ) -> tuple[Caches, StepInfo | None]:
-    """Prefills R chunks: `count_R` tokens of the sequences in the slots `slot_R`, from the positions `first_R` on.
+    """Prefills R chunks: `count_R` tokens of the sequences in the slots `slot_R`, from the
+    positions `first_R` on.
 
-    Consecutive chunks of a sequence may be in one call, in their order. A count of 0 marks an unused row.
+    Consecutive chunks of a sequence may be in one call, in their order. A count of 0 marks an
+    unused row.
 
     Args:
       next_RT: the token after each of `tokens_RT`.
@@ -93,9 +99,14 @@ def prefill_part(
         assert updated is not None
         return x_RTD, updated.without_wrappers()
 
-    transformer, *others = (dequantize(one.merge(one.leaves)) for one in (model, *stepper.models(constants)))
+    transformer, *others = (
+        dequantize(one.merge(one.leaves)) for one in (model, *stepper.models(constants))
+    )
     x_RTD, cache = read(attach(features, transformer, constants), caches[0])
-    caches = cache, *(read(other, cache)[1] for other, cache in zip(others, caches[1:], strict=True))
+    caches = (
+        cache,
+        *(read(other, cache)[1] for other, cache in zip(others, caches[1:], strict=True)),
+    )
     if report is None:
         return caches, None
 
@@ -110,7 +121,9 @@ def prefill_part(
 @partial(jax.jit, donate_argnames=("leaf",))
 def copy_slot(leaf: jax.Array, source: jax.Array, to: jax.Array) -> jax.Array:
     """Copies slot `source` of one array of the cache to slot `to`."""
-    return jax.lax.dynamic_update_slice_in_dim(leaf, jax.lax.dynamic_slice_in_dim(leaf, source, 1), to, 0)
+    return jax.lax.dynamic_update_slice_in_dim(
+        leaf, jax.lax.dynamic_slice_in_dim(leaf, source, 1), to, 0
+    )
 
 
 @jax.jit
@@ -118,9 +131,13 @@ def slot_checksums(caches: Caches) -> jax.Array:
     """Returns a checksum of the keys and values of each slot, uint32 `[leaves, B]`."""
 
     def checksum(leaf: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(
+            jnp.uint32
+        )
         flat_BN = bits.reshape(bits.shape[0], -1)
-        weights_N = 2 * jax.lax.iota(jnp.uint32, flat_BN.shape[1]) * jnp.uint32(2654435761) + 1  # odd
+        weights_N = (
+            2 * jax.lax.iota(jnp.uint32, flat_BN.shape[1]) * jnp.uint32(2654435761) + 1
+        )  # odd
         return jnp.sum(flat_BN * weights_N, axis=1, dtype=jnp.uint32)
 
     return jnp.stack([checksum(leaf) for leaf in jax.tree.leaves(caches) if leaf.ndim > 1])
@@ -128,20 +145,39 @@ def slot_checksums(caches: Caches) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("layout", "vocab_size"))
 def start_row(
-    params: PackedParams, state: DecodeState, words_1N: jax.Array, numbers: jax.Array, *, layout: Layout, vocab_size: int
+    params: PackedParams,
+    state: DecodeState,
+    words_1N: jax.Array,
+    numbers: jax.Array,
+    *,
+    layout: Layout,
+    vocab_size: int,
 ) -> tuple[PackedParams, DecodeState]:
     """Replaces a row: its sampling parameters, and its state, which `init_row` makes.
 
     Args:
       params, state: of the batch.
-      words_1N: the packed sampling parameters of the row, its tokens and its end ids, features and recurrent values.
+      words_1N: the packed sampling parameters of the row, its tokens and its end ids, features and
+        recurrent values.
       numbers: the slot, and `length`, `generated` and `limit` of `init_row`; int32 `[4]`.
     """
     slot, length, generated, limit = numbers
     row, tokens_1S, end_ids_1E, features, recurrent = unpack(words_1N, layout)
-    initial = init_row(row, tokens_1S, length, generated, limit, end_ids_1E, features, recurrent, vocab_size=vocab_size)
+    initial = init_row(
+        row,
+        tokens_1S,
+        length,
+        generated,
+        limit,
+        end_ids_1E,
+        features,
+        recurrent,
+        vocab_size=vocab_size,
+    )
     words = words_1N[:, : params.layout.words]
-    packed = replace(params, words_BN=words, allowed_bits=jnp.full_like(params.allowed_bits[:1], ALL_ALLOWED))
+    packed = replace(
+        params, words_BN=words, allowed_bits=jnp.full_like(params.allowed_bits[:1], ALL_ALLOWED)
+    )
     replaced: tuple[PackedParams, DecodeState] = write_row((params, state), (packed, initial), slot)
     return replaced
 

@@ -16,7 +16,8 @@ from dantinox.model import Transformer
 class SplitModel:
     """A model split into arrays and structure, so that a jitted call need not traverse the modules.
 
-    `merge(leaves)` returns the model. Models of the same structure have the same `merge`, so they share compiled programs.
+    `merge(leaves)` returns the model. Models of the same structure have the same `merge`, so they
+    share compiled programs.
     """
 
     leaves: tuple[jax.Array, ...]

@@ -1,4 +1,6 @@
-"""`UncachedStepper`: decoding without a cache, where each step computes the whole text (`generation.use_cache: false`)."""
+"""`UncachedStepper`: decoding without a cache, where each step computes the whole text
+(`generation.use_cache: false`).
+"""
 
 from dataclasses import dataclass
 
@@ -25,7 +27,9 @@ from dantinox.sampling import SamplingParams
 class UncachedStepper(Stepper):
     """Decodes one token of each row per step from all tokens before it."""
 
-    def features(self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray) -> Features:
+    def features(
+        self, tokens_BS: np.ndarray, length_B: np.ndarray, width_B: np.ndarray
+    ) -> Features:
         return (RowTokens(tokens_BS),)
 
     def prefill(
@@ -53,7 +57,13 @@ class UncachedStepper(Stepper):
         B, S = tokens_BS.shape
         index_S = jnp.arange(S)
         positions_BS = jnp.where(index_S <= state.position_B[:, None], index_S, -1)
-        x_BSD, _, aux = model.hidden(tokens_BS, positions_BS, probe=make_probe(params.uses_attention))
-        return StepLogits(
-            model.logits(x_BSD[jnp.arange(B), state.position_B]), attention_metrics(params.uses_attention, aux)
-        ), caches
+        x_BSD, _, aux = model.hidden(
+            tokens_BS, positions_BS, probe=make_probe(params.uses_attention)
+        )
+        return (
+            StepLogits(
+                model.logits(x_BSD[jnp.arange(B), state.position_B]),
+                attention_metrics(params.uses_attention, aux),
+            ),
+            caches,
+        )

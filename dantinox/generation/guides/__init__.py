@@ -1,1 +1,3 @@
-"""What the host checks between two tokens: constraints, banned texts, limits of reasoning, token healing, stop strings."""
+"""What the host checks between two tokens: constraints, banned texts, limits of reasoning, token
+healing, stop strings.
+"""

@@ -1,8 +1,9 @@
 """Bans of strings and of regular expressions, with backtracking.
 
-A ban holds for the text, whatever its tokens. When a banned text is complete, generation returns to the token in which it
-begins, excludes this token there, and continues with the same random numbers. The method is that of the phrase bans of
-KoboldCpp and of the AntiSlop sampler (github.com/sam-paech/antislop-sampler).
+A ban holds for the text, whatever its tokens. When a banned text is complete, generation returns to
+the token in which it begins, excludes this token there, and continues with the same random numbers.
+The method is that of the phrase bans of KoboldCpp and of the AntiSlop sampler
+(github.com/sam-paech/antislop-sampler).
 """
 
 import copy
@@ -33,9 +34,9 @@ RESTARTS_PER_TOKEN = 8  # the sample ends after this multiple of its tokens in r
 class BannedStrings:
     """The strings that must not occur in a text, in lower case.
 
-    The search is an Aho-Corasick automaton (Aho and Corasick 1975). Its state is the longest suffix of the text that is a
-    proper prefix of a banned string. The transitions are computed when a text needs them, so that a long list costs nothing in
-    advance.
+    The search is an Aho-Corasick automaton (Aho and Corasick 1975). Its state is the longest suffix
+    of the text that is a proper prefix of a banned string. The transitions are computed when a text
+    needs them, so that a long list costs nothing in advance.
     """
 
     def __init__(self, strings: Sequence[str]):
@@ -44,7 +45,8 @@ class BannedStrings:
         self._transitions: dict[tuple[str, str], tuple[str, int]] = {}
 
     def advance(self, partial: str, character: str) -> tuple[str, int]:
-        """Returns the state after a character in lower case, and the length of the longest banned string that ends with it.
+        """Returns the state after a character in lower case, and the length of the longest banned
+        string that ends with it.
 
         The length is 0 if no string ends there.
         """
@@ -53,7 +55,9 @@ class BannedStrings:
             if len(self._transitions) >= MAX_TRANSITIONS:
                 self._transitions.clear()
             text = partial + character
-            matched = next((len(text) - at for at in range(len(text)) if text[at:] in self._strings), 0)
+            matched = next(
+                (len(text) - at for at in range(len(text)) if text[at:] in self._strings), 0
+            )
             found = self._transitions[partial, character] = self.longest_prefix(text), matched
         return found
 
@@ -62,7 +66,9 @@ class BannedStrings:
         return next((text[at:] for at in range(len(text)) if self._is_proper_prefix(text[at:])), "")
 
     def _is_proper_prefix(self, part: str) -> bool:
-        after = bisect_right(self._sorted, part)  # the strings that begin with `part` and are longer follow it directly
+        after = bisect_right(
+            self._sorted, part
+        )  # the strings that begin with `part` and are longer follow it directly
         return after < len(self._sorted) and self._sorted[after].startswith(part)
 
 
@@ -75,7 +81,8 @@ def find_banned_strings(strings: tuple[str, ...]) -> BannedStrings:
 def lower(text: str) -> str:
     """Returns a text in lower case, of the same length: a character with a longer lower case stays.
 
-    The lower case of a character does not depend on its neighbors: the Greek letter sigma has one form.
+    The lower case of a character does not depend on its neighbors: the Greek letter sigma has one
+    form.
     """
     lowered = text.lower()
     if len(lowered) != len(text):
@@ -87,7 +94,8 @@ def compile_regexes(sources: Sequence[str]) -> list["Pattern[str]"]:
     """Compiles banned regular expressions.
 
     Raises:
-      UserError: an expression is invalid or matches the empty text, or the library `regex` is not installed.
+      UserError: an expression is invalid or matches the empty text, or the library `regex` is not
+        installed.
     """
     with require_extra("serve", "banned_regexes need a library that is not installed"):
         import regex
@@ -98,9 +106,13 @@ def compile_regexes(sources: Sequence[str]) -> list["Pattern[str]"]:
             pattern = regex.compile(source)
             matches_nothing = pattern.search("", timeout=REGEX_SECONDS) is not None
         except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
-            raise UserError(f"{key} has the invalid expression {quote(source)}: {error}", key=key) from None
+            raise UserError(
+                f"{key} has the invalid expression {quote(source)}: {error}", key=key
+            ) from None
         if matches_nothing:
-            raise UserError(f"{key} has the expression {quote(source)}, which matches the empty text", key=key)
+            raise UserError(
+                f"{key} has the expression {quote(source)}, which matches the empty text", key=key
+            )
         patterns.append(pattern)
     return patterns
 
@@ -110,7 +122,8 @@ class _Held(NamedTuple):
 
     Attributes:
       partial: the longest suffix of the held text that is a proper prefix of a banned string.
-      first: the first position, from the beginning of the text, at which a string or a match of an expression might begin.
+      first: the first position, from the beginning of the text, at which a string or a match of an
+        expression might begin.
     """
 
     token: int
@@ -124,10 +137,13 @@ class TextBan:
 
     Attributes:
       held: how many of the last tokens may still be discarded.
-      done: whether the sample ends because almost every token that may come next completes a banned text.
+      done: whether the sample ends because almost every token that may come next completes a banned
+        text.
     """
 
-    def __init__(self, strings: BannedStrings, regexes: Sequence["Pattern[str]"], vocab_size: int, limit: int):
+    def __init__(
+        self, strings: BannedStrings, regexes: Sequence["Pattern[str]"], vocab_size: int, limit: int
+    ):
         """`limit` is the most tokens of the sample."""
         self._strings = strings
         self._regexes = regexes
@@ -175,7 +191,9 @@ class TextBan:
         return None
 
     def _match_strings(self, text: str) -> int | None:
-        """Advances over new text; returns where the first banned string to end begins in the held text, or None."""
+        """Advances over new text; returns where the first banned string to end begins in the held
+        text, or None.
+        """
         partial = self._partial
         for end, character in enumerate(lower(text), len(self._window) + 1):
             partial, matched = self._strings.advance(partial, character)
@@ -190,7 +208,9 @@ class TextBan:
         return min((start for start, end in spans if end > start), default=None)
 
     def _partial_start(self, window: str) -> int:
-        """Returns the first position of the held text at which a regular expression may still match."""
+        """Returns the first position of the held text at which a regular expression may still
+        match.
+        """
         return min((start for start, _ in self._search(window, partial=True)), default=len(window))
 
     def _search(self, window: str, partial: bool) -> list[tuple[int, int]]:
@@ -203,18 +223,26 @@ class TextBan:
         spans = []
         for pattern in self._regexes:
             try:
-                found = pattern.search(self._context + window, pos=offset, partial=partial, timeout=REGEX_SECONDS)
+                found = pattern.search(
+                    self._context + window, pos=offset, partial=partial, timeout=REGEX_SECONDS
+                )
             except TimeoutError:
-                raise UserError(f"the banned expression {quote(pattern.pattern)} takes too long to evaluate") from None
+                raise UserError(
+                    f"the banned expression {quote(pattern.pattern)} takes too long to evaluate"
+                ) from None
             if found is not None:
                 spans.append((found.start() - offset, found.end() - offset))
         return spans
 
     def _discard(self, start: int) -> int:
-        """Discards the tokens from the one that contains a position of the held text on, and excludes the first of them."""
+        """Discards the tokens from the one that contains a position of the held text on, and
+        excludes the first of them.
+        """
         ends = [*itertools.accumulate(len(held.text) for held in self._tokens)]
         place = next(place for place, end in enumerate(ends) if end > start)
-        while place and not self._tokens[place - 1].text:  # a token without text may be a part of the next character
+        while (
+            place and not self._tokens[place - 1].text
+        ):  # a token without text may be a part of the next character
             place -= 1
         count = len(self._tokens) - place
         first = self._tokens[place]
@@ -223,21 +251,30 @@ class TextBan:
         self._partial = self._fitting(first.partial)
         self._first = first.first
         self._position -= count
-        self._excluded = {at: tokens for at, tokens in self._excluded.items() if at <= self._position}
+        self._excluded = {
+            at: tokens for at, tokens in self._excluded.items() if at <= self._position
+        }
         self._excluded.setdefault(self._position, set()).add(first.token)
         self._restarts += 1
         self.done = self._restarts > self._max_restarts
         return count
 
     def _fitting(self, partial: str) -> str:
-        """Returns the longest suffix of a state that lies inside the held text and is a state itself."""
+        """Returns the longest suffix of a state that lies inside the held text and is a state
+        itself.
+        """
         size = len(self._window)
-        return partial if len(partial) <= size else self._strings.longest_prefix(partial[len(partial) - size :])
+        return (
+            partial
+            if len(partial) <= size
+            else self._strings.longest_prefix(partial[len(partial) - size :])
+        )
 
     def _release(self, window: str) -> None:
         """Releases the tokens that no longer can be discarded.
 
-        A token is held if a banned text might begin in it, now or after the tokens behind it were discarded.
+        A token is held if a banned text might begin in it, now or after the tokens behind it were
+        discarded.
         """
         start = self._offset + len(window)
         held = 0
@@ -255,4 +292,6 @@ class TextBan:
         del self._tokens[: len(self._tokens) - held]
         self._partial = self._fitting(self._partial)
         self._first = max(start, self._first)
-        self._excluded = {at: tokens for at, tokens in self._excluded.items() if at >= self._position - held}
+        self._excluded = {
+            at: tokens for at, tokens in self._excluded.items() if at >= self._position - held
+        }

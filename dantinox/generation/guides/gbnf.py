@@ -1,8 +1,9 @@
 """Converts GBNF, the grammar language of llama.cpp, to the Lark dialect of llguidance.
 
-Rules without recursion are regular languages and become terminals. llguidance reads terminals greedily: it takes the longest
-text of any terminal that may come next. `lexing.py` finds the terminals with which this excludes texts of the grammar, and
-these are converted to rules of single characters.
+Rules without recursion are regular languages and become terminals. llguidance reads terminals
+greedily: it takes the longest text of any terminal that may come next. `lexing.py` finds the
+terminals with which this excludes texts of the grammar, and these are converted to rules of single
+characters.
 """
 
 import re
@@ -48,7 +49,9 @@ def gbnf_to_lark(source: str) -> str:
             raise UserError("the GBNF grammar cannot be used: no text satisfies it")
         return _Writer(rules).lark()
     except OverflowError:
-        raise UserError("the GBNF grammar cannot be used: it takes too long to evaluate: simplify it") from None
+        raise UserError(
+            "the GBNF grammar cannot be used: it takes too long to evaluate: simplify it"
+        ) from None
     except RecursionError:
         raise UserError("the GBNF grammar is nested too deeply") from None
 
@@ -59,7 +62,9 @@ class _Parser:
     def __init__(self, source: str):
         self._source = source
         self._at = 0  # the position of the next character
-        self._references: list[tuple[str, int]] = []  # the names of rules that expressions refer to, with their positions
+        self._references: list[
+            tuple[str, int]
+        ] = []  # the names of rules that expressions refer to, with their positions
 
     def rules(self) -> dict[str, Node]:
         """Returns the expression of each rule; the last one of a name counts."""
@@ -99,7 +104,9 @@ class _Parser:
         return found
 
     def _space(self, newlines: bool = False) -> None:
-        self._match(re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*" if newlines else r"(?:[ \t]|#[^\r\n]*)*"))
+        self._match(
+            re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*" if newlines else r"(?:[ \t]|#[^\r\n]*)*")
+        )
 
     def _alternatives(self, nested: bool) -> Node:
         options = [self._sequence(nested)]
@@ -164,7 +171,9 @@ class _Parser:
         return least, most
 
     def _character(self, begin: int, end: str) -> int:
-        """Reads a character or an escape, and returns its code. `begin` is where the text up to `end` begins."""
+        """Reads a character or an escape, and returns its code. `begin` is where the text up to
+        `end` begins.
+        """
         if self._at >= len(self._source):
             raise self._error(f"{self._source[begin]} has no {end} after it", begin)
         if self._source[self._at] != "\\":
@@ -185,7 +194,9 @@ class _Parser:
         ranges: list[tuple[int, int]] = []
         while not self._skip("]"):
             first = last = self._character(begin, "]")
-            if self._source.startswith("-", self._at) and not self._source.startswith("]", self._at + 1):
+            if self._source.startswith("-", self._at) and not self._source.startswith(
+                "]", self._at + 1
+            ):
                 self._at += 1
                 last = self._character(begin, "]")
                 if last < first:
@@ -228,7 +239,9 @@ def _finite(rules: Mapping[str, Node]) -> dict[str, Node]:
         return node
 
     size = -1
-    while size != (size := len(found)):  # until no rule is found; references mostly go to later rules
+    while size != (
+        size := len(found)
+    ):  # until no rule is found; references mostly go to later rules
         for name in reversed([*rules]):
             if name not in found and (node := reduce(rules[name])) is not None:
                 found[name] = node
@@ -237,7 +250,9 @@ def _finite(rules: Mapping[str, Node]) -> dict[str, Node]:
 
 
 class _Place(NamedTuple):
-    """An expression of a rule as Lark, and the same expression over terminals, in which conflicts are searched."""
+    """An expression of a rule as Lark, and the same expression over terminals, in which conflicts
+    are searched.
+    """
 
     text: str
     node: Node
@@ -249,7 +264,9 @@ class _Writer:
     def __init__(self, rules: Mapping[str, Node]):
         self._rules = rules
         self._names = {name: str(number) for number, name in enumerate(rules)}
-        self._regular = smallest_set(rules, _is_regular)  # rules without recursion and special tokens
+        self._regular = smallest_set(
+            rules, _is_regular
+        )  # rules without recursion and special tokens
         self._nullable = smallest_set(rules, is_nullable)
         self._split: set[Node] = set()  # terminals that are written as rules of single characters
         self._work = 0
@@ -274,8 +291,12 @@ class _Writer:
         """Returns the grammar, and the terminals that must be split."""
         self._lines: dict[str, str] = {}  # name in the Lark grammar → its expression
         self._terminals: dict[Node, str] = {}  # expression of a terminal → its name
-        self._places: dict[str, Node] = {}  # name of a rule in the Lark grammar → its expression over terminals
-        self._todo: list[tuple[str, str, bool]] = []  # arguments of `_reference` with the names that it returned
+        self._places: dict[
+            str, Node
+        ] = {}  # name of a rule in the Lark grammar → its expression over terminals
+        self._todo: list[
+            tuple[str, str, bool]
+        ] = []  # arguments of `_reference` with the names that it returned
         start = self._reference("root", False).text
         while self._todo:
             line, name, split = self._todo.pop()
@@ -318,7 +339,9 @@ class _Writer:
         return _Place(" ".join(texts) or '""', Seq(nodes))
 
     def _reference(self, name: str, split: bool) -> _Place:
-        """Returns a reference to a rule, and remembers to write the rule, of single characters if it is `split`."""
+        """Returns a reference to a rule, and remembers to write the rule, of single characters if
+        it is `split`.
+        """
         line = f"{'s' if split else 'r'}{self._names[name]}"
         self._todo.append((line, name, split))
         return _Place(line, Ref(line))
@@ -337,7 +360,9 @@ class _Writer:
         return [group[0] if len(group) == 1 else kind(tuple(group)) for group in merged]
 
     def _terminal_place(self, node: Node) -> _Place:
-        """Returns a reference to the terminal of a regular expression; if that allows the empty text, it is optional."""
+        """Returns a reference to the terminal of a regular expression; if that allows the empty
+        text, it is optional.
+        """
         if node == Seq(()):
             return _Place('""', node)
         name = self._terminals.setdefault(node, f"T{len(self._terminals)}")
@@ -362,13 +387,21 @@ class _Writer:
             return "(" + " | ".join(self._terminal(item) for item in node.items) + ")"
         assert isinstance(node, Seq)
         if node.items and all(isinstance(item, Chars) for item in node.items):
-            return "/" + "".join(_class(item) for item in node.items if isinstance(item, Chars)) + "/"
-        return "(" + " ".join(self._terminal(item) for item in node.items) + ")" if node.items else '""'
+            return (
+                "/" + "".join(_class(item) for item in node.items if isinstance(item, Chars)) + "/"
+            )
+        return (
+            "(" + " ".join(self._terminal(item) for item in node.items) + ")"
+            if node.items
+            else '""'
+        )
 
 
 def _counts(node: Rep) -> str:
     """Returns the counts of a repetition in Lark, such as `*` or `{2,3}`."""
-    symbol = next((symbol for symbol, counts in REPEATS.items() if counts == (node.least, node.most)), None)
+    symbol = next(
+        (symbol for symbol, counts in REPEATS.items() if counts == (node.least, node.most)), None
+    )
     return symbol or f"{{{node.least},{'' if node.most is None else node.most}}}"
 
 
@@ -380,5 +413,10 @@ def _class(node: Chars) -> str:
 
 
 def _is_regular(node: Node, regular: Collection[str]) -> bool:
-    """Whether an expression has neither recursion nor special tokens; `regular` has the rules without them."""
-    return all(isinstance(leaf, Chars) or (isinstance(leaf, Ref) and leaf.name in regular) for leaf in leaves(node))
+    """Whether an expression has neither recursion nor special tokens; `regular` has the rules
+    without them.
+    """
+    return all(
+        isinstance(leaf, Chars) or (isinstance(leaf, Ref) and leaf.name in regular)
+        for leaf in leaves(node)
+    )

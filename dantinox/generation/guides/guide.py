@@ -1,8 +1,10 @@
-"""Guides: objects that restrict the tokens of one sample on the host while it is generated, and the limits of its reasoning.
+"""Guides: objects that restrict the tokens of one sample on the host while it is generated, and the
+limits of its reasoning.
 
-A guide sees each token with its text. It may restrict the next token, and it may discard tokens: decoding runs in chunks, so a
-guide often learns in the middle of a chunk that the tokens after a point should have been restricted. The engine then restarts
-the sample from the last kept token (`RunningBatch.restart`), with the same random numbers for each position.
+A guide sees each token with its text. It may restrict the next token, and it may discard tokens:
+decoding runs in chunks, so a guide often learns in the middle of a chunk that the tokens after a
+point should have been restricted. The engine then restarts the sample from the last kept token
+(`RunningBatch.restart`), with the same random numbers for each position.
 """
 
 import copy
@@ -33,7 +35,8 @@ class Reasoning(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Text that may stand between the end of the reasoning and a constrained answer: the end of `Reasoning.closing`.
+    """Text that may stand between the end of the reasoning and a constrained answer: the end of
+    `Reasoning.closing`.
 
     Attributes:
       text: the text that is left of it.
@@ -61,7 +64,8 @@ class Gap(NamedTuple):
 
 NO_GAP = Gap("", ())
 
-# What happens after a token: `None`, decoding goes on; a number n, the last n tokens are discarded and decoding restarts.
+# What happens after a token: `None`, decoding goes on; a number n, the last n tokens are discarded
+# and decoding restarts.
 Verdict = int | None
 KEEP = None
 RESTART_AFTER = 0
@@ -95,7 +99,8 @@ class Guide(Protocol):
     def push(self, token: int, text: str) -> Verdict:
         """Processes a token and the text that it adds.
 
-        If tokens are discarded, the guide is afterwards in the state before them, and `mask` excludes the first of them.
+        If tokens are discarded, the guide is afterwards in the state before them, and `mask`
+        excludes the first of them.
         """
 
 
@@ -123,7 +128,9 @@ class WholeText:
 
 
 class AfterTrigger:
-    """Applies a constraint to the text after a trigger (`Constraint.after`). Triggers inside the reasoning do not count."""
+    """Applies a constraint to the text after a trigger (`Constraint.after`). Triggers inside the
+    reasoning do not count.
+    """
 
     held = 0
 
@@ -181,7 +188,9 @@ class AfterTrigger:
         gap = self._gap
         if rest:
             rest, gap = gap.split(rest)
-        if rest and not matcher.skip(rest):  # the constraint forbids the part of the token after the trigger
+        if rest and not matcher.skip(
+            rest
+        ):  # the constraint forbids the part of the token after the trigger
             self._tail, self._at_start, self._in_reasoning = before
             self._excluded.add(token)
             return RESTART_BEFORE
@@ -258,7 +267,9 @@ class ReasoningTracker:
 
 
 class ReasoningBudget:
-    """Ends the reasoning of a sample after `Reasoning.budget` tokens, by forcing the tokens of the text that ends it."""
+    """Ends the reasoning of a sample after `Reasoning.budget` tokens, by forcing the tokens of the
+    text that ends it.
+    """
 
     done = False
     held = 0
@@ -277,7 +288,11 @@ class ReasoningBudget:
         return copied
 
     def mask(self) -> np.ndarray | None:
-        return None if self._forced is None else mask_of([self._closing[self._forced]], self._vocab_size)
+        return (
+            None
+            if self._forced is None
+            else mask_of([self._closing[self._forced]], self._vocab_size)
+        )
 
     def push(self, token: int, text: str) -> Verdict:
         self._tracker.push(text)
@@ -289,7 +304,11 @@ class ReasoningBudget:
             self._tracker.is_open = False
             return RESTART_AFTER
         # A model that has begun to write the end marker may complete it.
-        if self._tracker.is_open and self._tracker.count >= self._budget and not self._tracker.pending:
+        if (
+            self._tracker.is_open
+            and self._tracker.count >= self._budget
+            and not self._tracker.pending
+        ):
             self._forced = 0
             return RESTART_AFTER
         return KEEP

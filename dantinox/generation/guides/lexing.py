@@ -5,7 +5,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-MAX_COPIES = 4  # copies of a repeated expression in an automaton; more repetitions are treated as unlimited
+MAX_COPIES = (
+    4  # copies of a repeated expression in an automaton; more repetitions are treated as unlimited
+)
 MAX_STATES = 2000  # of an automaton; the terminals of a larger one are taken as they are
 Ranges = tuple[tuple[int, int], ...]
 
@@ -80,10 +82,14 @@ def is_nullable(node: Node, nullable: Collection[str]) -> bool:
 
 
 def smallest_set(rules: Mapping[str, Node], belongs: Callable[[Node, set[str]], bool]) -> set[str]:
-    """Returns the smallest set of rules that contains each rule whose expression `belongs` to the set."""
+    """Returns the smallest set of rules that contains each rule whose expression `belongs` to the
+    set.
+    """
     found: set[str] = set()
     size = -1
-    while size != (size := len(found)):  # until no rule is added; references mostly go to later rules
+    while size != (
+        size := len(found)
+    ):  # until no rule is added; references mostly go to later rules
         for name in reversed([*rules]):
             if name not in found and belongs(rules[name], found):
                 found.add(name)
@@ -91,12 +97,17 @@ def smallest_set(rules: Mapping[str, Node], belongs: Callable[[Node, set[str]], 
 
 
 def greedy_conflicts(
-    rules: Mapping[str, Node], inline: Callable[[Node], Node], terminals: Mapping[str, Node], limit: int
+    rules: Mapping[str, Node],
+    inline: Callable[[Node], Node],
+    terminals: Mapping[str, Node],
+    limit: int,
 ) -> tuple[set[Node], int]:
-    """Returns the terminals of several characters that may also match the beginning of what follows a terminal, and the work.
+    """Returns the terminals of several characters that may also match the beginning of what follows
+    a terminal, and the work.
 
-    After the text of a terminal A, another terminal B (or A itself) may have a longer text with the same beginning. The lexer
-    goes on with B if the next character allows it, so a text in which this character belongs to what follows A is excluded.
+    After the text of a terminal A, another terminal B (or A itself) may have a longer text with the
+    same beginning. The lexer goes on with B if the next character allows it, so a text in which
+    this character belongs to what follows A is excluded.
 
     Args:
       rules: the expressions of the rules; a `Token` is a terminal or a special token.
@@ -110,7 +121,9 @@ def greedy_conflicts(
     automata = {name: _automaton(node, inline) for name, node in terminals.items()}
     literals = {name: _literal(node) for name, node in terminals.items()}
     firsts = {name: tuple(automaton.first()) for name, automaton in automata.items()}
-    candidates = [name for name, node in terminals.items() if not isinstance(node, Chars)]  # of several characters
+    candidates = [
+        name for name, node in terminals.items() if not isinstance(node, Chars)
+    ]  # of several characters
     patterns = [name for name in candidates if literals[name] is None]
     texts = sorted((text, name) for name in candidates if (text := literals[name]) is not None)
     conflicts: set[str] = set()
@@ -121,16 +134,21 @@ def greedy_conflicts(
         after = tuple({pair for name in following for pair in firsts.get(name, ())})
         text = literals[first]
         if text is not None:
-            # Two literals conflict if the longer one continues the other with a character that may follow it.
+            # Two literals conflict if the longer one continues the other with a character that may
+            # follow it.
             for longer, other in texts[bisect_left(texts, (text, "")) :]:
                 if not longer.startswith(text):
                     break
                 next_character = longer[len(text) :][:1]
-                if next_character and _overlap(((ord(next_character), ord(next_character)),), after):
+                if next_character and _overlap(
+                    ((ord(next_character), ord(next_character)),), after
+                ):
                     conflicts.add(other)
         for other in patterns if text is not None else candidates:
             if other not in conflicts and _overlap(firsts[first], firsts[other]):
-                conflicts_with, pairs = _matches_beyond(automata[first], automata[other], after, limit - work)
+                conflicts_with, pairs = _matches_beyond(
+                    automata[first], automata[other], after, limit - work
+                )
                 work += pairs
                 if conflicts_with:
                     conflicts.add(other)
@@ -149,7 +167,9 @@ def _literal(node: Node) -> str | None:
 
 
 def _followers(rules: Mapping[str, Node]) -> dict[str, set[str]]:
-    """Returns for each terminal and special token those that may follow it (the sets FIRST and FOLLOW of a parser)."""
+    """Returns for each terminal and special token those that may follow it (the sets FIRST and
+    FOLLOW of a parser).
+    """
     nullable = smallest_set(rules, is_nullable)
     firsts: dict[str, set[str]] = {name: set() for name in rules}
 
@@ -232,7 +252,9 @@ class _Automaton:
     def moves_from(self, state: int) -> list[tuple[Ranges, int]]:
         """Returns the moves with a character, also after empty moves, of a complete automaton."""
         if state not in self._moves_from:
-            self._moves_from[state] = [move for inner in self.closure(state) for move in self.moves[inner]]
+            self._moves_from[state] = [
+                move for inner in self.closure(state) for move in self.moves[inner]
+            ]
         return self._moves_from[state]
 
     def ends(self, state: int) -> bool:
@@ -290,8 +312,11 @@ def _add(automaton: _Automaton, node: Node, begin: int, inline: Callable[[Node],
     return end
 
 
-def _matches_beyond(before: _Automaton, other: _Automaton, after: Ranges, limit: int) -> tuple[bool, int]:
-    """Whether the other terminal can continue a text of the first one with a character that may follow the first one.
+def _matches_beyond(
+    before: _Automaton, other: _Automaton, after: Ranges, limit: int
+) -> tuple[bool, int]:
+    """Whether the other terminal can continue a text of the first one with a character that may
+    follow the first one.
 
     Also returns the number of pairs of moves, at most `limit`, or raises OverflowError.
     """
@@ -302,7 +327,11 @@ def _matches_beyond(before: _Automaton, other: _Automaton, after: Ranges, limit:
         one, two = todo.popleft()
         moves_one = before.moves_from(one)
         moves_two = other.moves_from(two)
-        if (one, two) != (0, 0) and before.ends(one) and any(_overlap(ranges, after) for ranges, _ in moves_two):
+        if (
+            (one, two) != (0, 0)
+            and before.ends(one)
+            and any(_overlap(ranges, after) for ranges, _ in moves_two)
+        ):
             return True, work
         work += len(moves_one) * len(moves_two) + 1
         if work > limit:

@@ -6,7 +6,8 @@ from dantinox.text.tool_calls import overlap
 
 
 class StopFinder:
-    """Passes text through until a stop string appears; holds back text that may be the beginning of a stop string.
+    """Passes text through until a stop string appears; holds back text that may be the beginning of
+    a stop string.
 
     Attributes:
       matched_stop: the stop string that ended the text, or None.
@@ -22,7 +23,8 @@ class StopFinder:
         """Adds `text` and returns the text that has become final.
 
         Args:
-          active: whether a stop string ends the text; if false, stop strings are passed through like other text.
+          active: whether a stop string ends the text; if false, stop strings are passed through
+            like other text.
         """
         if not self._stops:
             return text
@@ -40,7 +42,9 @@ class StopFinder:
                 return passed
             passed += self._buffer[:end]
             self._buffer = self._buffer[end:]
-        split = len(self._buffer) - overlap(self._buffer, self._stops)  # what follows may be the beginning of a stop string
+        split = len(self._buffer) - overlap(
+            self._buffer, self._stops
+        )  # what follows may be the beginning of a stop string
         passed += self._buffer[:split]
         self._buffer = self._buffer[split:]
         return passed
@@ -52,6 +56,12 @@ class StopFinder:
         return buffered
 
     def _find_first(self) -> tuple[int, str] | None:
-        """Returns the position and value of the stop string that ends first; of several with the same end, the longest."""
-        hits = [(start + len(stop), start, stop) for stop in self._stops if (start := self._buffer.find(stop)) >= 0]
+        """Returns the position and value of the stop string that ends first; of several with the
+        same end, the longest.
+        """
+        hits = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := self._buffer.find(stop)) >= 0
+        ]
         return min(hits)[1:] if hits else None

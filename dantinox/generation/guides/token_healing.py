@@ -1,8 +1,9 @@
 """Token healing: a prompt may end inside a token.
 
-A tokenizer encodes the prompt "http:" with a token for ":". A model that has always seen the token "://" there then avoids the
-continuation "//". Token healing removes such tokens from the end of the prompt, and the model generates any tokens whose
-text begins with theirs. The method is that of the library guidance (github.com/guidance-ai/guidance).
+A tokenizer encodes the prompt "http:" with a token for ":". A model that has always seen the token
+"://" there then avoids the continuation "//". Token healing removes such tokens from the end of the
+prompt, and the model generates any tokens whose text begins with theirs. The method is that of the
+library guidance (github.com/guidance-ai/guidance).
 """
 
 import copy
@@ -21,12 +22,15 @@ MAX_HEALED_TOKENS = 4  # the most tokens that are removed from a prompt
 
 
 class PieceIndex:
-    """The tokens of a vocabulary in the order of their bytes. Tokens without bytes, such as special tokens, are not in it."""
+    """The tokens of a vocabulary in the order of their bytes. Tokens without bytes, such as special
+    tokens, are not in it.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         if tokenizer.token_pieces is None:
             raise UserError(
-                "token_healing needs a tokenizer whose tokens have the same text next to any others; this tokenizer does not",
+                "token_healing needs a tokenizer whose tokens have the same text next to any"
+                " others; this tokenizer does not",
                 key="generation.token_healing",
             )
         self.pieces = tokenizer.token_pieces.inner
@@ -42,8 +46,8 @@ class PieceIndex:
     def healed_count(self, ids: Sequence[int]) -> int:
         """Returns how many tokens to remove from the end of a prompt.
 
-        A token is removed while some token of the vocabulary extends the bytes of the removed ones. At least one token remains,
-        and a special token is never removed.
+        A token is removed while some token of the vocabulary extends the bytes of the removed ones.
+        At least one token remains, and a special token is never removed.
         """
         data = b""
         count = 0
@@ -62,16 +66,19 @@ class PieceIndex:
             first = bisect_left(self._sorted, data[:size])
             ranges.append((first, bisect_right(self._sorted, data[:size], first)))
         first = bisect_left(self._sorted, data)
-        # The first piece after those that begin with `data`, which follow each other in the order of the bytes.
+        # The first piece after those that begin with `data`, which follow each other in the order
+        # of the bytes.
         end = bisect_left(self._sorted, True, first, key=lambda piece: not piece.startswith(data))
         ranges.append((first, end))
         return np.concatenate([self._ids[start:end] for start, end in ranges])
 
 
 class HealedPrefix:
-    """Generates the bytes that were removed from a prompt; then the constraint of the request begins.
+    """Generates the bytes that were removed from a prompt; then the constraint of the request
+    begins.
 
-    The constraint applies to the response, so also to the bytes by which a token exceeds the removed ones.
+    The constraint applies to the response, so also to the bytes by which a token exceeds the
+    removed ones.
 
     Attributes:
       in_prompt: whether the newest token added no bytes to the response.
@@ -79,7 +86,13 @@ class HealedPrefix:
 
     held = 0
 
-    def __init__(self, index: PieceIndex, healed: Sequence[int], vocab_size: int, constraint: Guide | None = None):
+    def __init__(
+        self,
+        index: PieceIndex,
+        healed: Sequence[int],
+        vocab_size: int,
+        constraint: Guide | None = None,
+    ):
         """Creates a guide at the end of the shortened prompt.
 
         Args:
@@ -109,7 +122,9 @@ class HealedPrefix:
         allowed = self._index.matches(self._rest)
         if isinstance(self._constraint, WholeText):
             starts = self._constraint_starts()
-            allowed = np.asarray([token for token in allowed.tolist() if self._excess(token) in starts], np.int32)
+            allowed = np.asarray(
+                [token for token in allowed.tolist() if self._excess(token) in starts], np.int32
+            )
         if self._excluded:
             allowed = np.setdiff1d(allowed, [*self._excluded])
         return mask_of(allowed, self._vocab_size)
@@ -141,13 +156,17 @@ class HealedPrefix:
         return self._index.pieces[token][len(self._rest) :]
 
     def _constraint_starts(self) -> dict[bytes, int]:
-        """Returns the bytes of the tokens with which the constraint allows a text to begin; no bytes stand for no token."""
+        """Returns the bytes of the tokens with which the constraint allows a text to begin; no
+        bytes stand for no token.
+        """
         assert self._constraint is not None
         bits = self._constraint.mask()
         assert bits is not None
         pieces = self._index.pieces
         flags = np.unpackbits(bits.view(np.uint8), bitorder="little")[: len(pieces)]
-        return {b"": -1} | {pieces[token]: token for token in np.flatnonzero(flags).tolist() if pieces[token]}
+        return {b"": -1} | {
+            pieces[token]: token for token in np.flatnonzero(flags).tolist() if pieces[token]
+        }
 
 
 class _ResponseDetokenizer:
@@ -170,22 +189,31 @@ class _ResponseDetokenizer:
 
 
 def response_detokenizer(
-    tokenizer: Tokenizer, prompt: Sequence[int], healed: Sequence[int] = (), visible_ids: frozenset[int] = frozenset()
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    healed: Sequence[int] = (),
+    visible_ids: frozenset[int] = frozenset(),
 ) -> Detokenizer:
-    """Returns a detokenizer that has read a prompt, and returns the text that the next tokens add to the response.
+    """Returns a detokenizer that has read a prompt, and returns the text that the next tokens add
+    to the response.
 
     Args:
-      healed: the tokens that were removed from the end of the prompt, whose text is not a part of the response.
+      healed: the tokens that were removed from the end of the prompt, whose text is not a part of
+        the response.
     """
     detokenizer = tokenizer.detokenizer(visible_ids)
     if not healed:
         detokenizer.push(prompt)
         return detokenizer
-    response = _ResponseDetokenizer(detokenizer, len(tokenizer.detokenizer(visible_ids).push([*prompt, *healed])))
+    response = _ResponseDetokenizer(
+        detokenizer, len(tokenizer.detokenizer(visible_ids).push([*prompt, *healed]))
+    )
     response.push(prompt)
     return response  # type: ignore[return-value]
 
 
 def healed_characters(tokenizer: Tokenizer, prompt: Sequence[int], healed: Sequence[int]) -> int:
     """Returns the number of characters of the tokens that were removed from a prompt."""
-    return len(tokenizer.detokenizer().push([*prompt, *healed])) - len(tokenizer.detokenizer().push(prompt))
+    return len(tokenizer.detokenizer().push([*prompt, *healed])) - len(
+        tokenizer.detokenizer().push(prompt)
+    )

@@ -1,4 +1,6 @@
-"""Masks of tokens: uint32 `[⌈V/32⌉]`, where bit i mod 32 of word ⌊i/32⌋ is set if token i may come next."""
+"""Masks of tokens: uint32 `[⌈V/32⌉]`, where bit i mod 32 of word ⌊i/32⌋ is set if token i may come
+next.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -38,5 +40,8 @@ def combine_masks(masks: Sequence[np.ndarray | None]) -> np.ndarray | None:
     for mask in given[1:]:
         combined = combined & mask
     if len(given) > 1 and not combined.any():
-        raise UserError("the constraint, banned texts and reasoning budget of this request together allow no token here")
+        raise UserError(
+            "the constraint, banned texts and reasoning budget of this request together allow no"
+            " token here"
+        )
     return combined

@@ -1,1 +1,3 @@
-"""The prefix cache: keys and values of earlier requests, which later requests with the same start reuse."""
+"""The prefix cache: keys and values of earlier requests, which later requests with the same start
+reuse.
+"""

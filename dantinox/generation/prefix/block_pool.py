@@ -1,4 +1,6 @@
-"""The pool of the prefix cache: blocks of keys and values, and the programs that copy them from and to the slots of a batch."""
+"""The pool of the prefix cache: blocks of keys and values, and the programs that copy them from and
+to the slots of a batch.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +15,15 @@ from dantinox.model import KVCache
 from dantinox.model.cache import FullLayer, RingLayer
 from dantinox.model.cache_store import SegmentedStore, Store
 
-Pool = tuple[Store, ...]  # one store per layer that has keys and values; a row of the store is a block
+Pool = tuple[
+    Store, ...
+]  # one store per layer that has keys and values; a row of the store is a block
 
 
 def make_pool(caches: Caches, blocks: int, size: int) -> Pool:
-    """Returns a pool of `blocks` empty blocks of `size` tokens for the sequences of caches without compressed layers."""
+    """Returns a pool of `blocks` empty blocks of `size` tokens for the sequences of caches without
+    compressed layers.
+    """
 
     def empty_leaf(slots_axis: int, leaf: jax.Array) -> jax.Array:
         shape = [*leaf.shape]
@@ -30,19 +36,35 @@ def make_pool(caches: Caches, blocks: int, size: int) -> Pool:
 
 @partial(jax.jit, static_argnames=("size",), donate_argnames=("pool",))
 def store_blocks(
-    pool: Pool, caches: Caches, row: jax.Array, start: jax.Array, index_N: jax.Array, count: jax.Array, size: int
+    pool: Pool,
+    caches: Caches,
+    row: jax.Array,
+    start: jax.Array,
+    index_N: jax.Array,
+    count: jax.Array,
+    size: int,
 ) -> Pool:
-    """Copies `count` blocks of a row of the caches, from position `start` on, to the places `index_N` of the pool."""
+    """Copies `count` blocks of a row of the caches, from position `start` on, to the places
+    `index_N` of the pool.
+    """
 
     def layer_blocks(blocks: Store, layer: FullLayer | RingLayer) -> Store:
         for first, segment in _segments(layer):
 
-            def copy(i: jax.Array, blocks: Store, first: int = first, segment: Store = segment) -> Store:
+            def copy(
+                i: jax.Array, blocks: Store, first: int = first, segment: Store = segment
+            ) -> Store:
                 if isinstance(layer, RingLayer):
-                    return blocks.copy_slots(index_N[i], 0, layer.read_block(row, start + i * size, size), 0, 0, size)
-                return blocks.copy_slots(index_N[i], 0, segment, row, start + i * size - first, size)
+                    return blocks.copy_slots(
+                        index_N[i], 0, layer.read_block(row, start + i * size, size), 0, 0, size
+                    )
+                return blocks.copy_slots(
+                    index_N[i], 0, segment, row, start + i * size - first, size
+                )
 
-            blocks = jax.lax.fori_loop(*_inside(layer, first, segment, start, count, size), copy, blocks)
+            blocks = jax.lax.fori_loop(
+                *_inside(layer, first, segment, start, count, size), copy, blocks
+            )
         return blocks
 
     return tuple(map(layer_blocks, pool, _layers(caches)))
@@ -50,9 +72,17 @@ def store_blocks(
 
 @partial(jax.jit, static_argnames=("size",), donate_argnames=("caches",))
 def load_blocks(
-    caches: Caches, pool: Pool, row: jax.Array, start: jax.Array, index_N: jax.Array, count: jax.Array, size: int
+    caches: Caches,
+    pool: Pool,
+    row: jax.Array,
+    start: jax.Array,
+    index_N: jax.Array,
+    count: jax.Array,
+    size: int,
 ) -> Caches:
-    """Copies `count` blocks from the places `index_N` of the pool to a row of the caches, from position `start` on."""
+    """Copies `count` blocks from the places `index_N` of the pool to a row of the caches, from
+    position `start` on.
+    """
 
     def loaded(blocks: Store, layer: FullLayer | RingLayer) -> FullLayer | RingLayer:
         if isinstance(layer, RingLayer):
@@ -66,9 +96,15 @@ def load_blocks(
         for first, segment in _segments(layer):
 
             def copy(i: jax.Array, segment: Store, first: int = first) -> Store:
-                return segment.copy_slots(row, start + i * size - first, blocks, index_N[i], 0, size)
+                return segment.copy_slots(
+                    row, start + i * size - first, blocks, index_N[i], 0, size
+                )
 
-            segments.append(jax.lax.fori_loop(*_inside(layer, first, segment, start, count, size), copy, segment))
+            segments.append(
+                jax.lax.fori_loop(
+                    *_inside(layer, first, segment, start, count, size), copy, segment
+                )
+            )
         if not isinstance(layer.store, SegmentedStore):
             return replace(layer, store=segments[0])
         return replace(layer, store=replace(layer.store, segments=tuple(segments)))
@@ -77,7 +113,9 @@ def load_blocks(
 
     def with_loaded_layers(cache: KVCache) -> KVCache:
         """Takes the next of `layers` for each layer that has keys and values of its own."""
-        return replace(cache, layers=tuple(None if layer is None else next(layers) for layer in cache.layers))
+        return replace(
+            cache, layers=tuple(None if layer is None else next(layers) for layer in cache.layers)
+        )
 
     return tuple(with_loaded_layers(cache) for cache in caches)
 
@@ -93,8 +131,12 @@ def _segments(layer: FullLayer | RingLayer) -> list[tuple[int, Store]]:
     return store.segments_by_start if isinstance(store, SegmentedStore) else [(0, store)]
 
 
-def _inside(layer: Any, first: int, segment: Store, start: jax.Array, count: jax.Array, size: int) -> tuple[Any, Any]:
-    """Returns the range of the blocks, of `count` blocks from position `start` on, whose positions are in a segment."""
+def _inside(
+    layer: Any, first: int, segment: Store, start: jax.Array, count: jax.Array, size: int
+) -> tuple[Any, Any]:
+    """Returns the range of the blocks, of `count` blocks from position `start` on, whose positions
+    are in a segment.
+    """
     if isinstance(layer, RingLayer):
         return 0, count
     begin = jnp.clip((first - start) // size, 0, count)

@@ -1,8 +1,9 @@
 """Writes the blocks of a prefix cache to a folder, and restores them when the next server starts.
 
-The folder holds one safetensors file and a manifest with its SHA-256. The file has the keys and values of all blocks, their
-tokens, and a fingerprint. Blocks are restored only if the fingerprint is equal, because keys from another model, program or
-machine may differ in their last bits, or altogether.
+The folder holds one safetensors file and a manifest with its SHA-256. The file has the keys and
+values of all blocks, their tokens, and a fingerprint. Blocks are restored only if the fingerprint
+is equal, because keys from another model, program or machine may differ in their last bits, or
+altogether.
 """
 
 import hashlib
@@ -32,7 +33,8 @@ log = logging.getLogger("dantinox.generation")
 
 
 class BlockRows(NamedTuple):
-    """The blocks of a pool on the host: the blocks, each after its parent, and their rows in each leaf of the pool.
+    """The blocks of a pool on the host: the blocks, each after its parent, and their rows in each
+    leaf of the pool.
 
     The places of the blocks are row numbers.
     """
@@ -49,7 +51,15 @@ def fingerprint(programs: Iterable[str], weights: Sequence[jax.Array], probe: st
       weights: all weights of the model and of its draft model.
       probe: a checksum of the keys of a fixed sequence.
     """
-    facts = [FORMAT, probe, *programs, *_versions(), jax.default_backend(), jax.devices()[0].device_kind, cpu_name()]
+    facts = [
+        FORMAT,
+        probe,
+        *programs,
+        *_versions(),
+        jax.default_backend(),
+        jax.devices()[0].device_kind,
+        cpu_name(),
+    ]
     facts.append(hashlib.sha256(SOURCE.read_bytes()).hexdigest())  # of the native kernels
     facts += [f"{leaf.shape} {leaf.dtype} {_checksum(leaf).tolist()}" for leaf in weights]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
@@ -61,7 +71,9 @@ def _versions() -> list[str]:
 
 @jax.jit
 def _checksum(leaf: jax.Array) -> jax.Array:
-    """Returns two sums of the bits of an array modulo 2³², each with its own weight for every element."""
+    """Returns two sums of the bits of an array modulo 2³², each with its own weight for every
+    element.
+    """
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(leaf.reshape(-1), unsigned).astype(jnp.uint32)
     index = jnp.arange(len(bits), dtype=jnp.uint32)
@@ -90,10 +102,11 @@ def write_blocks(folder: Path, found: BlockRows, fingerprint: str) -> None:
 
 
 def read_blocks(folder: Path, pool: Pool, fingerprint: str, size: int) -> BlockRows | None:
-    """Reads the blocks that a server with the same fingerprint has written, at most as many as the pool has.
+    """Reads the blocks that a server with the same fingerprint has written, at most as many as the
+    pool has.
 
-    Returns None if there are none. If the file is damaged, or was written with another model, program or machine, it also logs
-    one warning.
+    Returns None if there are none. If the file is damaged, or was written with another model,
+    program or machine, it also logs one warning.
     """
     path = folder / BLOCKS_FILE
     if not path.exists() and not (folder / MANIFEST).exists():
@@ -102,7 +115,9 @@ def read_blocks(folder: Path, pool: Pool, fingerprint: str, size: int) -> BlockR
         check_files(folder, [BLOCKS_FILE])
         file = SafetensorsFile(path)
         if file.metadata.get("fingerprint") != fingerprint:
-            raise UserError(f"{path} was written with another model, other settings, or on another machine")
+            raise UserError(
+                f"{path} was written with another model, other settings, or on another machine"
+            )
         return _parse(file, jax.tree.leaves(pool), size)
     except UserError as error:
         log.warning("the saved prefix cache is ignored: %s", error)
@@ -118,8 +133,12 @@ def _parse(file: SafetensorsFile, leaves: Sequence[jax.Array], size: int) -> Blo
     for name, leaf in zip(names, leaves, strict=True):
         if file.tensors[name] != Tensor((len(tokens), *leaf.shape[1:]), leaf.dtype.name):
             raise ValueError(name)
-    if any(parent >= row for row, parent in enumerate(parents)) or any(len(one) != size for one in tokens):
+    if any(parent >= row for row, parent in enumerate(parents)) or any(
+        len(one) != size for one in tokens
+    ):
         raise ValueError("parents")
     columns = zip(range(leaves[0].shape[0]), parents, roots, tokens, strict=False)
-    blocks = [StoredBlock(row, parent, str(salts[root]), tuple(one)) for row, parent, root, one in columns]
+    blocks = [
+        StoredBlock(row, parent, str(salts[root]), tuple(one)) for row, parent, root, one in columns
+    ]
     return BlockRows(blocks, [file.read(name)[: len(blocks)] for name in names])

@@ -1,8 +1,9 @@
 """`PrefixTree`: which blocks of a pool hold the keys and values of which prompt prefixes.
 
-A block holds the keys and values of `size` consecutive tokens, which depend on all tokens before them. So the blocks form a
-tree: the path from the root to a block spells the whole prefix. The tree compares tokens, not hashes, so two different prefixes
-never share a block. Each salt has a root of its own, and requests with different salts share nothing.
+A block holds the keys and values of `size` consecutive tokens, which depend on all tokens before
+them. So the blocks form a tree: the path from the root to a block spells the whole prefix. The tree
+compares tokens, not hashes, so two different prefixes never share a block. Each salt has a root of
+its own, and requests with different salts share nothing.
 """
 
 from collections import OrderedDict
@@ -27,7 +28,8 @@ class Block:
 
 
 class StoredBlock(NamedTuple):
-    """A block as it is written to a file: its place in the pool, its parent's place, the salt of its root, and its tokens.
+    """A block as it is written to a file: its place in the pool, its parent's place, the salt of
+    its root, and its tokens.
 
     The parent of a block at the beginning of a sequence is −1.
     """
@@ -39,7 +41,8 @@ class StoredBlock(NamedTuple):
 
 
 class PrefixTree:
-    """The blocks of a pool with a fixed capacity. If it is full, a new block replaces the leaf that was used least recently.
+    """The blocks of a pool with a fixed capacity. If it is full, a new block replaces the leaf that
+    was used least recently.
 
     Attributes:
       capacity: the number of blocks in the pool.
@@ -52,8 +55,8 @@ class PrefixTree:
         self.size = size
         self.evictions = 0
         self._roots: dict[str, Block] = {}
-        # Blocks in order of their last use. The blocks of a path are marked as used from its end to its beginning, so a block
-        # always comes after its children, and the first one is a leaf.
+        # Blocks in order of their last use. The blocks of a path are marked as used from its end to
+        # its beginning, so a block always comes after its children, and the first one is a leaf.
         self._by_use: OrderedDict[int, Block] = OrderedDict()
         self._free = list(range(capacity - 1, -1, -1))
 
@@ -63,15 +66,18 @@ class PrefixTree:
         return len(self._by_use)
 
     def match(self, ids: Sequence[int], salt: str) -> list[int]:
-        """Returns the pool indices of the longest known prefix of `ids` in whole blocks, and marks its blocks as used."""
+        """Returns the pool indices of the longest known prefix of `ids` in whole blocks, and marks
+        its blocks as used.
+        """
         return [block.index for block in self._walk(ids, salt)]
 
     def extend(self, ids: Sequence[int], salt: str) -> tuple[int, list[int]]:
-        """Adds the missing blocks of `ids`, as far as the pool has space for them next to the other blocks of `ids`.
+        """Adds the missing blocks of `ids`, as far as the pool has space for them next to the other
+        blocks of `ids`.
 
         Returns:
-          The number of blocks that were known before, and the pool indices of the new ones. The caller must write the keys and
-          values of these before the next call of `match`.
+          The number of blocks that were known before, and the pool indices of the new ones. The
+          caller must write the keys and values of these before the next call of `match`.
         """
         path = self._walk(ids, salt)
         known = len(path)
@@ -99,7 +105,9 @@ class PrefixTree:
         return stored
 
     def restore(self, blocks: Sequence[StoredBlock]) -> None:
-        """Adds the result of `blocks` of another tree to this empty tree, whose capacity must suffice."""
+        """Adds the result of `blocks` of another tree to this empty tree, whose capacity must
+        suffice.
+        """
         for place, parent, salt, tokens in blocks:
             self._add_block(place, tokens, self._root(salt) if parent < 0 else self._by_use[parent])
         for block in reversed(blocks):
@@ -132,7 +140,9 @@ class PrefixTree:
             self._by_use.move_to_end(block.index)
 
     def _allocate(self, parent: Block) -> int | None:
-        """Returns a place in the pool for a child of `parent`; None if there are no blocks but `parent` and those before it."""
+        """Returns a place in the pool for a child of `parent`; None if there are no blocks but
+        `parent` and those before it.
+        """
         if self._free:
             return self._free.pop()
         leaf = next(iter(self._by_use.values()))

@@ -1,8 +1,9 @@
 """The codebooks of ggml's IQ types: a codebook maps each code to a short vector of values.
 
-The codebooks are constants of the format, from ggml's `src/ggml-common.h` (MIT license). This module stores them packed. Each
-codebook has a short list of possible values, and every entry is a 2-bit or 4-bit index into this list. The first index is in
-the lowest bits of a byte. The bytes are compressed with zlib and written in base 85.
+The codebooks are constants of the format, from ggml's `src/ggml-common.h` (MIT license). This
+module stores them packed. Each codebook has a short list of possible values, and every entry is a
+2-bit or 4-bit index into this list. The first index is in the lowest bits of a byte. The bytes are
+compressed with zlib and written in base 85.
 """
 
 import base64

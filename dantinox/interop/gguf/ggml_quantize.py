@@ -1,11 +1,13 @@
 """Quantization to ggml's tensor types.
 
-The rules are those of llama.cpp's reference functions `quantize_row_*_ref` (`ggml-quants.c`). The functions here multiply, add
-and round to float32 in the same order, so the blocks have equal bytes. For that, the values of a group are on the first axis,
-because NumPy adds up a first axis one entry after another.
+The rules are those of llama.cpp's reference functions `quantize_row_*_ref` (`ggml-quants.c`). The
+functions here multiply, add and round to float32 in the same order, so the blocks have equal bytes.
+For that, the values of a group are on the first axis, because NumPy adds up a first axis one entry
+after another.
 
-Shapes: n values of a group, G groups, B blocks. Each `_q…` function takes blocks `[B, values]` and returns the fields of their
-types: d, dmin and m are scales and minima, qs, qh, ql levels in few bits.
+Shapes: n values of a group, G groups, B blocks. Each `_q…` function takes blocks `[B, values]` and
+returns the fields of their types: d, dmin and m are scales and minima, qs, qh, ql levels in few
+bits.
 """
 
 import os
@@ -16,7 +18,9 @@ import numpy as np
 
 from dantinox.interop.gguf.ggml_types import TYPES
 
-CHUNK = 1 << 16  # values that a thread converts at a time, so that intermediate arrays fit the caches of a CPU
+CHUNK = (
+    1 << 16
+)  # values that a thread converts at a time, so that intermediate arrays fit the caches of a CPU
 HALF_BYTE = np.uint8(15)
 SMALLEST = np.float32(1e-15)  # a group whose values are all smaller becomes zero in Q6_K
 LARGEST = 1e12  # no type can represent larger values, and their sums of cubes overflow float32
@@ -26,8 +30,8 @@ ONE = np.float32(1)
 def quantize(name: str, array: np.ndarray) -> np.ndarray:
     """Returns the bytes of an array's blocks. The size must be a multiple of the block size.
 
-    The array is converted in chunks on all cores. A value that the type cannot represent (NaN, Inf, or too large for float16
-    scales) gives a scale that is not finite.
+    The array is converted in chunks on all cores. A value that the type cannot represent (NaN, Inf,
+    or too large for float16 scales) gives a scale that is not finite.
     """
     kind = TYPES[name]
     encode = ENCODERS[name]
@@ -67,7 +71,9 @@ def _select(x: np.ndarray, index: np.ndarray, axis: int = -1) -> np.ndarray:
 
 
 def _largest(x: np.ndarray, axis: int) -> np.ndarray:
-    """Returns the entry with the largest absolute value along an axis, the first of several, and 0 instead of −0."""
+    """Returns the entry with the largest absolute value along an axis, the first of several, and 0
+    instead of −0.
+    """
     return _select(x, np.abs(x).argmax(axis), axis) + np.float32(0)
 
 
@@ -86,20 +92,26 @@ def _levels(scaled: np.ndarray, top: int) -> np.ndarray:
 
 
 def _symmetric(x: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns d and the levels from 0 to 2·half − 1 with x ≈ d · (level − half). The largest value is exactly −half · d."""
+    """Returns d and the levels from 0 to 2·half − 1 with x ≈ d · (level − half). The largest value
+    is exactly −half · d.
+    """
     d = _largest(x, -1) / np.float32(-half)
     return d, _levels(x * _reciprocal(d)[:, None] + np.float32(half + 0.5), 2 * half - 1)
 
 
 def _affine(x: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns d, m and the levels from 0 to `top` with x ≈ d · level + m; m is the smallest value."""
+    """Returns d, m and the levels from 0 to `top` with x ≈ d · level + m; m is the smallest
+    value.
+    """
     m = _select(x, x.argmin(-1))  # `min` may return 0 for −0
     d = (_select(x, x.argmax(-1)) - m) / np.float32(top)
     return d, m, _levels((x - m[:, None]) * _reciprocal(d)[:, None] + np.float32(0.5), top)
 
 
 def _nibbles(levels: np.ndarray) -> np.ndarray:
-    """Packs 4-bit levels `[…, 2n]` to bytes `[…, n]`: the first half in the low bits, the second half in the high bits."""
+    """Packs 4-bit levels `[…, 2n]` to bytes `[…, n]`: the first half in the low bits, the second
+    half in the high bits.
+    """
     low, high = np.split(levels & HALF_BYTE, 2, axis=-1)
     return low | high << np.uint8(4)
 
@@ -140,10 +152,14 @@ def _groups(x: np.ndarray, size: int) -> np.ndarray:
     return np.ascontiguousarray(x.reshape(-1, size).T)
 
 
-def _search_affine(x_nG: np.ndarray, top: int, first: float, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Finds a scale and a minimum per group, so that the weighted squared error of scale · level − minimum is small.
+def _search_affine(
+    x_nG: np.ndarray, top: int, first: float, steps: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Finds a scale and a minimum per group, so that the weighted squared error of scale · level −
+    minimum is small.
 
-    Each step rounds with a slightly larger inverse scale, and solves for the best scale and minimum of these levels.
+    Each step rounds with a slightly larger inverse scale, and solves for the best scale and minimum
+    of these levels.
 
     Args:
       x_nG: the values.
@@ -180,11 +196,14 @@ def _search_affine(x_nG: np.ndarray, top: int, first: float, steps: int) -> tupl
 
     round_levels(inverse, low)
     best = error(scale, low)
-    # The inverse scale and the minimum with which the best step rounded. `scale` and `low` are its solutions.
+    # The inverse scale and the minimum with which the best step rounded. `scale` and `low` are its
+    # solutions.
     best_inverse = inverse
     best_low = low
     for step in range(steps + 1):
-        inverse = (np.float32(first) + np.float32(0.1) * np.float32(step) + np.float32(top)) / (high - low)
+        inverse = (np.float32(first) + np.float32(0.1) * np.float32(step) + np.float32(top)) / (
+            high - low
+        )
         round_levels(inverse, low)
         # Weighted sums over a group: w weights, x values, l levels.
         np.multiply(weights_nG, level_nG, out=work_nG)
@@ -208,8 +227,11 @@ def _search_affine(x_nG: np.ndarray, top: int, first: float, steps: int) -> tupl
     return np.where(flat, np.float32(0), scale), -low, np.where(flat, np.float32(0), level_nG)
 
 
-def _affine_k(x: np.ndarray, top: int, first: float, steps: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Quantizes blocks of eight groups with 6-bit scales and minima; returns the fields and the levels `[B, 8, 32]`.
+def _affine_k(
+    x: np.ndarray, top: int, first: float, steps: int
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Quantizes blocks of eight groups with 6-bit scales and minima; returns the fields and the
+    levels `[B, 8, 32]`.
 
     The other arguments are those of `_search_affine`.
     """
@@ -222,7 +244,8 @@ def _affine_k(x: np.ndarray, top: int, first: float, steps: int) -> tuple[dict[s
     m_G = (dmin_B.astype(np.float32)[:, None] * minima_B8).reshape(-1)
     rounded_nG = np.clip(np.rint((x_nG + m_G) / d_G), np.float32(0), np.float32(top))
     levels = np.where(d_G == 0, level_nG, rounded_nG).astype(np.uint8).T.reshape(-1, 8, 32)
-    # Bytes 0 to 3 and 4 to 7 have the scales and minima of the first four groups, and the high two bits of the last four.
+    # Bytes 0 to 3 and 4 to 7 have the scales and minima of the first four groups, and the high two
+    # bits of the last four.
     top_bits = np.uint8(0xC0)
     packed = [
         scales_B8[:, :4] | scales_B8[:, 4:] << np.uint8(2) & top_bits,
@@ -233,16 +256,21 @@ def _affine_k(x: np.ndarray, top: int, first: float, steps: int) -> tuple[dict[s
 
 
 def _six_bits(factors_B8: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes the scales of a block's groups to 6 bits; returns a float16 scale of the block and the integers `[B, 8]`."""
+    """Quantizes the scales of a block's groups to 6 bits; returns a float16 scale of the block and
+    the integers `[B, 8]`.
+    """
     largest_B = np.maximum(factors_B8.max(-1), np.float32(0))
     inverse_B = np.where(largest_B > 0, np.float32(63) / largest_B, np.float32(0))
-    # The reference casts to an unsigned byte before it limits the value, so a negative scale becomes 63.
+    # The reference casts to an unsigned byte before it limits the value, so a negative scale
+    # becomes 63.
     whole_B8 = np.rint(factors_B8 * inverse_B[:, None]).astype(np.int32).astype(np.uint8)
     return (largest_B / np.float32(63)).astype(np.float16), np.minimum(whole_B8, np.uint8(63))
 
 
 def _pair_nibbles(levels: np.ndarray) -> np.ndarray:
-    """Packs the 4-bit levels of groups 2i and 2i + 1 to the same bytes: `[B, 8, 32]` → `[B, 128]`."""
+    """Packs the 4-bit levels of groups 2i and 2i + 1 to the same bytes: `[B, 8, 32]` →
+    `[B, 128]`.
+    """
     return _nibbles(levels.reshape(len(levels), 4, 64)).reshape(len(levels), -1)
 
 
@@ -253,7 +281,9 @@ def _q4_k(x: np.ndarray) -> dict[str, np.ndarray]:
 
 def _q5_k(x: np.ndarray) -> dict[str, np.ndarray]:
     fields, levels = _affine_k(x, 31, -0.5, 15)
-    high = np.packbits(levels >> np.uint8(4), axis=1, bitorder="little")[:, 0]  # bit i of byte j: value j of group i
+    high = np.packbits(levels >> np.uint8(4), axis=1, bitorder="little")[
+        :, 0
+    ]  # bit i of byte j: value j of group i
     return fields | {"qs": _pair_nibbles(levels), "qh": high}
 
 
@@ -306,25 +336,38 @@ def _q6_k(x: np.ndarray) -> dict[str, np.ndarray]:
     zero = np.abs(largest) < SMALLEST
     inverse = np.float32(-128) / largest
     d = np.where(zero, np.float32(0), ONE / inverse).astype(np.float16)
-    whole = np.where(zero[:, None], np.float32(0), np.minimum(np.rint(scales * inverse[:, None]), np.float32(127)))
+    whole = np.where(
+        zero[:, None],
+        np.float32(0),
+        np.minimum(np.rint(scales * inverse[:, None]), np.float32(127)),
+    )
     step = (d.astype(np.float32)[:, None] * whole).reshape(-1)
     rounded_nG = np.clip(np.rint(x_nG / step), np.float32(-32), np.float32(31))
-    levels = (np.where(step == 0, level_nG, rounded_nG) + np.float32(32)).astype(np.uint8).T.reshape(-1, 256)
+    levels = (
+        (np.where(step == 0, level_nG, rounded_nG) + np.float32(32))
+        .astype(np.uint8)
+        .T.reshape(-1, 256)
+    )
     levels[zero] = 0
-    # Each half of a block: four quarters, whose low 4 bits form `ql` and whose high 2 bits form `qh`.
+    # Each half of a block: four quarters, whose low 4 bits form `ql` and whose high 2 bits form
+    # `qh`.
     quarters = levels.reshape(-1, 2, 4, 32)
     low = _nibbles(levels.reshape(-1, 2, 128)).reshape(len(x), -1)
     return {"d": d, "scales": whole, "ql": low, "qh": _pack_pairs(quarters >> np.uint8(4))}
 
 
 def _pack_pairs(fields: np.ndarray) -> np.ndarray:
-    """Packs fields of 2 bits `[B, m, 4, n]`, four to a byte with the first in the lowest bits: `[B, m · n]`."""
+    """Packs fields of 2 bits `[B, m, 4, n]`, four to a byte with the first in the lowest bits:
+    `[B, m · n]`.
+    """
     shifted = fields << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(shifted, axis=2).reshape(len(fields), -1)
 
 
 def _ternary_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns d and the codes 0, 1 and 2 with x ≈ d · (code − 1); d is the largest absolute value."""
+    """Returns d and the codes 0, 1 and 2 with x ≈ d · (code − 1); d is the largest absolute
+    value.
+    """
     d = np.abs(x).max(-1)
     scaled = x * _reciprocal(d)[:, None]
     # Halves are rounded away from zero.
@@ -332,7 +375,9 @@ def _ternary_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _base_three(codes: np.ndarray) -> np.ndarray:
-    """Packs the digits of numbers in base 3, `[B, digits, n]`, to bytes `[B, n]`: fractions of 243 in 256ths, rounded up."""
+    """Packs the digits of numbers in base 3, `[B, digits, n]`, to bytes `[B, n]`: fractions of 243
+    in 256ths, rounded up.
+    """
     powers = np.array([81, 27, 9, 3, 1], np.uint16)[: codes.shape[1], None]
     number = np.add.reduce(codes * powers, axis=1, dtype=np.uint16)
     return ((number * np.uint16(256) + np.uint16(242)) // np.uint16(243)).astype(np.uint8)

@@ -1,11 +1,13 @@
 """Tensor types of ggml (the types of a GGUF file): block layouts, and their conversion to float32.
 
-The layouts and formulas are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-quants.c`). The
-functions here multiply, add and round to float32 in the same order as `ggml-quants.c`, so the values are bitwise equal to
-llama.cpp's. Weights that stay packed in a run are converted by `dantinox.kernels`.
+The layouts and formulas are those of ggml (github.com/ggml-org/ggml, `src/ggml-common.h` and
+`src/ggml-quants.c`). The functions here multiply, add and round to float32 in the same order as
+`ggml-quants.c`, so the values are bitwise equal to llama.cpp's. Weights that stay packed in a run
+are converted by `dantinox.kernels`.
 
-Each function with the name of a type converts blocks `b` of this type. In the fields of a block, `d` is the
-scale, `m` or `dmin` a minimum, `qs` the values or codes, `qh` their high bits, and `scales` are those of groups.
+Each function with the name of a type converts blocks `b` of this type. In the fields of a block,
+`d` is the scale, `m` or `dmin` a minimum, `qs` the values or codes, `qh` their high bits, and
+`scales` are those of groups.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,9 @@ F16, F32, U8, I8, U16, U32 = "<f2", "<f4", "u1", "i1", "<u2", "<u4"
 # Twice the value of each 4-bit float (E2M1), so that all entries are integers.
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 # The values of the nonlinear 4-bit types (IQ4_NL and IQ4_XS).
-NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+NONLINEAR = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
+)
 IQ1_DELTA = np.float32(0.125)  # the shift of the values of a group in IQ1_S and IQ1_M
 
 
@@ -32,7 +36,8 @@ class GGMLType(NamedTuple):
       number: the number of the type in GGUF.
       values: the number of values in a block. A row consists of whole blocks.
       block: the dtype of a block, with its fields in the order of the file.
-      decode: converts `[N]` blocks to float32 values, in any shape whose first axis is N. None: a block is a single number.
+      decode: converts `[N]` blocks to float32 values, in any shape whose first axis is N. None: a
+        block is a single number.
     """
 
     number: int
@@ -42,7 +47,8 @@ class GGMLType(NamedTuple):
 
 
 def dequantize(name: str, raw: np.ndarray) -> np.ndarray:
-    """Returns the float32 values of whole blocks of a quantized type. Scales that are not finite give NaN.
+    """Returns the float32 values of whole blocks of a quantized type. Scales that are not finite
+    give NaN.
 
     Args:
       name: the name of the type.
@@ -75,7 +81,9 @@ def _bits(packed: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """Unpacks 4-bit fields: `[..., n]` bytes → `[..., 2 n]`, all low halves first, then all high halves."""
+    """Unpacks 4-bit fields: `[..., n]` bytes → `[..., 2 n]`, all low halves first, then all high
+    halves.
+    """
     return _unpack(packed, 4).reshape(*packed.shape[:-1], -1)
 
 
@@ -118,7 +126,9 @@ def _q1_0(b: np.ndarray) -> np.ndarray:
 
 
 def _q2_0(b: np.ndarray) -> np.ndarray:
-    fields = _unpack(b["qs"], 2).swapaxes(1, 2).reshape(len(b), -1)  # the four fields of a byte are adjacent
+    fields = (
+        _unpack(b["qs"], 2).swapaxes(1, 2).reshape(len(b), -1)
+    )  # the four fields of a byte are adjacent
     return _scale(b["d"]) * (fields.astype(np.int8) - np.int8(1))
 
 
@@ -139,12 +149,18 @@ def _q3_k(b: np.ndarray) -> np.ndarray:
 
 
 def _six_bit_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 6-bit scales and minima of 8 groups, `[N, 8, 1]`. For the last four groups, each is split into two fields."""
+    """Returns the 6-bit scales and minima of 8 groups, `[N, 8, 1]`. For the last four groups, each
+    is split into two fields.
+    """
     scale_bytes, min_bytes, rest = b["scales"].reshape(-1, 3, 4).swapaxes(0, 1)
     six_bits = np.uint8(63)
     top_bits = np.uint8(48)
-    scales = np.concatenate([scale_bytes & six_bits, rest & np.uint8(15) | scale_bytes >> np.uint8(2) & top_bits], 1)
-    mins = np.concatenate([min_bytes & six_bits, rest >> np.uint8(4) | min_bytes >> np.uint8(2) & top_bits], 1)
+    scales = np.concatenate(
+        [scale_bytes & six_bits, rest & np.uint8(15) | scale_bytes >> np.uint8(2) & top_bits], 1
+    )
+    mins = np.concatenate(
+        [min_bytes & six_bits, rest >> np.uint8(4) | min_bytes >> np.uint8(2) & top_bits], 1
+    )
     return (_scale(b["d"]) * scales)[..., None], (_scale(b["dmin"]) * mins)[..., None]
 
 
@@ -169,8 +185,8 @@ def _q6_k(b: np.ndarray) -> np.ndarray:
 def _tq1_0(b: np.ndarray) -> np.ndarray:
     """Converts TQ1_0 blocks.
 
-    A byte b stands for the fraction b / 256. Its first five digits in base 3 (four digits for a byte of `qh`) are five values.
-    Multiplication by 3 moves the next digit in front of the point.
+    A byte b stands for the fraction b / 256. Its first five digits in base 3 (four digits for a
+    byte of `qh`) are five values. Multiplication by 3 moves the next digit in front of the point.
     """
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
     parts = ((b["qs"][:, :32], 5), (b["qs"][:, 32:], 5), (b["qh"], 4))
@@ -184,12 +200,16 @@ def _tq2_0(b: np.ndarray) -> np.ndarray:
 
 
 def _mxfp4(b: np.ndarray) -> np.ndarray:
-    scales = np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128)  # half of 2^(e - 127), because `E2M1` holds doubled values
+    scales = np.ldexp(
+        np.float32(1), b["e"].astype(np.int32) - 128
+    )  # half of 2^(e - 127), because `E2M1` holds doubled values
     return scales[:, None] * E2M1[_nibbles(b["qs"])]
 
 
 def _nvfp4(b: np.ndarray) -> np.ndarray:
-    """Scales are unsigned E4M3, but 0x7f means zero, not NaN. They are halved here, because `E2M1` holds doubled values."""
+    """Scales are unsigned E4M3, but 0x7f means zero, not NaN. They are halved here, because `E2M1`
+    holds doubled values.
+    """
     code = np.arange(256)
     exponent = (code >> 3) & 15
     mantissa = (code & 7).astype(np.float32)
@@ -212,20 +232,26 @@ def _iq4_xs(b: np.ndarray) -> np.ndarray:
 
 
 def _seven_signs(codes: np.ndarray) -> np.ndarray:
-    """Returns the eight signs of a 7-bit code, `[..., 8]`. The eighth sign makes the number of minus signs even."""
+    """Returns the eight signs of a 7-bit code, `[..., 8]`. The eighth sign makes the number of
+    minus signs even.
+    """
     codes = codes.astype(np.uint8)
     parity = _bits(codes[..., None]).sum(-1, dtype=np.uint8) & np.uint8(1)
     return _signs(_bits((codes | parity << np.uint8(7))[..., None]))
 
 
 def _sign_words(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the scales in the highest 4 bits of uint32 words `[N, 8]`, and the signs in the others, `[N, 8, 4, 8]`."""
+    """Returns the scales in the highest 4 bits of uint32 words `[N, 8]`, and the signs in the
+    others, `[N, 8, 4, 8]`.
+    """
     codes = words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & np.uint32(127)
     return np.float32(0.5) + (words >> np.uint32(28)).astype(np.float32), _seven_signs(codes)
 
 
 def _half_scales(b: np.ndarray) -> np.ndarray:
-    """Returns d · (1/2 + scale) / 4 for 16 groups, `[N, 16, 1, 1]`. The two scales of a byte are adjacent."""
+    """Returns d · (1/2 + scale) / 4 for 16 groups, `[N, 16, 1, 1]`. The two scales of a byte are
+    adjacent.
+    """
     fields = _unpack(b["scales"], 4).swapaxes(1, 2).reshape(-1, 16)
     return (_scale(b["d"]) * (np.float32(0.5) + fields) * np.float32(0.25))[..., None, None]
 
@@ -238,13 +264,19 @@ def _iq2_xxs(b: np.ndarray) -> np.ndarray:
 
 def _iq2_xs(b: np.ndarray) -> np.ndarray:
     codes = b["qs"].reshape(-1, 16, 2)
-    return _half_scales(b) * codebook("IQ2_XS")[codes & np.uint16(511)] * _seven_signs(codes >> np.uint16(9))
+    return (
+        _half_scales(b)
+        * codebook("IQ2_XS")[codes & np.uint16(511)]
+        * _seven_signs(codes >> np.uint16(9))
+    )
 
 
 def _iq2_s(b: np.ndarray) -> np.ndarray:
     high = _unpack(b["qh"], 2).swapaxes(1, 2).reshape(-1, 16, 2).astype(np.uint16)
     codes = b["qs"].reshape(-1, 16, 2) | high << np.uint16(8)
-    return _half_scales(b) * codebook("IQ2_S")[codes] * _signs(_bits(b["signs"]).reshape(-1, 16, 2, 8))
+    return (
+        _half_scales(b) * codebook("IQ2_S")[codes] * _signs(_bits(b["signs"]).reshape(-1, 16, 2, 8))
+    )
 
 
 def _iq3_xxs(b: np.ndarray) -> np.ndarray:
@@ -265,16 +297,22 @@ def _iq3_s(b: np.ndarray) -> np.ndarray:
 def _iq1_s(b: np.ndarray) -> np.ndarray:
     high = b["qh"][..., None] >> np.array([0, 3, 6, 9], np.uint16) & np.uint16(7)
     codes = b["qs"].reshape(-1, 8, 4) | high << np.uint16(8)
-    scales = _scale(b["d"]) * ((b["qh"] >> np.uint16(12) & np.uint16(7)) * np.uint16(2) + np.uint16(1))
+    scales = _scale(b["d"]) * (
+        (b["qh"] >> np.uint16(12) & np.uint16(7)) * np.uint16(2) + np.uint16(1)
+    )
     delta = np.where(b["qh"] & np.uint16(1 << 15), -IQ1_DELTA, IQ1_DELTA)
     return scales[..., None, None] * (codebook("IQ1_S")[codes] + delta[..., None, None])
 
 
 def _iq1_m(b: np.ndarray) -> np.ndarray:
-    """The highest four bits of the four words in `scales` together form the block's float16 scale."""
+    """The highest four bits of the four words in `scales` together form the block's float16
+    scale.
+    """
     quarters = b["scales"] >> np.uint16(12) << np.arange(0, 16, 4, dtype=np.uint16)
     d = np.bitwise_or.reduce(quarters, -1).view(np.float16)
-    fields = (b["scales"][..., None] >> np.array([0, 3, 6, 9], np.uint16) & np.uint16(7)).reshape(-1, 16)
+    fields = (b["scales"][..., None] >> np.array([0, 3, 6, 9], np.uint16) & np.uint16(7)).reshape(
+        -1, 16
+    )
     scales = _scale(d) * (fields * np.uint16(2) + np.uint16(1))
     high = _unpack(b["qh"], 4).swapaxes(1, 2).reshape(-1, 16, 2)
     codes = b["qs"].reshape(-1, 16, 2) | (high & np.uint8(7)).astype(np.uint16) << np.uint16(8)
@@ -282,9 +320,15 @@ def _iq1_m(b: np.ndarray) -> np.ndarray:
     return scales[..., None, None] * (codebook("IQ1_S")[codes] + delta[..., None])
 
 
-def _type(number: int, values: int, decode: Callable[[np.ndarray], np.ndarray] | None, **fields: Any) -> GGMLType:
-    """Returns a type whose blocks have these fields, each given as a dtype, or as a dtype and a length: `("u1", 16)`."""
-    layout = [(name, *(form if isinstance(form, tuple) else (form,))) for name, form in fields.items()]
+def _type(
+    number: int, values: int, decode: Callable[[np.ndarray], np.ndarray] | None, **fields: Any
+) -> GGMLType:
+    """Returns a type whose blocks have these fields, each given as a dtype, or as a dtype and a
+    length: `("u1", 16)`.
+    """
+    layout = [
+        (name, *(form if isinstance(form, tuple) else (form,))) for name, form in fields.items()
+    ]
     return GGMLType(number, values, np.dtype(layout), decode)
 
 
@@ -319,7 +363,8 @@ TYPES = {
     "IQ1_S": _type(19, 256, _iq1_s, d=F16, qs=(U8, 32), qh=(U16, 8)),
     "IQ1_M": _type(29, 256, _iq1_m, qs=(U8, 32), qh=(U8, 16), scales=(U16, 4)),
 }
-# GGUF types that are not supported: integers, float64, types that ggml uses only during computation, and types that it removed.
+# GGUF types that are not supported: integers, float64, types that ggml uses only during
+# computation, and types that it removed.
 UNSUPPORTED_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",

@@ -1,7 +1,8 @@
 """GGUF checkpoints (llama.cpp): import of settings, weights and tokenizer, and export.
 
-Four conversions change tensors. GGUF orders the query and key rows of the Llama family for the rotary pairs (x₀, x₁),
-(x₂, x₃), …. GGUF stores Gemma's norm weights as 1 + w, GPT-2's matrices transposed, and some tensors split (`MergedTensor`).
+Four conversions change tensors. GGUF orders the query and key rows of the Llama family for the
+rotary pairs (x₀, x₁), (x₂, x₃), …. GGUF stores Gemma's norm weights as 1 + w, GPT-2's matrices
+transposed, and some tensors split (`MergedTensor`).
 """
 
 import math
@@ -45,11 +46,13 @@ from dantinox.interop.hf.hf_config import hf_config_to_settings
 from dantinox.interop.source import LazyArrays, Source, StoredBlocks, Tensor
 from dantinox.text import Tokenizer
 
-# Routers and position embeddings, which are stored as float32. Biases, norms and one-dimensional tensors are also float32.
+# Routers and position embeddings, which are stored as float32. Biases, norms and one-dimensional
+# tensors are also float32.
 ALWAYS_F32 = (".mlp.gate.", ".router.", ".block_sparse_moe.gate.", ".wpe.")
 # Architectures for which llama.cpp requires an output layer, even if it equals the embeddings.
 NEEDS_OUTPUT_LAYER = ("stablelm", "olmo2", "olmoe", "qwen2moe", "gpt-oss", "dots1", "phi2")
-# Text models with multimodal rotary positions (M-RoPE), and the equivalent architectures without M-RoPE.
+# Text models with multimodal rotary positions (M-RoPE), and the equivalent architectures without
+# M-RoPE.
 MROPE_ARCHITECTURES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
 
 
@@ -84,7 +87,10 @@ def source_from_gguf(file: GGUFFile) -> Source:
     if tokens != rows:
         raise UserError(f"{path} has {rows} rows of embeddings for {tokens} tokens")
     config["vocab_size"] = rows
-    tensors = {name: _abstract_tensor(file, family, config, name, where) for name, where in locations.items()}
+    tensors = {
+        name: _abstract_tensor(file, family, config, name, where)
+        for name, where in locations.items()
+    }
 
     def make(read: ReadTensor, name: str) -> np.ndarray:
         stored_names, expert = locations[name]
@@ -121,17 +127,22 @@ def _check_type(file: GGUFFile) -> None:
     kind = file.metadata.get("general.type", "model")
     if file.metadata.get("general.architecture") == "clip" or kind == "mmproj":
         raise UserError(
-            f"{file.path} contains an image or audio encoder with its projector (mmproj), and no text model: "
-            "import the file of the language model from the same repository"
+            f"{file.path} contains an image or audio encoder with its projector (mmproj), and no"
+            " text model: import the file of the language model from the same repository"
         )
     if kind != "model":
         raise UserError(f"{file.path} has general.type: {quote(kind)}, expected 'model'")
 
 
-def _abstract_tensor(file: GGUFFile, family: Family, config: Mapping[str, Any], name: str, location: Location) -> Tensor:
+def _abstract_tensor(
+    file: GGUFFile, family: Family, config: Mapping[str, Any], name: str, location: Location
+) -> Tensor:
     """Returns the shape and dtype of a tensor of transformers."""
     stored = [file.tensors[stored_name] for stored_name in location.stored]
-    dtypes = {PLAIN_DTYPES[tensor.kind].name if tensor.kind in PLAIN_DTYPES else "float32" for tensor in stored}
+    dtypes = {
+        PLAIN_DTYPES[tensor.kind].name if tensor.kind in PLAIN_DTYPES else "float32"
+        for tensor in stored
+    }
     if family.matrices.is_converted(location.stored[0]):
         dtypes = {"float32"}
     if merged := family.merged.get(_generalize(name)):
@@ -145,17 +156,22 @@ def _abstract_tensor(file: GGUFFile, family: Family, config: Mapping[str, Any], 
 
 
 def _drop_mrope(file: GGUFFile) -> GGUFFile:
-    """Converts the metadata of a Qwen-VL text model to those of the equivalent architecture without M-RoPE.
+    """Converts the metadata of a Qwen-VL text model to those of the equivalent architecture without
+    M-RoPE.
 
-    M-RoPE gives a token one position per axis (time, height, width). The three positions of a text token are equal, so plain
-    RoPE gives the same rotations. If the metadata have a fourth section, it must be 0.
+    M-RoPE gives a token one position per axis (time, height, width). The three positions of a text
+    token are equal, so plain RoPE gives the same rotations. If the metadata have a fourth section,
+    it must be 0.
     """
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in MROPE_ARCHITECTURES:
         return file
     sections = file.metadata.get(f"{arch}.rope.dimension_sections")
     if not isinstance(sections, list) or len(sections) not in (3, 4) or any(sections[3:]):
-        raise UserError(f"{file.path} has {arch}.rope.dimension_sections: {quote(sections)}, expected three numbers and a zero")
+        raise UserError(
+            f"{file.path} has {arch}.rope.dimension_sections: {quote(sections)}, expected three"
+            " numbers and a zero"
+        )
     unused = {f"{arch}.rope.dimension_sections", f"{arch}.n_deepstack_layers"}
     plain_arch = MROPE_ARCHITECTURES[arch]
     metadata: dict[str, Any] = {"general.architecture": plain_arch}
@@ -169,18 +185,29 @@ def _drop_mrope(file: GGUFFile) -> GGUFFile:
 def _split_qkv(file: GGUFFile) -> GGUFFile:
     """Splits `attn_qkv` into queries, keys and values if the family has a separate tensor for each.
 
-    llama.cpp reads both layouts. The rows of each tensor are contiguous, so each tensor is one range of bytes.
+    llama.cpp reads both layouts. The rows of each tensor are contiguous, so each tensor is one
+    range of bytes.
     """
     arch = file.metadata.get("general.architecture")
     family = next((family for family in FAMILIES if family.arch == arch), None)
     heads = file.metadata.get(f"{arch}.attention.head_count")
     key_heads = file.metadata.get(f"{arch}.attention.head_count_kv", heads)
-    if family is None or "blk.{}.attn_k" not in family.names or type(heads) is not int or type(key_heads) is not int:
+    if (
+        family is None
+        or "blk.{}.attn_k" not in family.names
+        or type(heads) is not int
+        or type(key_heads) is not int
+    ):
         return file
     all_heads = heads + 2 * key_heads
     tensors: dict[str, StoredTensor] = {}
     for name, stored in file.tensors.items():
-        if ".attn_qkv." not in name or not stored.shape or all_heads < 1 or stored.shape[0] % all_heads:
+        if (
+            ".attn_qkv." not in name
+            or not stored.shape
+            or all_heads < 1
+            or stored.shape[0] % all_heads
+        ):
             tensors[name] = stored
             continue
         head_size = stored.shape[0] // all_heads
@@ -190,21 +217,31 @@ def _split_qkv(file: GGUFFile) -> GGUFFile:
             rows = count * head_size
             part_name = name.replace(".attn_qkv.", f".attn_{part}.")
             if part_name in file.tensors:
-                raise UserError(f"{file.path} has both {escape_name(name)} and {escape_name(part_name)}")
-            tensors[part_name] = StoredTensor((rows, *stored.shape[1:]), stored.kind, start, rows * row_bytes)
+                raise UserError(
+                    f"{file.path} has both {escape_name(name)} and {escape_name(part_name)}"
+                )
+            tensors[part_name] = StoredTensor(
+                (rows, *stored.shape[1:]), stored.kind, start, rows * row_bytes
+            )
             start += rows * row_bytes
     return file._replace(tensors=tensors)
 
 
-def _merged_shape(merged: MergedTensor, config: Mapping[str, Any], shapes: list[tuple[int, ...]], what: str) -> tuple[int, ...]:
-    """Returns the shape of a merged tensor, given the shapes of its parts. Error messages begin with `what`."""
+def _merged_shape(
+    merged: MergedTensor, config: Mapping[str, Any], shapes: list[tuple[int, ...]], what: str
+) -> tuple[int, ...]:
+    """Returns the shape of a merged tensor, given the shapes of its parts. Error messages begin
+    with `what`.
+    """
     try:
         shape = merged.shape(config, *shapes)
         parts = merged.parts(np.broadcast_to(np.uint8(0), shape), config)
     except (IndexError, ValueError):
         parts = ()
     if [part.shape for part in parts] != shapes:
-        raise UserError(f"{what} with shapes that do not fit the metadata: {' and '.join(map(str, shapes))}")
+        raise UserError(
+            f"{what} with shapes that do not fit the metadata: {' and '.join(map(str, shapes))}"
+        )
     return shape
 
 
@@ -216,14 +253,17 @@ def _generalize(name: str) -> str:
 def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, Location]:
     """Returns the location of each tensor, by its name in transformers."""
     locations: dict[str, Location] = {}
-    merged: dict[str, str] = {}  # for each part of a merged tensor, the name of the whole in transformers
+    merged: dict[
+        str, str
+    ] = {}  # for each part of a merged tensor, the name of the whole in transformers
     for hf_name, tensor in family.merged.items():
         merged |= dict.fromkeys(tensor.stored, hf_name)
     meta = Metadata(file)
     layers = meta("block_count")
     mtp_layers = tuple(f"blk.{layer}." for layer in range(layers - count_mtp_layers(meta), layers))
     for name, stored in file.tensors.items():
-        # Divisors of frequencies become settings, and multi-token prediction layers are not imported.
+        # Divisors of frequencies become settings, and multi-token prediction layers are not
+        # imported.
         if name in (LLAMA3, LONG, SHORT) or name.startswith(mtp_layers):
             continue
         if whole := merged.get(_generalize_stored(name)):
@@ -236,7 +276,10 @@ def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, Location]:
         module, _, suffix = name.rpartition(".")
         hf_module = family.names.get(_generalize_stored(module))
         if hf_module is None or suffix not in ("weight", "bias"):
-            raise UserError(f"{file.path} has the tensor {escape_name(name)}, which is unknown for {family.arch}")
+            raise UserError(
+                f"{file.path} has the tensor {escape_name(name)}, which is unknown for"
+                f" {family.arch}"
+            )
         match = re.match(r"blk\.(\d+)\.", module)
         hf_name = f"{hf_module}.{suffix}".replace("{}", match[1] if match else "")
         if "{e}" not in hf_name:
@@ -245,7 +288,10 @@ def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, Location]:
         experts = stored.shape[0]
         count = file.metadata.get(f"{family.arch}.expert_count")
         if experts != count:
-            raise UserError(f"{file.path} has {experts} experts in {escape_name(name)}, but expert_count: {quote(count)}")
+            raise UserError(
+                f"{file.path} has {experts} experts in {escape_name(name)}, but expert_count:"
+                f" {quote(count)}"
+            )
         for expert in range(experts):
             locations[hf_name.replace("{e}", str(expert))] = Location((name,), expert)
     if "token_embd.weight" not in file.tensors:
@@ -257,7 +303,9 @@ def _locate_tensors(file: GGUFFile, family: Family) -> dict[str, Location]:
 
 
 def _same_bytes(file: GGUFFile, first: StoredTensor, second: StoredTensor) -> bool:
-    """Returns whether two tensors are equal, like tied embeddings that some converters write twice."""
+    """Returns whether two tensors are equal, like tied embeddings that some converters write
+    twice.
+    """
     if (first.shape, first.kind) != (second.shape, second.kind):
         return False
     step = 1 << 24  # bytes compared at a time
@@ -271,18 +319,25 @@ def _same_bytes(file: GGUFFile, first: StoredTensor, second: StoredTensor) -> bo
 
 
 def _is_transposed(family: Family, name: str, axes: int) -> bool:
-    """Returns whether GGUF stores a tensor transposed, as it does for GPT-2's matrices other than the embeddings."""
+    """Returns whether GGUF stores a tensor transposed, as it does for GPT-2's matrices other than
+    the embeddings.
+    """
     return family.arch == "gpt2" and axes == 2 and ".h." in name
 
 
-def _convert(family: Family, config: Mapping[str, Any], name: str, array: np.ndarray, back: bool) -> np.ndarray:
-    """Converts a tensor from GGUF to transformers or, if `back` is true, from transformers to GGUF."""
+def _convert(
+    family: Family, config: Mapping[str, Any], name: str, array: np.ndarray, back: bool
+) -> np.ndarray:
+    """Converts a tensor from GGUF to transformers or, if `back` is true, from transformers to
+    GGUF.
+    """
     if _is_transposed(family, name, array.ndim):
         return array.T
     if family.norms_plus_one and name.endswith("norm.weight"):
         return np.asarray(array, np.float32) + (1 if back else -1)
     if heads := _permuted_heads(family, config, name):
-        # transformers stores the first elements of all pairs of a head, then the second elements; GGUF stores pair by pair.
+        # transformers stores the first elements of all pairs of a head, then the second elements;
+        # GGUF stores pair by pair.
         pairs = (2, -1) if back else (-1, 2)
         return array.reshape(heads, *pairs, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
     return array
@@ -317,34 +372,45 @@ def export_gguf(
       hf_config: the content of transformers' `config.json`, which determines the family.
       tensors: the tensors, with transformers' names.
       tokenizer: the tokenizer.
-      kind: the type of matrices, a key of `FILE_TYPES`. Vectors are float32. In a quantized file some matrices have other
-        types, see `tensor_types`. None: the default type of the family, or the type with the formats in `packed`, or f32 if
-        there are none.
+      kind: the type of matrices, a key of `FILE_TYPES`. Vectors are float32. In a quantized file
+        some matrices have other types, see `tensor_types`. None: the default type of the family, or
+        the type with the formats in `packed`, or f32 if there are none.
       packed: the number of weights of the run in each block format.
       chat_template: the Jinja template, or None.
       name: the name of the model in the metadata.
       find_blocks: see `write_gguf`.
 
     Raises:
-      UserError: GGUF cannot represent the model or its tokenizer, no type has the formats in `packed`, or the file cannot be
-        written.
+      UserError: GGUF cannot represent the model or its tokenizer, no type has the formats in
+        `packed`, or the file cannot be written.
     """
     family = select_family(hf_config)
     if "output" not in family.names and not config.model.weight_tying:
         raise UserError(f"llama.cpp's {family.arch} does not support model.weight_tying: false")
-    stored_names = [name for name in tensors if name != "lm_head.weight" or not config.model.weight_tying]
+    stored_names = [
+        name for name in tensors if name != "lm_head.weight" or not config.model.weight_tying
+    ]
     sources = _group_by_stored(family, stored_names)
     model = config.architecture(tokenizer.vocab_size)
 
     def shapes_of(kind: str) -> dict[str, tuple[tuple[int, ...], str]]:
         """Returns the shape and the type of each tensor in a file of a type."""
         base = FILE_TYPES[kind].base
-        shapes = {stored: _shape(family, tensors, stored, names, base, hf_config) for stored, names in sources.items()}
+        shapes = {
+            stored: _shape(family, tensors, stored, names, base, hf_config)
+            for stored, names in sources.items()
+        }
         if base not in PLAIN_DTYPES:
-            row_lengths = {stored: shape[-1] for stored, (shape, type_name) in shapes.items() if type_name == base}
+            row_lengths = {
+                stored: shape[-1]
+                for stored, (shape, type_name) in shapes.items()
+                if type_name == base
+            }
             experts = model.experts.count if model.experts else 0
             types = tensor_types(kind, row_lengths, model.num_blocks, experts)
-            shapes |= {stored: (shapes[stored][0], type_name) for stored, type_name in types.items()}
+            shapes |= {
+                stored: (shapes[stored][0], type_name) for stored, type_name in types.items()
+            }
         return shapes
 
     kind = kind or family.matrices.default_type or _type_of_blocks(packed or {}, shapes_of)
@@ -354,9 +420,11 @@ def export_gguf(
     if feature := unsupported_feature(model, family, hf_config):
         raise UserError(f"llama.cpp's {family.arch} does not support {feature}")
     context = hf_config.get("max_position_embeddings", model.max_context)
-    if not family.full_every and all(window is None or window >= model.max_context for window in model.windows):
-        # A window at least as long as the run's context has no effect in the run, but would have one in a longer context.
-        # So the file must not state a longer context than the run.
+    if not family.full_every and all(
+        window is None or window >= model.max_context for window in model.windows
+    ):
+        # A window at least as long as the run's context has no effect in the run, but would have
+        # one in a longer context. So the file must not state a longer context than the run.
         if model.windows.count(None) < model.num_blocks:
             context = model.max_context
         model = replace(model, windows=(None,) * model.num_blocks)
@@ -366,7 +434,10 @@ def export_gguf(
     if name:
         metadata["general.name"] = name
     metadata |= {"general.file_type": FILE_TYPES[kind].number, "general.quantization_version": 2}
-    metadata |= {f"{family.arch}.{key}": value for key, value in gguf_metadata(model, family, context).items()}
+    metadata |= {
+        f"{family.arch}.{key}": value
+        for key, value in gguf_metadata(model, family, context).items()
+    }
     _check_roundtrip(model, family, metadata, shapes, extra)
     metadata |= vocabulary_metadata(tokenizer, rows, chat_template)
 
@@ -387,8 +458,11 @@ def export_gguf(
     write_gguf(path, metadata, shapes, arrays(), find_blocks)
 
 
-def _type_of_blocks(packed: Mapping[str, int], shapes_of: Callable[[str], Mapping[str, tuple[tuple[int, ...], str]]]) -> str:
-    """Returns the type of file whose tensors have the formats of packed weights, or f32 if no weights are packed.
+def _type_of_blocks(
+    packed: Mapping[str, int], shapes_of: Callable[[str], Mapping[str, tuple[tuple[int, ...], str]]]
+) -> str:
+    """Returns the type of file whose tensors have the formats of packed weights, or f32 if no
+    weights are packed.
 
     Raises:
       UserError: a file of no type would keep all packed weights.
@@ -404,14 +478,21 @@ def _type_of_blocks(packed: Mapping[str, int], shapes_of: Callable[[str], Mappin
     best = max(kept, key=kept.__getitem__)
     if kept[best] < sum(packed.values()):
         formats = ", ".join(sorted(packed))
-        raise UserError(f"no type of GGUF file keeps all blocks of this run ({formats}): choose a type, such as {best}")
+        raise UserError(
+            f"no type of GGUF file keeps all blocks of this run ({formats}): choose a type, such as"
+            f" {best}"
+        )
     return best
 
 
 def _group_by_stored(family: Family, tensors: Iterable[str]) -> dict[str, list[str]]:
-    """Maps each GGUF tensor to the transformers tensors that it holds: a single tensor, or one per expert in order."""
+    """Maps each GGUF tensor to the transformers tensors that it holds: a single tensor, or one per
+    expert in order.
+    """
     stored_of = {hf_name: stored for stored, hf_name in family.names.items()}
-    sources: dict[str, dict[int, str]] = {}  # for each GGUF tensor, the transformers tensors by expert
+    sources: dict[
+        str, dict[int, str]
+    ] = {}  # for each GGUF tensor, the transformers tensors by expert
     for name in tensors:
         if merged := family.merged.get(_generalize(name)):
             index = name.split(".")[2]
@@ -437,9 +518,16 @@ def _generalize_stored(name: str) -> str:
 
 
 def _shape(
-    family: Family, tensors: LazyArrays, stored: str, names: list[str], kind: str, hf_config: Mapping[str, Any]
+    family: Family,
+    tensors: LazyArrays,
+    stored: str,
+    names: list[str],
+    kind: str,
+    hf_config: Mapping[str, Any],
 ) -> Shape:
-    """Returns the shape and the type of a GGUF tensor in a file whose matrices have the type `kind`."""
+    """Returns the shape and the type of a GGUF tensor in a file whose matrices have the type
+    `kind`.
+    """
     shape = tensors.tensors[names[0]].shape
     if merged := family.merged.get(_generalize(names[0])):
         parts = merged.parts(np.broadcast_to(np.uint8(0), shape), hf_config)
@@ -453,11 +541,19 @@ def _shape(
 
 
 def _check_roundtrip(
-    model: ModelConfig, family: Family, metadata: dict[str, Any], shapes: Mapping[str, Any], extra: Mapping[str, np.ndarray]
+    model: ModelConfig,
+    family: Family,
+    metadata: dict[str, Any],
+    shapes: Mapping[str, Any],
+    extra: Mapping[str, np.ndarray],
 ) -> None:
-    """Converts the metadata back as llama.cpp does, and raises a `UserError` if the architecture changes."""
+    """Converts the metadata back as llama.cpp does, and raises a `UserError` if the architecture
+    changes.
+    """
     # A file with the content of the extra tensors, and no content of the others.
-    content = np.concatenate([np.zeros(0, np.uint8), *(array.view(np.uint8) for array in extra.values())])
+    content = np.concatenate(
+        [np.zeros(0, np.uint8), *(array.view(np.uint8) for array in extra.values())]
+    )
     tensors = {name: StoredTensor(shape, kind, 0, 0) for name, (shape, kind) in shapes.items()}
     offset = 0
     for name, array in extra.items():
@@ -465,12 +561,15 @@ def _check_roundtrip(
         offset += array.nbytes
     _, hf_config = gguf_to_hf_config(GGUFFile(Path("the file"), metadata, tensors, content))
     hf_config |= {"vocab_size": model.vocab_size, "tie_word_embeddings": model.weight_tying}
-    back = build_config(hf_config_to_settings(hf_config, model.max_context)).architecture(model.vocab_size)
+    back = build_config(hf_config_to_settings(hf_config, model.max_context)).architecture(
+        model.vocab_size
+    )
     for name in ARCHITECTURE:
         before, after = getattr(model, name), getattr(back, name)
         if not _close(before, after):
             raise UserError(
-                f"GGUF's {family.arch} cannot represent {SETTING_OF[name]}: {name} {quote(before)} would become {quote(after)}"
+                f"GGUF's {family.arch} cannot represent {SETTING_OF[name]}: {name} {quote(before)}"
+                f" would become {quote(after)}"
             )
 
 
@@ -481,5 +580,7 @@ def _close(left: Any, right: Any) -> bool:
     if isinstance(left, tuple) and isinstance(right, tuple):
         return len(left) == len(right) and all(map(_close, left, right))
     if hasattr(left, "__dataclass_fields__") and type(left) is type(right):
-        return all(_close(getattr(left, field.name), getattr(right, field.name)) for field in fields(left))
+        return all(
+            _close(getattr(left, field.name), getattr(right, field.name)) for field in fields(left)
+        )
     return bool(left == right)

@@ -1,4 +1,5 @@
-"""Conversion between the GGUF metadata of each model family and the keys of Hugging Face's `config.json`.
+"""Conversion between the GGUF metadata of each model family and the keys of Hugging Face's
+`config.json`.
 
 The properties of each architecture are taken from llama.cpp (`conversion/` and `src/models/`).
 """
@@ -22,7 +23,11 @@ GPT2_SIZES = {
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
-WITH_SCORE_FUNCTION = ("deepseek2", "dots1", "glm4moe")  # architectures whose files name the router's score function
+WITH_SCORE_FUNCTION = (
+    "deepseek2",
+    "dots1",
+    "glm4moe",
+)  # architectures whose files name the router's score function
 SOFTMAX, SIGMOID = 1, 2  # score functions in llama.cpp's `llama_expert_gating_func_type`
 # Architectures in which n_heads × head_size must equal the model dimension.
 HEADS_SPAN_WIDTH = (
@@ -34,19 +39,26 @@ WITHOUT_HEAD_DIM = ("olmo", "olmo2", "olmoe", "stablelm", "cohere2", "phi2", "bi
 # Families whose `config.json` must say that there is no sliding window, with one key or the other.
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "ministral3")
 WITH_UNUSED_WINDOW = ("qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "smollm3")
-# With this number of layers, llama.cpp divides scores by the root of width / heads, else by the root of the head size.
+# With this number of layers, llama.cpp divides scores by the root of width / heads, else by the
+# root of the head size.
 WIDE_QUERY_SCALE_LAYERS = {"gemma2": 46, "gemma3": 62}
 SOFT_CAPS = {"gemma2": ("attn", "final"), "gemma3": ("final",), "gemma4": ("final",)}
 # Layer counts and vocabulary size for which llama.cpp assumes sigmoid scores in a deepseek2.
 GLM_FLASH_LAYERS = (47, 48)
 GLM_FLASH_VOCABULARY = 154880
-LARGE_MODEL_LAYERS = 64  # if a command-r has at least this many layers, llama.cpp assumes that it normalizes queries and keys
-DEEPSEEK_LITE_LAYERS = (26, 27)  # layer counts for which llama.cpp reads a deepseek2 without a query latent (`q_lora_rank`)
+# If a command-r has at least this many layers, llama.cpp assumes that it normalizes queries and
+# keys.
+LARGE_MODEL_LAYERS = 64
+DEEPSEEK_LITE_LAYERS = (
+    26,
+    27,
+)  # layer counts for which llama.cpp reads a deepseek2 without a query latent (`q_lora_rank`)
 OLMO_EPSILON = 1e-5  # transformers has this value as a constant
 
 
 def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
-    """Returns the family of a file's model, and its `config.json` without `vocab_size` and `tie_word_embeddings`.
+    """Returns the family of a file's model, and its `config.json` without `vocab_size` and
+    `tie_word_embeddings`.
 
     Raises:
       UserError: the architecture is not supported, or a metadata key is missing or not supported.
@@ -61,7 +73,9 @@ def gguf_to_hf_config(file: GGUFFile) -> tuple[Family, dict[str, Any]]:
     else:
         config |= _common_config(meta, file, family)
         if not meta("attention.causal", True, bool):
-            raise UserError(f"{file.path} contains a model without causal attention, which is not supported")
+            raise UserError(
+                f"{file.path} contains a model without causal attention, which is not supported"
+            )
     meta.check_all_used()
     return family, config
 
@@ -79,7 +93,9 @@ def _common_config(meta: Metadata, file: GGUFFile, family: Family) -> dict[str, 
     """Returns the keys of a family other than GPT-2 and Gemma 4, without the fixed ones."""
     config = _sizes(meta, file, family)
     heads = config["num_attention_heads"]
-    config |= {hf_key: meta(key, default, kind) for key, (hf_key, kind, default) in family.keys.items()}
+    config |= {
+        hf_key: meta(key, default, kind) for key, (hf_key, kind, default) in family.keys.items()
+    }
     if family.latent:
         config |= _latent_config(meta, heads, config["num_key_value_heads"])
         head_size = config["head_dim"]
@@ -94,7 +110,9 @@ def _common_config(meta: Metadata, file: GGUFFile, family: Family) -> dict[str, 
         found = meta("expert_shared_feed_forward_length", shared_width)
         if found != shared_width:
             expected = f"{shared_width} (number of shared experts × their width)"
-            raise UserError(f"{file.path} has expert_shared_feed_forward_length {found}, expected {expected}")
+            raise UserError(
+                f"{file.path} has expert_shared_feed_forward_length {found}, expected {expected}"
+            )
     config |= _bias_config(file, family)
     config |= _window_config(meta, family, config["num_hidden_layers"])
     config |= rope_config(meta, family, file, dict(family.fixed) | config)
@@ -104,7 +122,10 @@ def _common_config(meta: Metadata, file: GGUFFile, family: Family) -> dict[str, 
     if family.arch in WITHOUT_HEAD_DIM:
         del config["head_dim"]
     if family.arch == "olmo" and (epsilon := config.pop("layer_norm_eps")) != OLMO_EPSILON:
-        raise UserError(f"{file.path} has olmo.attention.layer_norm_epsilon: {epsilon}; only {OLMO_EPSILON} is supported")
+        raise UserError(
+            f"{file.path} has olmo.attention.layer_norm_epsilon: {epsilon}; only {OLMO_EPSILON} is"
+            " supported"
+        )
     if family.model_type == "granitemoehybrid":
         config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     return config
@@ -122,21 +143,32 @@ def _sizes(meta: Metadata, file: GGUFFile, family: Family) -> dict[str, Any]:
         sizes["attention.layer_norm_epsilon"] = family.epsilon_key
     config = {hf_key: meta(key, defaults.get(key), key_type(key)) for key, hf_key in sizes.items()}
     if config["hidden_size"] % heads and not meta.has("attention.key_length"):
-        raise UserError(f"{file.path} must have {family.arch}.attention.key_length: {heads} heads do not divide the width")
+        raise UserError(
+            f"{file.path} must have {family.arch}.attention.key_length: {heads} heads do not divide"
+            " the width"
+        )
     layers = config["num_hidden_layers"]
     mtp_layers = count_mtp_layers(meta)
     if mtp_layers >= layers:
-        raise UserError(f"{file.path} has {layers} layers, of which {mtp_layers} are multi-token prediction layers")
+        raise UserError(
+            f"{file.path} has {layers} layers, of which {mtp_layers} are multi-token prediction"
+            " layers"
+        )
     config["num_hidden_layers"] = layers - mtp_layers
     return config
 
 
 def _find_family(meta: Metadata, file: GGUFFile) -> Family:
-    """Returns the family of a file. If several families share the architecture, the metadata decide."""
+    """Returns the family of a file. If several families share the architecture, the metadata
+    decide.
+    """
     known = {family.model_type: family for family in FAMILIES if family.arch == meta.arch}
     if not known:
         names = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
-        raise UserError(f"{file.path} has a model of the architecture {quote(meta.arch)}, expected one of {names}")
+        raise UserError(
+            f"{file.path} has a model of the architecture {quote(meta.arch)}, expected one of"
+            f" {names}"
+        )
     meta.check_sizes(file.tensors)
     family = next(iter(known.values()))
     # The keys below tell apart families that share an architecture.
@@ -148,10 +180,13 @@ def _find_family(meta: Metadata, file: GGUFFile) -> Family:
         family = family._replace(model_type="mistral")
     if meta.arch == "granitemoe" and meta.has("expert_shared_feed_forward_length"):
         family = known["granitemoeshared"]
-    # In these architectures, `rope.scaling.finetuned: false` means that the model has no rotary positions.
+    # In these architectures, `rope.scaling.finetuned: false` means that the model has no rotary
+    # positions.
     if meta.arch in ("granite", "granitemoe") and not meta("rope.scaling.finetuned", True, bool):
         if meta.arch == "granitemoe":
-            raise UserError(f"{file.path} has granitemoe.rope.scaling.finetuned: false, which is not supported")
+            raise UserError(
+                f"{file.path} has granitemoe.rope.scaling.finetuned: false, which is not supported"
+            )
         family = known["granitemoehybrid"]
     if meta.arch in WITH_SCORE_FUNCTION:
         score = _score_function(meta, file)
@@ -167,9 +202,13 @@ def _score_function(meta: Metadata, file: GGUFFile) -> int:
     vocab_size = meta("vocab_size", len(tokens) if isinstance(tokens, list) else 0)
     flash = layers in GLM_FLASH_LAYERS and vocab_size == GLM_FLASH_VOCABULARY
     allowed = (SOFTMAX, SIGMOID) if meta.arch == "deepseek2" else (SIGMOID,)
-    score: int = meta("expert_gating_func", SOFTMAX if meta.arch == "deepseek2" and not flash else SIGMOID)
+    score: int = meta(
+        "expert_gating_func", SOFTMAX if meta.arch == "deepseek2" and not flash else SIGMOID
+    )
     if score not in allowed:
-        raise UserError(f"{file.path} has {meta.arch}.expert_gating_func: {score}, which is not supported")
+        raise UserError(
+            f"{file.path} has {meta.arch}.expert_gating_func: {score}, which is not supported"
+        )
     return score
 
 
@@ -180,16 +219,27 @@ def select_family(hf_config: Mapping[str, Any]) -> Family:
       UserError: the family cannot be exported.
     """
     # The `model_type` of this family is that of Llama.
-    name = "bitnet_b1_58" if hf_config.get("architectures") == ["BitnetForCausalLM"] else hf_config["model_type"]
+    name = (
+        "bitnet_b1_58"
+        if hf_config.get("architectures") == ["BitnetForCausalLM"]
+        else hf_config["model_type"]
+    )
     rows = [family for family in FAMILIES if family.model_type == name]
     if not rows:
         raise UserError(f"the family {name} cannot be exported to GGUF")
-    # Granite 4 is one family in transformers and two architectures in llama.cpp, with and without experts.
-    return rows[-1] if hf_config["model_type"] == "granitemoehybrid" and hf_config.get("num_local_experts") else rows[0]
+    # Granite 4 is one family in transformers and two architectures in llama.cpp, with and without
+    # experts.
+    return (
+        rows[-1]
+        if hf_config["model_type"] == "granitemoehybrid" and hf_config.get("num_local_experts")
+        else rows[0]
+    )
 
 
 def count_mtp_layers(meta: Metadata) -> int:
-    """Returns the number of multi-token prediction layers, which are the last layers of a file and are not imported."""
+    """Returns the number of multi-token prediction layers, which are the last layers of a file and
+    are not imported.
+    """
     return meta("nextn_predict_layers", 0) if meta.arch in WITH_SCORE_FUNCTION else 0
 
 
@@ -197,13 +247,19 @@ def _check_head_lengths(meta: Metadata, head_size: int) -> None:
     """Raises a `UserError` if the keys or values of a head have another size."""
     lengths = {meta(f"attention.{part}_length", head_size) for part in ("key", "value")}
     if lengths != {head_size}:
-        raise UserError(f"{meta.name} has keys and values of different lengths, which is not supported")
+        raise UserError(
+            f"{meta.name} has keys and values of different lengths, which is not supported"
+        )
 
 
 def _latent_config(meta: Metadata, heads: int, key_heads: int) -> dict[str, Any]:
-    """Returns the sizes of latent attention. In llama.cpp, its cache is one key head of size latent rank + rotary size."""
+    """Returns the sizes of latent attention. In llama.cpp, its cache is one key head of size latent
+    rank + rotary size.
+    """
     if key_heads != 1:
-        raise UserError(f"{meta.name} must have {meta.arch}.attention.head_count_kv: 1, got {key_heads}")
+        raise UserError(
+            f"{meta.name} must have {meta.arch}.attention.head_count_kv: 1, got {key_heads}"
+        )
     rank = meta("attention.kv_lora_rank")
     rotated = meta("rope.dimension_count")
     # The lengths of the cache, and those of the heads.
@@ -212,8 +268,8 @@ def _latent_config(meta: Metadata, heads: int, key_heads: int) -> dict[str, Any]
     value = meta("attention.value_length_mla")
     if lengths != (rank + rotated, rank) or key <= rotated:
         raise UserError(
-            f"{meta.name} has key and value lengths {lengths} and a key length of {key}, which do not fit its latent of {rank} "
-            f"and {rotated} rotated elements"
+            f"{meta.name} has key and value lengths {lengths} and a key length of {key}, which do"
+            f" not fit its latent of {rank} and {rotated} rotated elements"
         )
     return {
         "kv_lora_rank": rank,
@@ -227,10 +283,15 @@ def _latent_config(meta: Metadata, heads: int, key_heads: int) -> dict[str, Any]
 
 
 def _bias_config(file: GGUFFile, family: Family) -> dict[str, Any]:
-    """Returns the keys about optional biases and norms, which a model has if the file has their tensors."""
+    """Returns the keys about optional biases and norms, which a model has if the file has their
+    tensors.
+    """
     has_bias = "blk.0.attn_q.bias" in file.tensors
     if family.arch == "glm4moe":
-        return {"attention_bias": has_bias, "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
+        return {
+            "attention_bias": has_bias,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        }
     if family.arch == "stablelm":
         parallel = "blk.0.ffn_norm.weight" not in file.tensors
         return {"use_qkv_bias": has_bias, "use_parallel_residual": parallel}
@@ -248,12 +309,17 @@ def _window_config(meta: Metadata, family: Family, layers: int) -> dict[str, Any
     meta.used.add("attention.sliding_window_pattern")
     pattern = meta.entries.get(f"{meta.arch}.attention.sliding_window_pattern", family.full_every)
     window = meta("attention.sliding_window", 4096 if family.arch == "gemma2" else 0)
-    if not isinstance(pattern, (int, list)) or (isinstance(pattern, list) and len(pattern) != layers):
+    if not isinstance(pattern, (int, list)) or (
+        isinstance(pattern, list) and len(pattern) != layers
+    ):
         raise UserError(
-            f"{meta.name} must have an attention.sliding_window_pattern with one entry per layer, got {quote(pattern)}"
+            f"{meta.name} must have an attention.sliding_window_pattern with one entry per layer,"
+            f" got {quote(pattern)}"
         )
     if isinstance(pattern, int):
-        pattern = [(layer + 1) % pattern != 0 for layer in range(layers)] if pattern else [True] * layers
+        pattern = (
+            [(layer + 1) % pattern != 0 for layer in range(layers)] if pattern else [True] * layers
+        )
     kinds = ["sliding_attention" if slides and window else "full_attention" for slides in pattern]
     found: dict[str, Any] = {"sliding_window": window or 4096, "layer_types": kinds}
     for scores in SOFT_CAPS.get(family.arch, ()):
@@ -267,8 +333,13 @@ def _no_window_config(meta: Metadata, family: Family, layers: int) -> dict[str, 
     if family.arch == "phi3":
         meta.used.add("attention.sliding_window")  # llama.cpp reads it, but does not use it
     if family.arch == "exaone4":
-        if layers == LARGE_MODEL_LAYERS:  # for this number of layers, llama.cpp assumes sliding windows
-            raise UserError(f"{meta.name} has an exaone4 of {layers} layers, whose sliding windows are not supported")
+        if (
+            layers == LARGE_MODEL_LAYERS
+        ):  # for this number of layers, llama.cpp assumes sliding windows
+            raise UserError(
+                f"{meta.name} has an exaone4 of {layers} layers, whose sliding windows are not"
+                " supported"
+            )
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     if family.model_type in WITHOUT_WINDOW:
         return {"sliding_window": None}
@@ -304,13 +375,18 @@ def gguf_metadata(model: ModelConfig, family: Family, context: int) -> dict[str,
             "rope.freq_base": model.rope_theta,
         }
     if family.arch == "granite" and model.position != "rope":
-        found["rope.scaling.finetuned"] = False  # with this flag, llama.cpp uses no rotary positions
+        found["rope.scaling.finetuned"] = (
+            False  # with this flag, llama.cpp uses no rotary positions
+        )
     if family.arch == "mistral3":
         found["attention.temperature_scale"] = model.query_scaling_beta
         if model.rope_scaling is not None:
             found["rope.scaling.yarn_log_multiplier"] = model.rope_scaling.mscale_all_dim
     found |= _expert_metadata(model, family) | _latent_metadata(model)
-    if family.arch in ("command-r", "cohere2"):  # these multiply the logits, where Granite divides them
+    if family.arch in (
+        "command-r",
+        "cohere2",
+    ):  # these multiply the logits, where Granite divides them
         found["logit_scale"] = 1 / model.logits_scaling
     elif "logit_scale" in family.keys:
         found |= {
@@ -324,7 +400,11 @@ def gguf_metadata(model: ModelConfig, family: Family, context: int) -> dict[str,
         found |= gemma4_metadata(model)
     # GGUF distinguishes integers from floats.
     floats = ("base", "base_swa", "factor", "capping", "scale", "multiplier")
-    return {key: float(value) if key.endswith(floats) else value for key, value in found.items() if value is not None}
+    return {
+        key: float(value) if key.endswith(floats) else value
+        for key, value in found.items()
+        if value is not None
+    }
 
 
 def _expert_metadata(model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -334,7 +414,10 @@ def _expert_metadata(model: ModelConfig, family: Family) -> dict[str, Any]:
         return {}
     values: dict[str, Any] = {}
     if experts.groups > 1:
-        values |= {"expert_group_count": experts.groups, "expert_group_used_count": experts.top_groups}
+        values |= {
+            "expert_group_count": experts.groups,
+            "expert_group_used_count": experts.top_groups,
+        }
     values |= {
         "expert_count": experts.count,
         "expert_used_count": experts.top_k,
@@ -375,14 +458,27 @@ def _latent_metadata(model: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def unsupported_feature(model: ModelConfig, family: Family, hf_config: Mapping[str, Any]) -> str | None:
-    """Returns a setting that GGUF can store but llama.cpp does not support for this family, or None if there is none."""
+def unsupported_feature(
+    model: ModelConfig, family: Family, hf_config: Mapping[str, Any]
+) -> str | None:
+    """Returns a setting that GGUF can store but llama.cpp does not support for this family, or None
+    if there is none.
+    """
     experts = model.experts
     latent = model.latent
     scaling = model.rope_scaling
-    if family.arch == "deepseek2" and experts is not None and experts.groups > 1 and experts.group_score == "max":
+    if (
+        family.arch == "deepseek2"
+        and experts is not None
+        and experts.groups > 1
+        and experts.group_score == "max"
+    ):
         return "moe.group_score: max (it uses the sum of the best two)"
-    if latent is not None and latent.query_rank is None and model.num_blocks not in DEEPSEEK_LITE_LAYERS:
+    if (
+        latent is not None
+        and latent.query_rank is None
+        and model.num_blocks not in DEEPSEEK_LITE_LAYERS
+    ):
         few, many = DEEPSEEK_LITE_LAYERS
         return f"attention.q_lora_rank: null with other than {few} or {many} layers"
     if latent is not None and latent.norm_epsilon != model.norm_epsilon:
@@ -392,7 +488,11 @@ def unsupported_feature(model: ModelConfig, family: Family, hf_config: Mapping[s
     if family.arch == "gemma4" and model.kv_shared_layers and not _share_last_caches(model):
         return "attention.kv_shared_layers, unless the two layers before them are sliding and full"
     yarn = scaling if scaling is not None and scaling.kind == "yarn" else None
-    if family.latent and yarn is not None and (not yarn.mscale or yarn.mscale != yarn.mscale_all_dim):
+    if (
+        family.latent
+        and yarn is not None
+        and (not yarn.mscale or yarn.mscale != yarn.mscale_all_dim)
+    ):
         return "attention.rope_mscale: other than attention.rope_mscale_all_dim"
     if family.latent and hf_config.get("rope_interleave") is False:
         return "rope_interleave: false"
@@ -414,7 +514,9 @@ def unsupported_feature(model: ModelConfig, family: Family, hf_config: Mapping[s
 
 
 def _share_last_caches(model: ModelConfig) -> bool:
-    """Returns whether the layers without keys read the caches of the two layers before them, a sliding and a full one."""
+    """Returns whether the layers without keys read the caches of the two layers before them, a
+    sliding and a full one.
+    """
     first = model.num_blocks - model.kv_shared_layers  # the first layer without keys
     if first < 2:
         return False
@@ -430,7 +532,9 @@ def _window_metadata(model: ModelConfig, family: Family) -> dict[str, Any]:
     if not family.full_every:
         return {}
     found: dict[str, Any] = {
-        "attention.sliding_window": next((window for window in model.windows if window is not None), None),
+        "attention.sliding_window": next(
+            (window for window in model.windows if window is not None), None
+        ),
         "attention.sliding_window_pattern": [window is not None for window in model.windows],
         "attn_logit_softcapping": model.softcap,
         "final_logit_softcapping": model.final_softcap,

@@ -1,4 +1,5 @@
-"""The GGUF model families: for each family, the tensor names in GGUF and in transformers, and the fixed settings.
+"""The GGUF model families: for each family, the tensor names in GGUF and in transformers, and the
+fixed settings.
 
 The properties of each architecture are taken from llama.cpp (`conversion/` and `src/models/`).
 """
@@ -59,7 +60,9 @@ from dantinox.interop.gguf.gguf_tensors import (
 )
 from dantinox.interop.hf.hf_family import BITNET, without
 
-MetadataKey = tuple[str, type[Any], Any]  # a key of `config.json`, a type, a default (None: the metadata key is required)
+MetadataKey = tuple[
+    str, type[Any], Any
+]  # a key of `config.json`, a type, a default (None: the metadata key is required)
 
 
 class Family(NamedTuple):
@@ -68,15 +71,20 @@ class Family(NamedTuple):
     Attributes:
       model_type: the name of the family in transformers.
       arch: the name of the architecture in llama.cpp.
-      names: maps module names of GGUF to those of transformers, with `{}` for the layer index and `{e}` for the expert index.
+      names: maps module names of GGUF to those of transformers, with `{}` for the layer index and
+        `{e}` for the expert index.
       fixed: keys of `config.json` whose values the architecture implies.
-      interleaved_rope: whether the query and key rows in GGUF are ordered for the rotary pairs (x₀, x₁), (x₂, x₃), ….
+      interleaved_rope: whether the query and key rows in GGUF are ordered for the rotary pairs (x₀,
+        x₁), (x₂, x₃), ….
       norms_plus_one: whether GGUF stores norm weights as 1 + w.
       latent: whether attention is latent (MLA).
-      full_every: n if every n-th layer has no sliding window; 0 if llama.cpp supports no windows for this architecture.
-      epsilon_key: the key of `config.json` for the epsilon of norms; a key other than `rms_norm_eps` means layer norms.
+      full_every: n if every n-th layer has no sliding window; 0 if llama.cpp supports no windows
+        for this architecture.
+      epsilon_key: the key of `config.json` for the epsilon of norms; a key other than
+        `rms_norm_eps` means layer norms.
       keys: the metadata keys of this family, see `MetadataKey`.
-      merged: transformers tensors that GGUF splits or stores with other axes, by name, with `{}` for the layer index.
+      merged: transformers tensors that GGUF splits or stores with other axes, by name, with `{}`
+        for the layer index.
       matrices: how the weight matrices are stored.
     """
 
@@ -119,7 +127,9 @@ SCALE_KEYS: dict[str, MetadataKey] = {
     "attention.scale": ("attention_multiplier", float, None),
 }
 GRANITE_KEYS = SCALE_KEYS | LOCAL_EXPERT_KEYS
-GRANITE_SHARED_KEYS = GRANITE_KEYS | {"expert_shared_feed_forward_length": ("shared_intermediate_size", int, None)}
+GRANITE_SHARED_KEYS = GRANITE_KEYS | {
+    "expert_shared_feed_forward_length": ("shared_intermediate_size", int, None)
+}
 SILU = {"hidden_act": "silu"}
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 NO_BIAS = {"attention_bias": False}
@@ -132,7 +142,8 @@ GRANITE_MOE_SHARED = Family(
     keys=GRANITE_SHARED_KEYS,
     merged=GRANITE_MERGED | {LAYER + "shared_mlp.input_linear.weight": SHARED_GATE_UP},
 )
-# If several families have the architecture of a file, it is read as the first of them, unless `gguf_config` selects another.
+# If several families have the architecture of a file, it is read as the first of them, unless
+# `gguf_config` selects another.
 FAMILIES = (
     Family("llama", "llama", DENSE, SILU, interleaved_rope=True),
     Family("mistral", "llama", DENSE, SILU, interleaved_rope=True),
@@ -147,7 +158,9 @@ FAMILIES = (
         interleaved_rope=True,
         keys=LOCAL_EXPERT_KEYS,
     ),
-    Family("smollm3", "smollm3", DENSE, SILU | {"no_rope_layer_interval": 4}, interleaved_rope=True),
+    Family(
+        "smollm3", "smollm3", DENSE, SILU | {"no_rope_layer_interval": 4}, interleaved_rope=True
+    ),
     Family("qwen2", "qwen2", DENSE, SILU),
     Family("qwen3", "qwen3", DENSE | HEAD_NORMS, SILU | NO_BIAS),
     Family(
@@ -161,8 +174,15 @@ FAMILIES = (
         "qwen2_moe",
         "qwen2moe",
         MOE | shared_expert_names("shared_expert"),
-        SILU | {"qkv_bias": True, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        keys=EXPERT_KEYS | {"expert_shared_feed_forward_length": ("shared_expert_intermediate_size", int, None)},
+        SILU
+        | {
+            "qkv_bias": True,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        keys=EXPERT_KEYS
+        | {"expert_shared_feed_forward_length": ("shared_expert_intermediate_size", int, None)},
         merged={f"{LAYER}mlp.shared_expert_gate.weight": SHARED_GATE},
     ),
     Family(
@@ -246,7 +266,9 @@ FAMILIES = (
         {"hidden_act": "gelu_pytorch_tanh"} | NO_BIAS,
         norms_plus_one=True,
     ),
-    Family("seed_oss", "seed_oss", SEED_OSS, SILU | {"attention_out_bias": False, "mlp_bias": False}),
+    Family(
+        "seed_oss", "seed_oss", SEED_OSS, SILU | {"attention_out_bias": False, "mlp_bias": False}
+    ),
     Family("ernie4_5", "ernie4_5", DENSE, SILU | {"use_bias": False}),
     Family("hunyuan_v1_dense", "hunyuan-dense", DENSE | HEAD_NORMS_AFTER_ROPE, SILU | NO_BIAS),
     Family("glm", "chatglm", CHATGLM, SILU),
@@ -277,10 +299,23 @@ FAMILIES = (
         epsilon_key="layer_norm_eps",
         keys={"logit_scale": ("logit_scale", float, None)},
     ),
-    Family("arcee", "arcee", ARCEE, {"hidden_act": "relu2", "mlp_bias": False} | NO_BIAS, interleaved_rope=True),
-    Family("exaone4", "exaone4", EMBEDDINGS_AND_HEAD | ATTENTION | NORMS_AFTER | MLP | HEAD_NORMS, SILU),
     Family(
-        "gemma2", "gemma2", TIED_EMBEDDINGS | ATTENTION | NORMS_BOTH | MLP, GELU | NO_BIAS, norms_plus_one=True, full_every=2
+        "arcee",
+        "arcee",
+        ARCEE,
+        {"hidden_act": "relu2", "mlp_bias": False} | NO_BIAS,
+        interleaved_rope=True,
+    ),
+    Family(
+        "exaone4", "exaone4", EMBEDDINGS_AND_HEAD | ATTENTION | NORMS_AFTER | MLP | HEAD_NORMS, SILU
+    ),
+    Family(
+        "gemma2",
+        "gemma2",
+        TIED_EMBEDDINGS | ATTENTION | NORMS_BOTH | MLP,
+        GELU | NO_BIAS,
+        norms_plus_one=True,
+        full_every=2,
     ),
     Family(
         "gemma3_text",
@@ -292,9 +327,22 @@ FAMILIES = (
     ),
     Family("gemma4_text", "gemma4", GEMMA4, GELU | NO_BIAS, full_every=6, merged=GEMMA4_MERGED),
     Family("phi3", "phi3", PHI3, SILU),
-    Family("olmo", "olmo", OLMO, SILU | NO_BIAS, interleaved_rope=True, epsilon_key="layer_norm_eps"),
-    Family("olmo2", "olmo2", EMBEDDINGS_AND_HEAD | ATTENTION | NORMS_AFTER | MLP | HEAD_NORMS, SILU | NO_BIAS),
-    Family("olmo3", "olmo2", EMBEDDINGS_AND_HEAD | ATTENTION | NORMS_AFTER | MLP | HEAD_NORMS, SILU | NO_BIAS, full_every=4),
+    Family(
+        "olmo", "olmo", OLMO, SILU | NO_BIAS, interleaved_rope=True, epsilon_key="layer_norm_eps"
+    ),
+    Family(
+        "olmo2",
+        "olmo2",
+        EMBEDDINGS_AND_HEAD | ATTENTION | NORMS_AFTER | MLP | HEAD_NORMS,
+        SILU | NO_BIAS,
+    ),
+    Family(
+        "olmo3",
+        "olmo2",
+        EMBEDDINGS_AND_HEAD | ATTENTION | NORMS_AFTER | MLP | HEAD_NORMS,
+        SILU | NO_BIAS,
+        full_every=4,
+    ),
     Family("granite", "granite", DENSE, SILU, interleaved_rope=True, keys=SCALE_KEYS),
     Family(
         "granitemoehybrid",

@@ -1,6 +1,7 @@
 """The GGUF file format: a validating reader of metadata and tensors, and a streaming writer.
 
-The format is specified in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `ggml_types` defines the tensor types.
+The format is specified in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `ggml_types`
+defines the tensor types.
 """
 
 import itertools
@@ -22,12 +23,32 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
 # The type codes of metadata values: first numbers, with their NumPy types, then strings and arrays.
-NUMBER_TYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+NUMBER_TYPES = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10
 MAX_AXES = 4
-MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 13, 24  # smallest sizes in a file; they limit the counts that a header can state
-MAX_ENTRIES, MAX_STRING_BYTES = 1 << 22, 1 << 26  # limits for a list and for a string in a file of any size
-PLAIN_DTYPES = {name: kind.block for name, kind in TYPES.items() if kind.decode is None}  # memory-mapped, not copied
+MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = (
+    13,
+    24,
+)  # smallest sizes in a file; they limit the counts that a header can state
+MAX_ENTRIES, MAX_STRING_BYTES = (
+    1 << 22,
+    1 << 26,
+)  # limits for a list and for a string in a file of any size
+PLAIN_DTYPES = {
+    name: kind.block for name, kind in TYPES.items() if kind.decode is None
+}  # memory-mapped, not copied
 TYPE_NAMES = {kind.number: name for name, kind in TYPES.items()}
 Shape = tuple[tuple[int, ...], str]  # the shape in NumPy's axis order, and the type name
 FindBlocks = Callable[[str, np.ndarray], np.ndarray | None]  # (type name, matrix) → its blocks
@@ -67,14 +88,17 @@ def open_gguf(path: str | Path) -> GGUFFile:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             metadata, tensors = _read_header(_Reader(content, path))
     if metadata.get("split.count", 1) not in (0, 1):
-        raise UserError(f"{path} is one part of a split model: join the parts with `llama-gguf-split --merge`")
+        raise UserError(
+            f"{path} is one part of a split model: join the parts with `llama-gguf-split --merge`"
+        )
     return GGUFFile(path, metadata, tensors, np.memmap(path, np.uint8, mode="r"))
 
 
 def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarray:
     """Returns a tensor, or the slice with index `part` along its first axis.
 
-    Tensors of float32, float16 or bfloat16 are memory-mapped and read-only. Quantized tensors are converted to float32.
+    Tensors of float32, float16 or bfloat16 are memory-mapped and read-only. Quantized tensors are
+    converted to float32.
     """
     shape, kind, offset, size = file.tensors[name]
     if part is not None:
@@ -88,7 +112,9 @@ def read_tensor(file: GGUFFile, name: str, part: int | None = None) -> np.ndarra
 
 
 def read_rows(file: GGUFFile, name: str) -> np.ndarray:
-    """Returns the bytes of a tensor without conversion, uint8 `[rows, bytes of a row]`; memory-mapped and read-only."""
+    """Returns the bytes of a tensor without conversion, uint8 `[rows, bytes of a row]`;
+    memory-mapped and read-only.
+    """
     shape, _, offset, size = file.tensors[name]
     return np.asarray(file.content[offset : offset + size]).reshape(math.prod(shape[:-1]), -1)
 
@@ -104,11 +130,13 @@ def write_gguf(
 
     Args:
       path: the file to create.
-      metadata: the entries. Integers are written as uint32, floats as float32. The elements of a list have one type;
-        integers in a list are written as int32.
-      shapes: the shape (in NumPy's order) and type (`F32`, `F16`, `BF16` or a key of `ENCODERS`) of every tensor.
+      metadata: the entries. Integers are written as uint32, floats as float32. The elements of a
+        list have one type; integers in a list are written as int32.
+      shapes: the shape (in NumPy's order) and type (`F32`, `F16`, `BF16` or a key of `ENCODERS`) of
+        every tensor.
       arrays: the tensors in the order of `shapes`, with any float dtype.
-      find_blocks: returns the known blocks of a matrix in a quantized type; None: the matrix is quantized.
+      find_blocks: returns the known blocks of a matrix in a quantized type; None: the matrix is
+        quantized.
 
     Raises:
       UserError: the file cannot be written.
@@ -119,7 +147,10 @@ def write_gguf(
 
 
 def _file_pieces(
-    metadata: Mapping[str, Any], shapes: Mapping[str, Shape], arrays: Iterable[np.ndarray], find_blocks: FindBlocks
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    arrays: Iterable[np.ndarray],
+    find_blocks: FindBlocks,
 ) -> Iterator[bytes | memoryview]:
     """Yields the content of a file: the header, and each tensor with its padding."""
     head = bytearray(MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(shapes), len(metadata)))
@@ -157,7 +188,9 @@ def _encode_value(value: Any) -> bytes:
     if value and isinstance(value[0], str):
         return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_encode_string, value))
     code = _number_code(value[0], INT32) if value else FLOAT32
-    return struct.pack("<IIQ", ARRAY, code, len(value)) + np.array(value, NUMBER_TYPES[code]).tobytes()
+    return (
+        struct.pack("<IIQ", ARRAY, code, len(value)) + np.array(value, NUMBER_TYPES[code]).tobytes()
+    )
 
 
 def _number_code(value: Any, integer: int) -> int:
@@ -173,13 +206,18 @@ def _encode_tensor(array: np.ndarray, kind: str, find_blocks: FindBlocks) -> np.
         with np.errstate(over="ignore"):
             plain = np.ascontiguousarray(array, PLAIN_DTYPES[kind])
         if kind == "F16" and not np.isfinite(plain).all() and np.isfinite(array).all():
-            raise UserError("the weights have numbers above 65,504, the largest of float16: export bf16 or f32")
+            raise UserError(
+                "the weights have numbers above 65,504, the largest of float16: export bf16 or f32"
+            )
         return plain
     if (blocks := find_blocks(kind, array)) is not None:
         return blocks
     encoded = quantize(kind, array)
     if not has_finite_scales(kind, encoded):
-        raise UserError(f"the weights have numbers that {kind} cannot represent (too large, or NaN): export bf16 or f32")
+        raise UserError(
+            f"the weights have numbers that {kind} cannot represent (too large, or NaN): export"
+            " bf16 or f32"
+        )
     return encoded
 
 
@@ -210,7 +248,9 @@ class _Reader:
         return np.frombuffer(self.content, kind, 1, self.skip(kind.itemsize, what))[0].item()
 
     def count(self, what: str, smallest: int) -> int:
-        """Reads a count of items that occupy at least `smallest` bytes each, and checks that the file can hold them."""
+        """Reads a count of items that occupy at least `smallest` bytes each, and checks that the
+        file can hold them.
+        """
         (count,) = struct.unpack_from("<Q", self.content, self.skip(8, what))
         if count * smallest > len(self.content) - self.position:
             raise self.damaged(f"it claims {count} {what}, more than the file can hold")
@@ -240,10 +280,14 @@ class _Reader:
             raise self.damaged(f"{what} is an array of the unknown type {inner}")
         kind = np.dtype(NUMBER_TYPES[inner])
         count = self.count(f"entries of {what}", kind.itemsize)
-        return np.frombuffer(self.content, kind, count, self.skip(count * kind.itemsize, what)).tolist()
+        return np.frombuffer(
+            self.content, kind, count, self.skip(count * kind.itemsize, what)
+        ).tolist()
 
     def damaged(self, why: str) -> UserError:
-        return UserError(f"{self.path} is damaged: {repr(why)[1:-1][:200]}")  # names in a file may contain any character
+        return UserError(
+            f"{self.path} is damaged: {repr(why)[1:-1][:200]}"
+        )  # names in a file may contain any character
 
 
 def _read_header(reader: _Reader) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -251,7 +295,9 @@ def _read_header(reader: _Reader) -> tuple[dict[str, Any], dict[str, StoredTenso
     version = reader.number(UINT32, "the version")
     if version not in VERSIONS:
         swapped = " (big-endian)" if version and version & 0xFFFF == 0 else ""
-        raise UserError(f"{reader.path} has GGUF version {version}{swapped}, expected version 2 or 3")
+        raise UserError(
+            f"{reader.path} has GGUF version {version}{swapped}, expected version 2 or 3"
+        )
     count = reader.count("tensors", MIN_TENSOR_BYTES)
     metadata: dict[str, Any] = {}
     for _ in range(reader.count("entries of metadata", MIN_ENTRY_BYTES)):
@@ -268,7 +314,9 @@ def _read_header(reader: _Reader) -> tuple[dict[str, Any], dict[str, StoredTenso
     tensors: dict[str, StoredTensor] = {}
     for name, shape, kind, offset in infos:
         if min(shape) < 1 or shape[-1] % TYPES[kind].values:
-            raise reader.damaged(f"the tensor {name} has the shape {shape}, which {kind} does not allow")
+            raise reader.damaged(
+                f"the tensor {name} has the shape {shape}, which {kind} does not allow"
+            )
         size = _tensor_bytes(shape, kind)
         if name in tensors:
             raise reader.damaged(f"it has the tensor {name} twice")
@@ -292,6 +340,13 @@ def _read_tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], str, int]:
     code = reader.number(UINT32, name)
     offset = reader.number(UINT64, name)
     if code not in TYPE_NAMES:
-        known = f"type {UNSUPPORTED_TYPES[code]}" if code in UNSUPPORTED_TYPES else f"unknown type {code}"
-        raise UserError(f"{reader.path}: the tensor {escape_name(name)} has the {known}, expected one of {', '.join(TYPES)}")
+        known = (
+            f"type {UNSUPPORTED_TYPES[code]}"
+            if code in UNSUPPORTED_TYPES
+            else f"unknown type {code}"
+        )
+        raise UserError(
+            f"{reader.path}: the tensor {escape_name(name)} has the {known}, expected one of"
+            f" {', '.join(TYPES)}"
+        )
     return name, shape, TYPE_NAMES[code], offset

@@ -1,4 +1,5 @@
-"""Tensor names of GGUF files, with those of transformers, and tensors that the two store in different shapes.
+"""Tensor names of GGUF files, with those of transformers, and tensors that the two store in
+different shapes.
 
 In names, `{}` stands for the index of a layer and `{e}` for the index of an expert.
 """
@@ -56,7 +57,9 @@ DENSE = EMBEDDINGS_AND_HEAD | ATTENTION | NORMS_BEFORE | MLP
 
 
 def expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """Returns the names of a model with routed experts, which GGUF stacks in one tensor per projection."""
+    """Returns the names of a model with routed experts, which GGUF stacks in one tensor per
+    projection.
+    """
     return EMBEDDINGS_AND_HEAD | ATTENTION | NORMS_BEFORE | {
         "blk.{}.ffn_gate_exps": f"{LAYER}{module}.experts.{{e}}.{gate}",
         "blk.{}.ffn_up_exps": f"{LAYER}{module}.experts.{{e}}.{up}",
@@ -75,7 +78,9 @@ def shared_expert_names(module: str) -> dict[str, str]:
 
 
 def sub_norms(attention: str, feed_forward: str) -> dict[str, str]:
-    """Returns the names of the norms before the output projections, with those of transformers in this family."""
+    """Returns the names of the norms before the output projections, with those of transformers in
+    this family.
+    """
     return {
         "blk.{}.attn_sub_norm": f"{LAYER}self_attn.{attention}",
         "blk.{}.ffn_sub_norm": f"{LAYER}mlp.{feed_forward}",
@@ -108,7 +113,9 @@ LATENT_PROJECTIONS = {
     "blk.{}.attn_kv_a_norm": LAYER + "self_attn.kv_a_layernorm",
     "blk.{}.attn_kv_a_mqa": LAYER + "self_attn.kv_a_proj_with_mqa",
 }
-LATENT_ATTENTION = without(MOE, "blk.{}.attn_k", "blk.{}.attn_v") | LATENT_PROJECTIONS | MLP | SHARED_EXPERTS
+LATENT_ATTENTION = (
+    without(MOE, "blk.{}.attn_k", "blk.{}.attn_v") | LATENT_PROJECTIONS | MLP | SHARED_EXPERTS
+)
 GRANITE = without(DENSE, *MLP) | {"blk.{}.ffn_gate_inp": LAYER + "block_sparse_moe.router.layer"}
 GRANITE_HYBRID = without(DENSE, *MLP) | {"blk.{}.ffn_down": LAYER + "shared_mlp.output_linear"}
 GRANITE_SHARED = GRANITE | {"blk.{}.ffn_down_shexp": LAYER + "shared_mlp.output_linear"}
@@ -154,16 +161,21 @@ GEMMA4 = EMBEDDINGS_AND_HEAD | ATTENTION | NORMS_BOTH | MLP | HEAD_NORMS | {
     "blk.{}.post_ffw_norm_1": LAYER + "post_feedforward_layernorm_1",
     "blk.{}.post_ffw_norm_2": LAYER + "post_feedforward_layernorm_2",
 }  # fmt: skip
-BITNET_DENSE = TIED_EMBEDDINGS | ATTENTION | NORMS_BEFORE | MLP  # llama.cpp always uses the embeddings as output layer
+BITNET_DENSE = (
+    TIED_EMBEDDINGS | ATTENTION | NORMS_BEFORE | MLP
+)  # llama.cpp always uses the embeddings as output layer
 
 
 class MergedTensor(NamedTuple):
-    """A tensor of transformers that GGUF stores differently: with another name or axis order, or split into several tensors.
+    """A tensor of transformers that GGUF stores differently: with another name or axis order, or
+    split into several tensors.
 
     Attributes:
       stored: the names of the tensors in GGUF, with `{}` for the layer index.
-      shape: a function that takes `config.json` and the shapes in GGUF, and returns the shape in transformers.
-      parts: a function that takes the tensor and `config.json`, and returns one view per GGUF tensor, in GGUF's axis order.
+      shape: a function that takes `config.json` and the shapes in GGUF, and returns the shape in
+        transformers.
+      parts: a function that takes the tensor and `config.json`, and returns one view per GGUF
+        tensor, in GGUF's axis order.
     """
 
     stored: tuple[str, ...]
@@ -178,7 +190,9 @@ def _rename_tensor(stored: str) -> MergedTensor:
 
 def _add_row_axis(stored: str) -> MergedTensor:
     """Returns the entry of a vector that transformers stores as a matrix with one row."""
-    return MergedTensor((stored,), lambda config, shape: (1, *shape), lambda tensor, config: [tensor[0]])
+    return MergedTensor(
+        (stored,), lambda config, shape: (1, *shape), lambda tensor, config: [tensor[0]]
+    )
 
 
 def _split_gate_up(tensor: np.ndarray, config: Mapping[str, Any]) -> Sequence[np.ndarray]:
@@ -192,7 +206,9 @@ def _join_gate_up(gate: str, up: str) -> MergedTensor:
 
 
 def _split_latent_kv(tensor: np.ndarray, config: Mapping[str, Any]) -> list[np.ndarray]:
-    """Splits the matrix that projects a latent vector to keys and values: `[N (H+V), R]` → `[N, R, H]` and `[N, V, R]`."""
+    """Splits the matrix that projects a latent vector to keys and values: `[N (H+V), R]` →
+    `[N, R, H]` and `[N, V, R]`.
+    """
     heads = tensor.reshape(config["num_attention_heads"], -1, tensor.shape[1])
     H = config["qk_nope_head_dim"]
     return [heads[:, :H].transpose(0, 2, 1), heads[:, H:]]

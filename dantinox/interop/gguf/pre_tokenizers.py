@@ -1,25 +1,35 @@
-"""Rules that split text into words for byte-level BPE, by their names in GGUF (`tokenizer.ggml.pre`).
+"""Rules that split text into words for byte-level BPE, by their names in GGUF
+(`tokenizer.ggml.pre`).
 
-The names come from llama.cpp's `src/llama-vocab.cpp` (July 2026). Each rule is the pre-tokenizer of the `tokenizer.json` that
-the model's publisher provides. llama.cpp uses its own regular expressions, which split some texts differently;
-`tests/interop/tokenizers_live.py` lists the differences. For names without a known `tokenizer.json` (`afmoe`, `chameleon`,
-`default`, `jais-2`, `superbpe`, `ufakzeka`, `youtu`, and all aliases), the rules are llama.cpp's.
+The names come from llama.cpp's `src/llama-vocab.cpp` (July 2026). Each rule is the pre-tokenizer of
+the `tokenizer.json` that the model's publisher provides. llama.cpp uses its own regular
+expressions, which split some texts differently; `tests/interop/tokenizers_live.py` lists the
+differences. For names without a known `tokenizer.json` (`afmoe`, `chameleon`, `default`, `jais-2`,
+`superbpe`, `ufakzeka`, `youtu`, and all aliases), the rules are llama.cpp's.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 NFC: Mapping[str, Any] = {"type": "NFC"}
-BYTE_LEVEL_WORDS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BYTE_LEVEL_WORDS = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
 BYTE_LEVEL = BYTE_LEVEL_WORDS | {"use_regex": False}
 DIGITS = {"type": "Digits", "individual_digits": True}
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the same rule as `BYTE_LEVEL_WORDS`
+GPT2 = (  # the same rule as `BYTE_LEVEL_WORDS`
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + BREAKS
 PATHS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + BREAKS
-# Words in which upper case is followed by lower case at most once. {0}: an optional ending; {1}: a restriction of the letters.
+# Words in which upper case is followed by lower case at most once. {0}: an optional ending; {1}: a
+# restriction of the letters.
 CASED_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}{1}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}{1}]+{0}"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}{1}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}{1}]*{0}"
@@ -42,12 +52,16 @@ def _split(regex: str, behavior: str = "Isolated") -> dict[str, Any]:
 
 
 def _splits(*regexes: str) -> tuple[dict[str, Any], ...]:
-    """Returns the steps that split text by each expression in turn, then write it as byte letters."""
+    """Returns the steps that split text by each expression in turn, then write it as byte
+    letters.
+    """
     return (*map(_split, regexes), BYTE_LEVEL)
 
 
 def _cased(endings: str, without: str = "") -> str:
-    """Returns the expression `CASED_WORDS` with these endings, for letters without those in `without`."""
+    """Returns the expression `CASED_WORDS` with these endings, for letters without those in
+    `without`.
+    """
     return CASED_WORDS.replace("{0}", endings).replace("{1}", without)
 
 
@@ -56,7 +70,8 @@ class Rule(NamedTuple):
 
     Attributes:
       steps: the pre-tokenizers of a `tokenizer.json`, in order.
-      whole_words: whether a word that is itself a token is encoded as this token, without any merges (`ignore_merges`).
+      whole_words: whether a word that is itself a token is encoded as this token, without any
+        merges (`ignore_merges`).
       normalizer: the normalizer of a `tokenizer.json`.
     """
 
@@ -78,14 +93,17 @@ RULES = {
     "gpt-4o": Rule(_splits(_cased(CONTRACTIONS + "?") + r"|\p{N}{1,3}" + PATHS)),
     "stablelm2": Rule(_splits(_QWEN2)),
     "qwen35": Rule(
-        _splits(CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + BREAKS),
+        _splits(CONTRACTIONS
+                + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+                + BREAKS),
         normalizer=NFC,
     ),
     "mpt": Rule((BYTE_LEVEL_WORDS,), normalizer=NFC),
     "command-r": Rule((DIGITS, BYTE_LEVEL_WORDS), normalizer=NFC),
     "deepseek-llm": Rule(
         (
-            *map(_split, ("[\r\n]", rf"\s?[{CASED_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", HAN_AND_HANGUL)),
+            *map(_split, ("[\r\n]", rf"\s?[{CASED_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+                          r"\s+$", HAN_AND_HANGUL)),
             DIGITS,
             BYTE_LEVEL,
         )
@@ -95,7 +113,8 @@ RULES = {
     ),
     "deepseek-v3": Rule(_splits(r"\p{N}{1,3}", HAN_AND_KANA, DEEPSEEK_WORDS + r"[\r\n]*" + BREAKS)),
     "spark2_5": Rule(
-        (*map(_split, (r"\p{N}{1,3}", HAN_AND_KANA, DEEPSEEK_WORDS + r"|[\r\n]|\s+(?!\S)|\s+")), DIGITS, BYTE_LEVEL),
+        (*map(_split, (r"\p{N}{1,3}", HAN_AND_KANA, DEEPSEEK_WORDS + r"|[\r\n]|\s+(?!\S)|\s+")),
+         DIGITS, BYTE_LEVEL),
     ),
     "falcon": Rule(
         (
@@ -105,17 +124,21 @@ RULES = {
             _split("[0-9][0-9][0-9]"),
         )
     ),
-    "minicpm5": Rule(_splits(r"\p{N}{1,3}", CONTRACTIONS + "|" + LETTERS + r"|\p{N}+" + PUNCTUATION), whole_words=True),
+    "minicpm5": Rule(_splits(r"\p{N}{1,3}", CONTRACTIONS + "|" + LETTERS + r"|\p{N}+"
+                             + PUNCTUATION), whole_words=True),
     "poro-chat": Rule(_splits(SENTENCES)),
     "viking": Rule(_splits(SENTENCES, r"\p{N}")),
     "bailingmoe": Rule(
         _splits(r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+")
     ),
-    "seed-coder": Rule(_splits(CONTRACTIONS + "|" + LETTERS + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + BREAKS)),
+    "seed-coder": Rule(_splits(CONTRACTIONS + "|" + LETTERS + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+                               + BREAKS)),
     "ufakzeka": Rule(_splits(LETTERS + r"|\p{N}" + PUNCTUATION)),
     "laguna": Rule((_split(r"(?:\r?\n)+(?!\r?\n)", "MergedWithNext"), *_splits(_QWEN2))),
-    "kimi-k2": Rule(_splits(r"[\p{Han}]+|" + _cased(CONTRACTIONS + "?", r"&&[^\p{Han}]") + r"|\p{N}{1,3}" + PUNCTUATION)),
-    "tiny_aya": Rule(_splits(r"\d{1,3}(?=(?:\d{3})*\b)", _cased(CONTRACTIONS + "?") + r"|\p{N}{1,3}" + PATHS)),
+    "kimi-k2": Rule(_splits(r"[\p{Han}]+|" + _cased(CONTRACTIONS + "?", r"&&[^\p{Han}]")
+                            + r"|\p{N}{1,3}" + PUNCTUATION)),
+    "tiny_aya": Rule(_splits(r"\d{1,3}(?=(?:\d{3})*\b)", _cased(CONTRACTIONS + "?") + r"|\p{N}{1,3}"
+                             + PATHS)),
     "superbpe": Rule(_splits(r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     "exaone-moe": Rule(
         _splits(
@@ -126,18 +149,21 @@ RULES = {
     "jais-2": Rule(
         _splits(
             CONTRACTIONS + "|" + LETTERS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-            + "".join(rf"\s{{{count}}}(?!\S)|" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")) + r"\s{1}"
+            + "".join(rf"\s{{{count}}}(?!\S)|" for count in ("512", "256", "128", "64", "32", "16",
+                "8", "4", "1,2")) + r"\s{1}"
         )
     ),
     "youtu": Rule(_splits(YOUTU, _cased(CONTRACTIONS + "?") + r"|\p{N}" + PATHS), whole_words=True),
-    # After the first expression, the first digits of a number are still attached to the text before them. The third expression
-    # separates them.
+    # After the first expression, the first digits of a number are still attached to the text before
+    # them. The third expression separates them.
     "afmoe": Rule(
-        _splits(r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", THAI_TO_HANGUL, DEEPSEEK_WORDS + r"[\r\n]*" + BREAKS)
+        _splits(r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", THAI_TO_HANGUL, DEEPSEEK_WORDS
+                + r"[\r\n]*" + BREAKS)
     ),
     "chameleon": Rule(
         (
-            *map(_split, ("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", "([\t\n]|    |  )", r"\p{N}")),
+            *map(_split, ("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+                          "([\t\n]|    |  )", r"\p{N}")),
             _split(r"[\p{P}!-/:-@\[-`{-~]"),
             BYTE_LEVEL_WORDS,
         )
@@ -148,8 +174,12 @@ RULES = {
 ALIASES = {
     name: rule
     for rule, names in {
-        "gpt-2": "phi-2 gigachat a.x-4.0 mellum jais trillion granite-docling exaone4 jina-es jina-de",
-        "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano glm4 glm5",
+        "gpt-2": (
+            "phi-2 gigachat a.x-4.0 mellum jais trillion granite-docling exaone4 jina-es jina-de"
+        ),
+        "llama-bpe": (
+            "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano glm4 glm5"
+        ),
         "dbrx": "smaug-bpe chatglm-bpe",
         "qwen2": "deepseek-r1-qwen",
         "stablelm2": "kormo f2llmv2 hunyuan solar-open grok-2 megrez",

@@ -1,4 +1,5 @@
-"""The types of the tensors in a quantized GGUF file, as llama.cpp's `llama-quantize` chooses them without an importance matrix.
+"""The types of the tensors in a quantized GGUF file, as llama.cpp's `llama-quantize` chooses them
+without an importance matrix.
 
 The rules are those of `llama_tensor_get_type` (`llama-quant.cpp`).
 """
@@ -11,7 +12,9 @@ from dantinox.interop.gguf.ggml_types import TYPES
 
 
 class FileType(NamedTuple):
-    """A value of `dantinox export --type`: the type of most matrices, and the number of the file type in llama.cpp."""
+    """A value of `dantinox export --type`: the type of most matrices, and the number of the file
+    type in llama.cpp.
+    """
 
     base: str
     number: int
@@ -32,13 +35,23 @@ FILE_TYPES = {
     "tq1_0": FileType("TQ1_0", 36),
     "tq2_0": FileType("TQ2_0", 37),
 }
-# The type of a matrix whose rows are not a multiple of 256 values. If they are not a multiple of 32 either, it is F16.
-SMALL_BLOCK_TYPES = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0"}
+# The type of a matrix whose rows are not a multiple of 256 values. If they are not a multiple of 32
+# either, it is F16.
+SMALL_BLOCK_TYPES = {
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+    "TQ1_0": "Q4_0",
+    "TQ2_0": "Q4_0",
+}
 VALUE_PROJECTIONS = re.compile(r"attn_(v|qkv|kv_b)\.weight$")
 
 
-def tensor_types(file_type: str, row_lengths: Mapping[str, int], layers: int, experts: int = 0) -> dict[str, str]:
-    """Returns the type of each matrix in a quantized file, as llama.cpp's `llama-quantize` chooses it.
+def tensor_types(
+    file_type: str, row_lengths: Mapping[str, int], layers: int, experts: int = 0
+) -> dict[str, str]:
+    """Returns the type of each matrix in a quantized file, as llama.cpp's `llama-quantize` chooses
+    it.
 
     Args:
       file_type: a key of `FILE_TYPES`.
@@ -53,9 +66,14 @@ def tensor_types(file_type: str, row_lengths: Mapping[str, int], layers: int, ex
         length = row_lengths[name]
         if "per_layer_model_proj" in name:
             return "BF16"
-        if name == "output.weight" or (tied and name in ("token_embd.weight", "per_layer_token_embd.weight")):
+        if name == "output.weight" or (
+            tied and name in ("token_embd.weight", "per_layer_token_embd.weight")
+        ):
             chosen = "Q6_K" if base != "Q8_0" and length % TYPES[base].values == 0 else "Q8_0"
-        elif name in ("token_embd.weight", "per_layer_token_embd.weight") and base in ("TQ1_0", "TQ2_0"):
+        elif name in ("token_embd.weight", "per_layer_token_embd.weight") and base in (
+            "TQ1_0",
+            "TQ2_0",
+        ):
             chosen = "Q4_K"
         elif VALUE_PROJECTIONS.search(name):
             chosen = _value_type(file_type, base, values.index(name), len(values), experts)
@@ -81,7 +99,9 @@ def _layer(name: str) -> int:
 
 
 def _needs_more_bits(layer: int, layers: int) -> bool:
-    """Returns whether a layer is in the first or last eighth, or every third one between them (`use_more_bits`)."""
+    """Returns whether a layer is in the first or last eighth, or every third one between them
+    (`use_more_bits`).
+    """
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 

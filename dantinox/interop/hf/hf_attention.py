@@ -1,4 +1,5 @@
-"""Keys of Hugging Face's `config.json` about attention: rotary positions, sliding windows, heads of full layers.
+"""Keys of Hugging Face's `config.json` about attention: rotary positions, sliding windows, heads of
+full layers.
 
 For each subject, one function converts the keys to settings, and one writes the keys of a model.
 """
@@ -51,18 +52,26 @@ ROPE_SCALINGS = {
 ORIGINAL_CONTEXT = "original_max_position_embeddings"
 WITH_ORIGINAL_CONTEXT = ("llama3", "yarn", "longrope")
 QUERY_SCALING = "llama_4_scaling_beta"
-# The key of `per_layer_config` with the size and the number of heads of full layers, and their settings.
-FULL_LAYER_HEADS = {"head_dim": "attention.global_head_size", "num_key_value_heads": "attention.global_kv_heads"}
+# The key of `per_layer_config` with the size and the number of heads of full layers, and their
+# settings.
+FULL_LAYER_HEADS = {
+    "head_dim": "attention.global_head_size",
+    "num_key_value_heads": "attention.global_kv_heads",
+}
 
 
 def rope_settings(keys: ConfigKeys, model_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of rotary positions, from `rope_parameters` (transformers 5) or the keys of older versions."""
+    """Returns the settings of rotary positions, from `rope_parameters` (transformers 5) or the keys
+    of older versions.
+    """
     family = keys.family
     if family.rope is None:
         return {}
     kind = keys.take("position_embedding_type") if family.rope == "optional" else "rope"
     if kind not in (None, "nope", "rope"):
-        raise UserError(f"config.json has position_embedding_type: {quote(kind)}, expected rope, nope or null")
+        raise UserError(
+            f"config.json has position_embedding_type: {quote(kind)}, expected rope, nope or null"
+        )
     if kind != "rope":
         for key in ("rope_scaling", "rope_parameters", "rope_theta"):
             keys.take(key)
@@ -72,7 +81,8 @@ def rope_settings(keys: ConfigKeys, model_settings: Mapping[str, Any]) -> dict[s
     scaling, found = _rope_parameters(keys)
     found["attention.rope_theta"] = scaling.pop("rope_theta", theta)
     if family.ntk_alpha and _has_type(scaling, "dynamic") and scaling.get("alpha"):
-        # With `alpha`, the scaling is NTK-aware with a constant base, and transformers ignores the other keys.
+        # With `alpha`, the scaling is NTK-aware with a constant base, and transformers ignores the
+        # other keys.
         alpha = check_positive(scaling["alpha"], "alpha")
         theta = check_positive(found["attention.rope_theta"], "rope_theta")
         size = check_integer(model_settings["model.head_size"], "head_dim", least=4)
@@ -81,15 +91,21 @@ def rope_settings(keys: ConfigKeys, model_settings: Mapping[str, Any]) -> dict[s
     if not _has_type(scaling, "proportional"):
         rotated_part = scaling.pop("partial_rotary_factor", rotated_part)
     if rotated_part != 1 and family.rope not in ("longrope", "partial"):
-        raise UserError(f"config.json has partial_rotary_factor: {quote(rotated_part)}; only 1 is supported")
+        raise UserError(
+            f"config.json has partial_rotary_factor: {quote(rotated_part)}; only 1 is supported"
+        )
     found["attention.partial_rotary_factor"] = rotated_part
     if family.rope == "listed layers":
-        found["attention.rope_layers"] = _listed_rope_layers(keys, model_settings["model.num_blocks"])
+        found["attention.rope_layers"] = _listed_rope_layers(
+            keys, model_settings["model.num_blocks"]
+        )
     return found | _scaling_settings(keys, model_settings, scaling)
 
 
 def _rope_parameters(keys: ConfigKeys) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the RoPE parameters of all layers, or of the full layers, and the settings of sliding layers."""
+    """Returns the RoPE parameters of all layers, or of the full layers, and the settings of sliding
+    layers.
+    """
     scaling = check_object(keys.take("rope_scaling"), "rope_scaling")
     parameters = check_object(keys.take("rope_parameters"), "rope_parameters")
     if keys.family.rope != "local":
@@ -99,7 +115,9 @@ def _rope_parameters(keys: ConfigKeys) -> tuple[dict[str, Any], dict[str, Any]]:
     local = dict(sliding)
     local_theta = local.pop("rope_theta", keys.take("rope_local_base_freq"))
     if local.pop("rope_type", "default") != "default" or local or parameters:
-        raise UserError(f"config.json has rope_parameters: {quote(sliding or parameters)} for sliding layers")
+        raise UserError(
+            f"config.json has rope_parameters: {quote(sliding or parameters)} for sliding layers"
+        )
     return full | scaling, {"attention.rope_local_theta": local_theta}
 
 
@@ -108,15 +126,21 @@ def _has_type(scaling: Mapping[str, Any], kind: str) -> bool:
 
 
 def _listed_rope_layers(keys: ConfigKeys, layers: int) -> tuple[bool, ...]:
-    """Returns which layers use rotary positions. In `no_rope_layers`, 1 means that a layer uses them."""
+    """Returns which layers use rotary positions. In `no_rope_layers`, 1 means that a layer uses
+    them.
+    """
     every = keys.take_integer("no_rope_layer_interval")
     flags = keys.take("no_rope_layers")
     if flags is None:
         flags = [(i + 1) % every for i in range(layers)]
-    return shortest_period([bool(flag) for flag in check_per_layer(flags, layers, "no_rope_layers")])
+    return shortest_period(
+        [bool(flag) for flag in check_per_layer(flags, layers, "no_rope_layers")]
+    )
 
 
-def _scaling_settings(keys: ConfigKeys, model_settings: Mapping[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
+def _scaling_settings(
+    keys: ConfigKeys, model_settings: Mapping[str, Any], scaling: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the settings of RoPE scaling."""
     rope_type = scaling.pop("rope_type", None)
     older_type = scaling.pop("type", None)
@@ -128,7 +152,9 @@ def _scaling_settings(keys: ConfigKeys, model_settings: Mapping[str, Any], scali
     if keys.family.query_scaling:
         scaling.pop("max_position_embeddings", None)  # transformers never uses it
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
-        raise UserError(f"config.json has rope_type: {quote(kind)}, expected one of {', '.join(ROPE_SCALINGS)}")
+        raise UserError(
+            f"config.json has rope_type: {quote(kind)}, expected one of {', '.join(ROPE_SCALINGS)}"
+        )
     found = {path: scaling.pop(key, None) for key, path in ROPE_SCALINGS[kind].items()}
     if keys.family.query_scaling and kind in WITH_ORIGINAL_CONTEXT:
         beta = check_positive(scaling.pop(QUERY_SCALING, None), QUERY_SCALING)
@@ -144,14 +170,19 @@ def _scaling_settings(keys: ConfigKeys, model_settings: Mapping[str, Any], scali
         found["attention.rope_factor"] = context / found["attention.rope_original_context"]
     for key, value in scaling.items():
         if value is not None and (key, value) != ("truncate", True):
-            raise UserError(f"config.json has {escape_name(key)}: {quote(value)}, an unknown key for rope_type {kind}")
+            raise UserError(
+                f"config.json has {escape_name(key)}: {quote(value)}, an unknown key for rope_type"
+                f" {kind}"
+            )
     if kind == "default" or (kind == "linear" and found["attention.rope_factor"] == 1):
         return {}
     return {"attention.rope_scaling": kind} | found
 
 
 def rope_keys(values: Mapping[str, Any], model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the keys that `rope_settings` reads, given the values of all settings and the model."""
+    """Returns the keys that `rope_settings` reads, given the values of all settings and the
+    model.
+    """
     if family.rope is None or model.position != "rope":
         return {}
     kind = values["attention.rope_scaling"].replace("none", "default")
@@ -165,11 +196,15 @@ def rope_keys(values: Mapping[str, Any], model: ModelConfig, family: Family) -> 
     if family.rope == "longrope":
         written[ORIGINAL_CONTEXT] = values["attention.rope_original_context"] or model.max_context
     if family.rope in ("longrope", "partial"):
-        written["partial_rotary_factor"] = scaling["partial_rotary_factor"] = model.partial_rotary_factor
+        written["partial_rotary_factor"] = scaling["partial_rotary_factor"] = (
+            model.partial_rotary_factor
+        )
     if family.query_scaling and model.query_scaling_beta is not None:
         scaling[QUERY_SCALING] = model.query_scaling_beta
     if family.rope == "listed layers":
-        written["no_rope_layers"] = [int(layer not in model.unrotated) for layer in range(model.num_blocks)]
+        written["no_rope_layers"] = [
+            int(layer not in model.unrotated) for layer in range(model.num_blocks)
+        ]
     # Versions before transformers 5 read the older keys.
     written["rope_theta"] = model.rope_theta
     if kind != "default":
@@ -196,7 +231,10 @@ def window_settings(keys: ConfigKeys, settings: Mapping[str, Any]) -> dict[str, 
     if family.per_layer_heads:
         kinds[-1] = FULL  # as in transformers, regardless of `layer_types`
     if other := set(kinds) - {SLIDING, FULL}:
-        raise UserError(f"config.json has layer_types: {quote(min(other, key=str))}, expected {SLIDING} or {FULL}")
+        raise UserError(
+            f"config.json has layer_types: {quote(min(other, key=str))}, expected {SLIDING} or"
+            f" {FULL}"
+        )
     found: dict[str, Any] = {}
     if family.rope == "sliding layers" or (family.rope == "windowed layers" and window is not None):
         found["attention.rope_layers"] = shortest_period([kind == SLIDING for kind in kinds])
@@ -207,12 +245,16 @@ def window_settings(keys: ConfigKeys, settings: Mapping[str, Any]) -> dict[str, 
     return found | {
         "attention.sliding_window": True,
         "attention.context_window": check_integer(window, "sliding_window") - 1,
-        "attention.layer_types": shortest_period(["sliding" if kind == SLIDING else "full" for kind in kinds]),
+        "attention.layer_types": shortest_period(
+            ["sliding" if kind == SLIDING else "full" for kind in kinds]
+        ),
     }
 
 
 def _layer_types(keys: ConfigKeys, settings: Mapping[str, Any], window: Any) -> list[str]:
-    """Returns `SLIDING` or `FULL` for each layer, from `layer_types` or, without it, by the rule of the family."""
+    """Returns `SLIDING` or `FULL` for each layer, from `layer_types` or, without it, by the rule of
+    the family.
+    """
     family = keys.family
     layers = range(settings["model.num_blocks"])
     if "layers" not in (family.window or ""):
@@ -245,9 +287,15 @@ def window_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
         return {}
     window = max((window for window in model.windows if window is not None), default=None)
     if window is None and family.per_layer_heads:
-        window = family.defaults["sliding_window"]  # transformers requires a number, even if no layer has a window
-    if window is None and (family.rope == "sliding layers" or (family.rope == "windowed layers" and model.unrotated)):
-        window = family.defaults["sliding_window"]  # no layer has this window, but with it transformers rotates no full layer
+        window = family.defaults[
+            "sliding_window"
+        ]  # transformers requires a number, even if no layer has a window
+    if window is None and (
+        family.rope == "sliding layers" or (family.rope == "windowed layers" and model.unrotated)
+    ):
+        window = family.defaults[
+            "sliding_window"
+        ]  # no layer has this window, but with it transformers rotates no full layer
     written: dict[str, Any] = {"sliding_window": window}
     if "optional" in family.window:
         written["use_sliding_window"] = window is not None
@@ -257,7 +305,9 @@ def window_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def head_settings(keys: ConfigKeys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the head settings of full layers, if they differ from the head settings of sliding layers."""
+    """Returns the head settings of full layers, if they differ from the head settings of sliding
+    layers.
+    """
     if not keys.family.per_layer_heads:
         return {}
     per_layer = keys.take("per_layer_config")
@@ -271,13 +321,17 @@ def head_settings(keys: ConfigKeys, settings: Mapping[str, Any]) -> dict[str, An
         }
     period = settings.get("attention.layer_types", ("full",))
     full = [i for i in range(settings["model.num_blocks"]) if period[i % len(period)] == "full"]
-    layers = {key: check_object(value, key) for key, value in check_object(per_layer, "per_layer_config").items()}
+    layers = {
+        key: check_object(value, key)
+        for key, value in check_object(per_layer, "per_layer_config").items()
+    }
     common = layers.get(str(full[0]), {})
     expected = {str(i): common for i in full} if common else {}
     if layers != expected or common.keys() - FULL_LAYER_HEADS.keys():
         raise UserError(
-            f"config.json has per_layer_config: {quote(per_layer)}, expected equal head_dim and num_key_value_heads for all "
-            f"layers of {FULL} ({', '.join(map(str, full))}) and no other layer"
+            f"config.json has per_layer_config: {quote(per_layer)}, expected equal head_dim and"
+            f" num_key_value_heads for all layers of {FULL} ({', '.join(map(str, full))}) and no"
+            " other layer"
         )
     return {path: common.get(key) for key, path in FULL_LAYER_HEADS.items()}
 
@@ -293,7 +347,11 @@ def head_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
         "vocab_size_per_layer_input": model.vocab_size,
         "num_global_key_value_heads": heads,
     }
-    if heads is not None and not model.k_eq_v:  # else transformers ignores `num_global_key_value_heads`
+    if (
+        heads is not None and not model.k_eq_v
+    ):  # else transformers ignores `num_global_key_value_heads`
         full = [i for i, window in enumerate(model.windows) if window is None]
-        written["per_layer_config"] = {str(i): {"head_dim": size, "num_key_value_heads": heads} for i in full}
+        written["per_layer_config"] = {
+            str(i): {"head_dim": size, "num_key_value_heads": heads} for i in full
+        }
     return written

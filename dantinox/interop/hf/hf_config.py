@@ -27,7 +27,15 @@ from dantinox.interop.hf.hf_unsupported import UNSUPPORTED_FAMILIES
 
 MAX_LAYERS = 10_000
 # Keys that a `config.json` must have, even if DantinoX can derive the setting from others.
-REQUIRED_KEYS = ("hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "intermediate_size")
+REQUIRED_KEYS = (
+    "hidden_size",
+    "n_embd",
+    "num_hidden_layers",
+    "n_layer",
+    "num_attention_heads",
+    "n_head",
+    "intermediate_size",
+)
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
@@ -36,30 +44,46 @@ def find_family(config: Mapping[str, Any]) -> Family:
     classes = config.get("architectures")
     for family in FAMILIES.values():
         # Some families have the `model_type` of another one, and differ in `architectures`.
-        if family.model_type is not None and name == family.model_type and classes == [family.architecture]:
+        if (
+            family.model_type is not None
+            and name == family.model_type
+            and classes == [family.architecture]
+        ):
             return family
     if isinstance(name, str) and name in UNSUPPORTED_FAMILIES:
         nearest, missing = UNSUPPORTED_FAMILIES[name]
-        raise UserError(f"config.json has model_type: {name}, which is not supported: it is {nearest} with {missing}")
+        raise UserError(
+            f"config.json has model_type: {name}, which is not supported: it is {nearest} with"
+            f" {missing}"
+        )
     if not isinstance(name, str) or name not in FAMILIES or FAMILIES[name].model_type is not None:
-        raise UserError(f"config.json has model_type: {quote(name)}, expected one of {', '.join(FAMILIES)}")
+        raise UserError(
+            f"config.json has model_type: {quote(name)}, expected one of {', '.join(FAMILIES)}"
+        )
     family = FAMILIES[name]
     classes = classes or [family.architecture]
     if classes != [family.architecture]:
-        raise UserError(f"config.json has architectures: {quote(classes)}; only {family.architecture} of {name} generates text")
+        raise UserError(
+            f"config.json has architectures: {quote(classes)}; only {family.architecture} of {name}"
+            " generates text"
+        )
     return family
 
 
-def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = None) -> dict[str, dict[str, Any]]:
+def hf_config_to_settings(
+    config: Mapping[str, Any], max_context: int | None = None
+) -> dict[str, dict[str, Any]]:
     """Returns the settings (sections `model`, `moe` and `attention`) of a `config.json`.
 
     Args:
       config: the content of the file.
-      max_context: the longest sequence in tokens. None: the context length in the checkpoint, or for longrope its original
-        context length. For longrope, a larger value selects the long factors for every sequence, even a short one.
+      max_context: the longest sequence in tokens. None: the context length in the checkpoint, or
+        for longrope its original context length. For longrope, a larger value selects the long
+        factors for every sequence, even a short one.
 
     Raises:
-      UserError: the family is unknown, or a key has no equivalent setting; the message names the key.
+      UserError: the family is unknown, or a key has no equivalent setting; the message names the
+        key.
     """
     family = find_family(config)
     keys = ConfigKeys(config, family)
@@ -78,7 +102,9 @@ def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = N
     key, activations = family.activation
     name = keys.take(key)
     if not isinstance(name, str) or name not in activations:
-        raise UserError(f"config.json has {key}: {quote(name)}, expected one of {', '.join(activations)}")
+        raise UserError(
+            f"config.json has {key}: {quote(name)}, expected one of {', '.join(activations)}"
+        )
     settings["model.activation"] = activations[name]
     settings |= rope_settings(keys, settings)
     settings |= window_settings(keys, settings)
@@ -97,7 +123,8 @@ def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = N
     keys.check_rest()
     if family.rope is None and max_context not in (None, settings["model.max_context"]):
         raise UserError(
-            f"the checkpoint has learned positions for {settings['model.max_context']} tokens: leave max_context out"
+            f"the checkpoint has learned positions for {settings['model.max_context']} tokens:"
+            " leave max_context out"
         )
     longrope = settings.get("attention.rope_scaling") == "longrope"
     original = settings.get("attention.rope_original_context") if longrope else None
@@ -110,35 +137,53 @@ def hf_config_to_settings(config: Mapping[str, Any], max_context: int | None = N
     return nested
 
 
-def _check_vocabulary(keys: ConfigKeys, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def _check_vocabulary(
+    keys: ConfigKeys, config: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
     """Raises a `UserError` if the per-layer embeddings have a different vocabulary size."""
     found = keys.take("vocab_size_per_layer_input")
     expected = config.get("vocab_size", 262144)
     if settings["model.per_layer_dim"] and found != expected:
         raise UserError(
-            f"config.json has vocab_size_per_layer_input: {quote(found)}; only the vocab_size, {quote(expected)}, is supported"
+            f"config.json has vocab_size_per_layer_input: {quote(found)}; only the vocab_size,"
+            f" {quote(expected)}, is supported"
         )
 
 
 def _projection_settings(keys: ConfigKeys) -> dict[str, Any]:
-    """Returns the settings of ternary projections, if `quantization_config` says that the projections are ternary."""
+    """Returns the settings of ternary projections, if `quantization_config` says that the
+    projections are ternary.
+    """
     options = keys.remaining.get("quantization_config")
-    if not keys.family.bitlinear or not isinstance(options, dict) or options.get("quant_method") != BITNET["quant_method"]:
+    if (
+        not keys.family.bitlinear
+        or not isinstance(options, dict)
+        or options.get("quant_method") != BITNET["quant_method"]
+    ):
         return {}
     keys.take("quantization_config")
-    return {"model.projections": "ternary", "model.sub_norms": keys.family.settings.get("model.sub_norms", False)}
+    return {
+        "model.projections": "ternary",
+        "model.sub_norms": keys.family.settings.get("model.sub_norms", False),
+    }
 
 
 def _projection_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the `config.json` keys that `_projection_settings` reads, and the constant keys of the family."""
+    """Returns the `config.json` keys that `_projection_settings` reads, and the constant keys of
+    the family.
+    """
     ternary = family.bitlinear and model.projections == "ternary"
     return dict(family.constants) | ({"quantization_config": dict(BITNET)} if ternary else {})
 
 
-def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = None) -> dict[str, Any]:
-    """Returns the `config.json` of a model, for the given family or for the first family that supports the model.
+def settings_to_hf_config(
+    config: Config, vocab_size: int, family: str | None = None
+) -> dict[str, Any]:
+    """Returns the `config.json` of a model, for the given family or for the first family that
+    supports the model.
 
-    The function converts the result back to settings, and checks that they describe exactly this architecture.
+    The function converts the result back to settings, and checks that they describe exactly this
+    architecture.
 
     Args:
       config: the settings of the model.
@@ -149,7 +194,9 @@ def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = 
       UserError: no family supports the architecture; the message names a setting.
     """
     model = config.architecture(vocab_size)
-    nearest: list[str] | None = None  # the unsupported settings of the family that supports most settings
+    nearest: list[str] | None = (
+        None  # the unsupported settings of the family that supports most settings
+    )
     excluded: list[str] = []
     for name in FAMILIES if family is None else [family]:
         row = FAMILIES[name]
@@ -173,12 +220,17 @@ def settings_to_hf_config(config: Config, vocab_size: int, family: str | None = 
     values = flatten_config(config)
     what = " and ".join(f"{path}: {quote(values[path])}" for path in (nearest or excluded)[:3])
     if family is None:
-        raise UserError(f"no Transformers class represents this architecture: the most similar one does not support {what}")
+        raise UserError(
+            "no Transformers class represents this architecture: the most similar one does not"
+            f" support {what}"
+        )
     raise UserError(f"the family {family} of Transformers does not support {what}")
 
 
 def _required_differences(model: ModelConfig, family: Family) -> list[str]:
-    """Returns the settings that rule out a family for a model, whatever values the other settings of the model have."""
+    """Returns the settings that rule out a family for a model, whatever values the other settings
+    of the model have.
+    """
     differences = []
     optional_experts = family.dense_layers in OPTIONAL_EXPERTS
     if not optional_experts and (model.experts is not None) != ("moe.use_moe" in family.settings):
@@ -189,13 +241,19 @@ def _required_differences(model: ModelConfig, family: Family) -> list[str]:
 
 
 def _activation_name(model: ModelConfig, family: Family) -> str | None:
-    """Returns the name that a family has for the activation of a model, or None if it does not support the activation."""
+    """Returns the name that a family has for the activation of a model, or None if it does not
+    support the activation.
+    """
     _, activations = family.activation
-    return next((name for name, activation in activations.items() if activation == model.activation), None)
+    return next(
+        (name for name, activation in activations.items() if activation == model.activation), None
+    )
 
 
 def _hf_keys(config: Config, model: ModelConfig, family: Family, activation: str) -> dict[str, Any]:
-    """Returns a family's `config.json` keys for a model. They may not describe the model completely."""
+    """Returns a family's `config.json` keys for a model. They may not describe the model
+    completely.
+    """
     values = _all_settings(config, model)
     written: dict[str, Any] = {}
     for names, paths in family.keys.items():
@@ -217,7 +275,9 @@ def _hf_keys(config: Config, model: ModelConfig, family: Family, activation: str
 
 
 def _all_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
-    """Returns the value of every setting, with the values that the model derives from others in place of None."""
+    """Returns the value of every setting, with the values that the model derives from others in
+    place of None.
+    """
     values: dict[str, Any] = flatten_config(config)
     values["model.kv_heads"] = model.kv_heads
     values["model.head_size"] = model.head_size
@@ -234,18 +294,26 @@ def _all_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
     elif scalar == int(scalar):
         values["attention.query_pre_attn_scalar"] = int(scalar)  # transformers accepts only an int
     if values["attention.attention_multiplier"] is None:
-        values["attention.attention_multiplier"] = (model.query_pre_attn_scalar or model.head_size) ** -0.5
+        values["attention.attention_multiplier"] = (
+            model.query_pre_attn_scalar or model.head_size
+        ) ** -0.5
     return values
 
 
 def _changed_settings(written: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Returns the settings that have another value after a written `config.json` is converted back to settings."""
+    """Returns the settings that have another value after a written `config.json` is converted back
+    to settings.
+    """
     try:
-        converted = build_config(hf_config_to_settings(written, model.max_context)).architecture(model.vocab_size)
+        converted = build_config(hf_config_to_settings(written, model.max_context)).architecture(
+            model.vocab_size
+        )
     except UserError:
         return [path for path in FIELDS if path.startswith(("model.", "attention."))]
     return sorted(
-        SETTING_OF[name] for name in ARCHITECTURE if not _nearly_equal(getattr(converted, name), getattr(model, name))
+        SETTING_OF[name]
+        for name in ARCHITECTURE
+        if not _nearly_equal(getattr(converted, name), getattr(model, name))
     )
 
 

@@ -69,7 +69,11 @@ GEMMA_SETTINGS = {
 QK_PROJECTIONS = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 LAYER_NORM_KEYS = without(SIZES, "rms_norm_eps") | {"layer_norm_eps": "model.norm_epsilon"}
 LAYER_NORM = {"model.norm": "layernorm"}
-COHERE_DEFAULTS = TIED | {"logit_scale": 0.0625, "layer_norm_eps": 1e-5, "max_position_embeddings": 8192}
+COHERE_DEFAULTS = TIED | {
+    "logit_scale": 0.0625,
+    "layer_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+}
 COHERE_SETTINGS = LAYER_NORM | {"model.norm_bias": False, "model.parallel_blocks": True}
 # Keys of older files for properties that all models of the family share, or for training.
 COHERE_SUPPORTED = {

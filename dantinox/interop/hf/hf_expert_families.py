@@ -71,11 +71,27 @@ LATENT_DEFAULTS = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
-MAMBA_KEYS = ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size", "conv_bias", "proj_bias")
-SHARED_EXPERT_GATE = rows(LAYER, {"mlp.shared_expert_gate.weight": ("ffn/shared_gate/kernel", Axes("DO", "O D"))}, BLOCK)
+MAMBA_KEYS = (
+    "n_heads",
+    "n_groups",
+    "d_state",
+    "d_head",
+    "d_conv",
+    "expand",
+    "chunk_size",
+    "conv_bias",
+    "proj_bias",
+)
+SHARED_EXPERT_GATE = rows(
+    LAYER, {"mlp.shared_expert_gate.weight": ("ffn/shared_gate/kernel", Axes("DO", "O D"))}, BLOCK
+)
 SIGMOID_ROUTER = {"moe.use_moe": True, "moe.score_function": "sigmoid", "moe.choice_bias": True}
 LATENT_NORMS = {"attention.latent_norm_epsilon": 1e-6}
-LATENT_ROPE_TENSORS = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
+LATENT_ROPE_TENSORS = (
+    "self_attn.q_proj.weight",
+    "self_attn.q_b_proj.weight",
+    "self_attn.kv_a_proj_with_mqa.weight",
+)
 MTP = "num_nextn_predict_layers|num_mtp_layers"  # the number of multi-token prediction layers
 # Router training, expert placement, and multi-token prediction layers, which are not imported.
 DEEPSEEK_IGNORED = (

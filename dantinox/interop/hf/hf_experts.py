@@ -1,4 +1,5 @@
-"""Keys of Hugging Face's `config.json` about experts: dense layers, expert groups, models that may have no experts.
+"""Keys of Hugging Face's `config.json` about experts: dense layers, expert groups, models that may
+have no experts.
 
 For each subject, one function converts the keys to settings, and one writes the keys of a model.
 """
@@ -34,7 +35,9 @@ def _layers_between_steps(keys: ConfigKeys, layers: int) -> list[int]:
     every = keys.take_integer("decoder_sparse_step", 1)
     listed = keys.take("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
-        raise UserError(f"config.json has mlp_only_layers: {quote(listed)}, expected a list of numbers")
+        raise UserError(
+            f"config.json has mlp_only_layers: {quote(listed)}, expected a list of numbers"
+        )
     return [i for i in range(layers) if (i + 1) % every or i in listed]
 
 
@@ -51,15 +54,23 @@ def _layers_of_type_dense(keys: ConfigKeys, layers: int) -> list[int]:
     listed = keys.take("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
     kinds = check_per_layer(listed, layers, "mlp_layer_types")
     if other := [kind for kind in kinds if kind not in ("dense", "sparse")]:
-        raise UserError(f"config.json has mlp_layer_types: {quote(other[0])}, expected dense or sparse")
+        raise UserError(
+            f"config.json has mlp_layer_types: {quote(other[0])}, expected dense or sparse"
+        )
     return [i for i, kind in enumerate(kinds) if kind == "dense"]
 
 
 def _experts_in_all_layers_or_none(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-    """Returns the settings of a model with routed experts and a shared expert, or of a dense model if there are no experts."""
-    for kind in check_per_layer(require(keys.take("layer_types"), "layer_types"), layers, "layer_types"):
+    """Returns the settings of a model with routed experts and a shared expert, or of a dense model
+    if there are no experts.
+    """
+    for kind in check_per_layer(
+        require(keys.take("layer_types"), "layer_types"), layers, "layer_types"
+    ):
         if kind not in ("attention", FULL):
-            raise UserError(f"config.json has layer_types: {quote(kind)}; only attention is supported")
+            raise UserError(
+                f"config.json has layer_types: {quote(kind)}; only attention is supported"
+            )
     count = keys.take("num_local_experts|num_experts")
     top_k = keys.take("num_experts_per_tok")
     width = keys.take("intermediate_size")
@@ -78,7 +89,8 @@ def _experts_in_all_layers_or_none(keys: ConfigKeys, layers: int) -> dict[str, A
 
 
 def _experts_next_to_dense_branch(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-    """Returns the settings of a model whose layers have experts and a parallel dense branch, or of a dense model.
+    """Returns the settings of a model whose layers have experts and a parallel dense branch, or of
+    a dense model.
 
     `enable_moe_block` decides between the two.
     """
@@ -101,7 +113,8 @@ def _experts_next_to_dense_branch(keys: ConfigKeys, layers: int) -> dict[str, An
     }
 
 
-# By `Family.dense_layers`: the function that returns the dense layers, or the settings of a model that may have no experts.
+# By `Family.dense_layers`: the function that returns the dense layers, or the settings of a model
+# that may have no experts.
 DENSE_LAYERS: dict[str, Callable[[ConfigKeys, int], list[int]]] = {
     "first": _first_layers,
     "steps": _layers_between_steps,
@@ -115,7 +128,9 @@ OPTIONAL_EXPERTS: dict[str | None, Callable[[ConfigKeys, int], dict[str, Any]]] 
 
 
 def _group_settings(keys: ConfigKeys) -> dict[str, Any]:
-    """Returns the settings of expert groups, if the model routes a token only to the best groups."""
+    """Returns the settings of expert groups, if the model routes a token only to the best
+    groups.
+    """
     score = keys.family.group_score
     if score is None:
         return {}
@@ -125,7 +140,10 @@ def _group_settings(keys: ConfigKeys) -> dict[str, Any]:
     if score == "max":
         method = keys.take("topk_method", method)
     if method not in ("greedy", "group_limited_greedy"):
-        raise UserError(f"config.json has topk_method: {quote(method)}, expected one of greedy, group_limited_greedy")
+        raise UserError(
+            f"config.json has topk_method: {quote(method)}, expected one of greedy,"
+            " group_limited_greedy"
+        )
     if method == "greedy" or groups == 1:
         return {}
     return {
@@ -157,7 +175,9 @@ def _keys_of_all_layers_or_none(model: ModelConfig) -> dict[str, Any]:
         "position_embedding_type": "rope" if model.position == "rope" else None,
         "layer_types": [FULL] * model.num_blocks,
         "intermediate_size": model.hidden_dim,
-        "mamba_n_heads": 1,  # transformers requires a divisor of the width, even without Mamba layers
+        "mamba_n_heads": (
+            1
+        ),  # transformers requires a divisor of the width, even without Mamba layers
     }
     experts = model.experts
     if experts is None:
@@ -197,7 +217,9 @@ def _dense_layer_keys(experts: ExpertsConfig, layers: int, form: str | None) -> 
 
 
 def _range_keys(routed: list[int], layers: int) -> dict[str, Any]:
-    """Returns the first layer with experts, the last one, and an n so that every n-th layer between them has experts."""
+    """Returns the first layer with experts, the last one, and an n so that every n-th layer between
+    them has experts.
+    """
     first = routed[0]
     last = routed[-1]
     interval = 1

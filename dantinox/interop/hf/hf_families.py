@@ -1,4 +1,6 @@
-"""All Hugging Face model families, by name: one row of settings and tensor names each, for import and export."""
+"""All Hugging Face model families, by name: one row of settings and tensor names each, for import
+and export.
+"""
 
 from dantinox.interop.hf.hf_dense_families import DENSE_FAMILIES
 from dantinox.interop.hf.hf_expert_families import EXPERT_FAMILIES

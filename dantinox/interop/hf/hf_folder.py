@@ -21,12 +21,22 @@ from dantinox.files import (
 from dantinox.interop.hf.hf_multimodal import extract_text_model
 from dantinox.interop.hf.hf_quantized import dequantize_checkpoint
 from dantinox.interop.source import ExportBundle, LazyArrays, Source
-from dantinox.run.safetensors_file import DTYPE_CODES, DTYPES, SafetensorsFile, Tensor, safetensors_pieces
+from dantinox.run.safetensors_file import (
+    DTYPE_CODES,
+    DTYPES,
+    SafetensorsFile,
+    Tensor,
+    safetensors_pieces,
+)
 
 MAX_JSON_BYTES = 128 << 20
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
-SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model")  # files of tokenizers without a `tokenizer.json`
+SLOW_TOKENIZERS = (
+    "tokenizer.model",
+    "vocab.json",
+    "spiece.model",
+)  # files of tokenizers without a `tokenizer.json`
 TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # The files that are downloaded from a repository.
 DOWNLOAD_PATTERNS = (
@@ -37,10 +47,12 @@ DOWNLOAD_PATTERNS = (
 
 
 def open_folder(folder: str | Path) -> Source:
-    """Opens a checkpoint in a folder: `config.json`, `tokenizer.json`, safetensors files, and optional files.
+    """Opens a checkpoint in a folder: `config.json`, `tokenizer.json`, safetensors files, and
+    optional files.
 
-    Quantized tensors are dequantized when they are read (`hf_quantized`), and the returned config has no quantization keys. For
-    a vision–language model, the text model is returned (`hf_multimodal`).
+    Quantized tensors are dequantized when they are read (`hf_quantized`), and the returned config
+    has no quantization keys. For a vision–language model, the text model is returned
+    (`hf_multimodal`).
 
     Raises:
       UserError: a required file is missing or damaged, or the weights are a pickle.
@@ -61,13 +73,21 @@ def open_folder(folder: str | Path) -> Source:
     if tokenizer is None:
         slow = [name for name in SLOW_TOKENIZERS if (folder / name).exists()]
         found = f", only {slow[0]}" if slow else ""
-        remedy = "create one with AutoTokenizer.from_pretrained(…).save_pretrained(…) in transformers"
+        remedy = (
+            "create one with AutoTokenizer.from_pretrained(…).save_pretrained(…) in transformers"
+        )
         raise UserError(f"{folder} has no tokenizer.json{found}: {remedy}")
     tokenizer_config = optional_json("tokenizer_config.json")
     template = optional_text("chat_template.jinja") or tokenizer_config.get("chat_template")
-    template = template or optional_json("chat_template.json").get("chat_template")  # multimodal processors write this file
+    template = template or optional_json("chat_template.json").get(
+        "chat_template"
+    )  # multimodal processors write this file
     if isinstance(template, list):  # a list of named templates
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        by_name = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
         template = by_name.get("default")
     return Source(
         path=folder,
@@ -83,25 +103,34 @@ def open_folder(folder: str | Path) -> Source:
 
 
 def download_repository(name: str) -> Path:
-    """Downloads the required files of a repository on the Hugging Face Hub and returns their folder.
+    """Downloads the required files of a repository on the Hugging Face Hub and returns their
+    folder.
 
     Args:
       name: the repository, as `owner/model`.
 
     Raises:
-      UserError: the library is not installed, the repository does not exist, or the Hub cannot be reached.
+      UserError: the library is not installed, the repository does not exist, or the Hub cannot be
+        reached.
     """
-    with require_extra("hf", f"there is no folder {name}; to download it from the Hugging Face Hub, install the extra `hf`"):
+    with require_extra(
+        "hf",
+        f"there is no folder {name}; to download it from the Hugging Face Hub, install the extra"
+        " `hf`",
+    ):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     try:
         return Path(snapshot_download(name, allow_patterns=list(DOWNLOAD_PATTERNS)))
     except (HFValidationError, HfHubHTTPError) as error:
-        raise UserError(f"there is no folder {name}, and the Hub has no such repository: {first_line(error)}") from None
+        raise UserError(
+            f"there is no folder {name}, and the Hub has no such repository: {first_line(error)}"
+        ) from None
     except Exception as error:  # network errors have many exception classes
         raise UserError(
-            f"there is no folder {name}, and the Hub cannot be reached: {first_line(error)}. "
-            "To import without network access, copy the checkpoint's folder to this machine and give its path"
+            f"there is no folder {name}, and the Hub cannot be reached: {first_line(error)}. To"
+            " import without network access, copy the checkpoint's folder to this machine and give"
+            " its path"
         ) from None
 
 
@@ -117,11 +146,17 @@ def write_folder(folder: Path, bundle: ExportBundle) -> None:
         array = bundle.tensors[name]
         dtype = DTYPES[DTYPE_CODES[dtypes[name]]]
         converted = array.astype(dtype, copy=False)
-        if dtypes[name] == "float16" and not np.array_equal(np.isfinite(converted), np.isfinite(array)):
-            raise UserError(f"{name} has numbers above 65,504, the largest of float16: export it as f32 or bf16")
+        if dtypes[name] == "float16" and not np.array_equal(
+            np.isfinite(converted), np.isfinite(array)
+        ):
+            raise UserError(
+                f"{name} has numbers above 65,504, the largest of float16: export it as f32 or bf16"
+            )
         return converted
 
-    kinds = {name: Tensor(tensor.shape, dtypes[name]) for name, tensor in bundle.tensors.tensors.items()}
+    kinds = {
+        name: Tensor(tensor.shape, dtypes[name]) for name, tensor in bundle.tensors.tensors.items()
+    }
     with np.errstate(over="ignore"):
         write_tensors(folder, LazyArrays(kinds, make), kinds)
     files = {
@@ -130,7 +165,9 @@ def write_folder(folder: Path, bundle: ExportBundle) -> None:
         "generation_config": bundle.generation_config,
     }
     for name, content in files.items():
-        atomic_write(folder / f"{name}.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        atomic_write(
+            folder / f"{name}.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        )
     atomic_write(folder / "tokenizer.json", bundle.tokenizer.to_json())
     if bundle.chat_template is not None:
         atomic_write(folder / "chat_template.jinja", bundle.chat_template)
@@ -140,30 +177,41 @@ def open_tensors(folder: Path) -> LazyArrays:
     """Opens the tensors of `model.safetensors` in a folder, or of the shards that the index lists.
 
     Raises:
-      UserError: there is neither `model.safetensors` nor an index, a file is damaged, or the files contradict the index.
+      UserError: there is neither `model.safetensors` nor an index, a file is damaged, or the files
+        contradict the index.
     """
     file_of: dict[str, SafetensorsFile] = {}
     for name, expected in _list_files(folder).items():
         file = SafetensorsFile(folder / name)
         if missing := expected - file.tensors.keys():
-            raise UserError(f"{folder / name} lacks {escape_name(min(missing))}, which {INDEX} lists for it")
+            raise UserError(
+                f"{folder / name} lacks {escape_name(min(missing))}, which {INDEX} lists for it"
+            )
         if duplicates := file_of.keys() & file.tensors.keys():
             raise UserError(f"{escape_name(min(duplicates))} is in two files of {folder}")
         file_of |= dict.fromkeys(file.tensors, file)
-    return LazyArrays({name: file.tensors[name] for name, file in file_of.items()}, lambda name: file_of[name].read(name))
+    return LazyArrays(
+        {name: file.tensors[name] for name, file in file_of.items()},
+        lambda name: file_of[name].read(name),
+    )
 
 
 def _list_files(folder: Path) -> dict[str, set[str]]:
-    """Maps each safetensors file of a checkpoint to the tensor names that the index lists for it (none for a single file)."""
+    """Maps each safetensors file of a checkpoint to the tensor names that the index lists for it
+    (none for a single file).
+    """
     index = folder / INDEX
     if (folder / ONE_FILE).is_file():
         return {ONE_FILE: set()}
     if not index.is_file():
-        pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
+        pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(
+            path.name for path in folder.glob("*.pt*")
+        )
         if pickles:
             raise UserError(
-                f"{folder} has its weights in {pickles[0]}, a pickle, which is not read because it can run any code: if you "
-                "trust it, convert it to safetensors with from_pretrained(…).save_pretrained(…) in transformers"
+                f"{folder} has its weights in {pickles[0]}, a pickle, which is not read because it"
+                " can run any code: if you trust it, convert it to safetensors with"
+                " from_pretrained(…).save_pretrained(…) in transformers"
             )
         raise UserError(f"{folder} has no {ONE_FILE} and no {INDEX}")
     weight_map = read_json(index, MAX_JSON_BYTES).get("weight_map")
@@ -171,13 +219,22 @@ def _list_files(folder: Path) -> dict[str, set[str]]:
         raise UserError(f"{index} must have an object under weight_map, got {quote(weight_map)}")
     files: dict[str, set[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
-            raise UserError(f"{index} lists {escape_name(name)} in {quote(file)}, which is not a safetensors file next to it")
+        if (
+            not isinstance(file, str)
+            or not file.endswith(".safetensors")
+            or Path(file).name != file
+        ):
+            raise UserError(
+                f"{index} lists {escape_name(name)} in {quote(file)}, which is not a safetensors"
+                " file next to it"
+            )
         files.setdefault(file, set()).add(name)
     return files
 
 
-def write_tensors(folder: Path, arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(
+    folder: Path, arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor]
+) -> None:
     """Writes `model.safetensors`, or several shards and an index if the size exceeds `SHARD_BYTES`.
 
     Args:

@@ -1,4 +1,6 @@
-"""Reads the keys of a Hugging Face `config.json`: every key must be converted, have a supported value, or have no effect."""
+"""Reads the keys of a Hugging Face `config.json`: every key must be converted, have a supported
+value, or have no effect.
+"""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -21,13 +23,19 @@ class ConfigKeys:
         self.family = family
 
     def take(self, names: str, default: Any = None) -> Any:
-        """Removes a key; returns its value or, if it is absent, transformers' default. `a|b` are two names of one key."""
+        """Removes a key; returns its value or, if it is absent, transformers' default. `a|b` are
+        two names of one key.
+        """
         first, *others = names.split("|")
         values = [self.remaining.pop(name) for name in (first, *others) if name in self.remaining]
-        return values[0] if values else (HF_DEFAULTS | dict(self.family.defaults)).get(first, default)
+        return (
+            values[0] if values else (HF_DEFAULTS | dict(self.family.defaults)).get(first, default)
+        )
 
     def take_integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Removes a key; returns its value, or raises a `UserError` if it is not an integer of at least `least`."""
+        """Removes a key; returns its value, or raises a `UserError` if it is not an integer of at
+        least `least`.
+        """
         return check_integer(self.take(name, default), name, least)
 
     def check_rest(self) -> None:
@@ -36,9 +44,17 @@ class ConfigKeys:
         supported = SUPPORTED_VALUES | dict(self.family.supported) | dict(self.family.constants)
         for key, value in self.remaining.items():
             allowed = supported.get(key, ())
-            if value is None or key in ignored or value in (allowed if isinstance(allowed, tuple) else (allowed,)):
+            if (
+                value is None
+                or key in ignored
+                or value in (allowed if isinstance(allowed, tuple) else (allowed,))
+            ):
                 continue
-            hint = f"only {quote(supported[key])} is supported" if key in supported else "the key is unknown"
+            hint = (
+                f"only {quote(supported[key])} is supported"
+                if key in supported
+                else "the key is unknown"
+            )
             raise UserError(f"config.json has {escape_name(key)}: {quote(value)}; {hint}")
 
 
@@ -51,7 +67,9 @@ def require(value: Any, key: str) -> Any:
 
 def check_integer(value: Any, key: str, least: int = 1, most: int = 2**31 - 1) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise UserError(f"config.json has {key}: {quote(value)}, expected a number from {least} to {most}")
+        raise UserError(
+            f"config.json has {key}: {quote(value)}, expected a number from {least} to {most}"
+        )
     return value
 
 
@@ -70,7 +88,10 @@ def check_object(value: Any, key: str) -> dict[str, Any]:
 
 def check_per_layer(values: Any, layers: int, key: str) -> list[Any]:
     if not isinstance(values, list) or len(values) != layers:
-        raise UserError(f"config.json has {key}: {quote(values)}, expected a list of {layers}, one for each layer")
+        raise UserError(
+            f"config.json has {key}: {quote(values)}, expected a list of {layers}, one for each"
+            " layer"
+        )
     return values
 
 

@@ -1,7 +1,8 @@
 """Text models inside vision–language checkpoints of Hugging Face.
 
-A vision–language checkpoint contains a text model, an image encoder, and a projector between them. This module reads only the
-text model: its part of `config.json`, and its tensors, renamed as in a checkpoint that contains only the text model.
+A vision–language checkpoint contains a text model, an image encoder, and a projector between them.
+This module reads only the text model: its part of `config.json`, and its tensors, renamed as in a
+checkpoint that contains only the text model.
 """
 
 from collections import Counter
@@ -19,9 +20,10 @@ class Multimodal(NamedTuple):
     Attributes:
       architecture: the model class in transformers.
       text: the `model_type` of the text model, used if `text_config` has no `model_type`.
-      others: the parts that are not imported, as the first component of their tensor names after the prefix `model.`.
-      flat: for models whose older files have the keys of the text model at the top level of `config.json`, the top-level keys
-        that belong to the other parts.
+      others: the parts that are not imported, as the first component of their tensor names after
+        the prefix `model.`.
+      flat: for models whose older files have the keys of the text model at the top level of
+        `config.json`, the top-level keys that belong to the other parts.
     """
 
     architecture: str
@@ -38,26 +40,36 @@ QWEN_KEYS = (
 MULTIMODAL = {
     "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text"),
     "gemma4": Multimodal(
-        "Gemma4ForConditionalGeneration", "gemma4_text", ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+        "Gemma4ForConditionalGeneration",
+        "gemma4_text",
+        ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
     ),
     "mistral3": Multimodal("Mistral3ForConditionalGeneration", "mistral"),
     "llava": Multimodal("LlavaForConditionalGeneration", "llama"),
     "llava_next": Multimodal(
-        "LlavaNextForConditionalGeneration", "llama", ("vision_tower", "multi_modal_projector", "image_newline")
+        "LlavaNextForConditionalGeneration",
+        "llama",
+        ("vision_tower", "multi_modal_projector", "image_newline"),
     ),
     "llava_onevision": Multimodal(
-        "LlavaOnevisionForConditionalGeneration", "qwen2", ("vision_tower", "multi_modal_projector", "image_newline")
+        "LlavaOnevisionForConditionalGeneration",
+        "qwen2",
+        ("vision_tower", "multi_modal_projector", "image_newline"),
     ),
     "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2"),
     "idefics2": Multimodal("Idefics2ForConditionalGeneration", "mistral", IDEFICS),
     "idefics3": Multimodal("Idefics3ForConditionalGeneration", "llama", IDEFICS),
     "smolvlm": Multimodal("SmolVLMForConditionalGeneration", "llama", IDEFICS),
-    "qwen2_vl": Multimodal("Qwen2VLForConditionalGeneration", "qwen2_vl_text", ("visual",), QWEN_KEYS),
-    "qwen2_5_vl": Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ("visual",), QWEN_KEYS),
+    "qwen2_vl": Multimodal(
+        "Qwen2VLForConditionalGeneration", "qwen2_vl_text", ("visual",), QWEN_KEYS
+    ),
+    "qwen2_5_vl": Multimodal(
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ("visual",), QWEN_KEYS
+    ),
     "qwen3_vl": Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl_text", ("visual",)),
 }
-# Text models with multimodal rotary positions (M-RoPE), and the equivalent families without M-RoPE. The three positions of a
-# text token are equal, so plain RoPE gives the same rotations.
+# Text models with multimodal rotary positions (M-RoPE), and the equivalent families without M-RoPE.
+# The three positions of a text token are equal, so plain RoPE gives the same rotations.
 MROPE_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
@@ -72,7 +84,8 @@ def _sizes(vocabulary: int, width: int, mlp_width: int, layers: int, heads: int)
     }
 
 
-# Transformers' defaults for a `text_config`. Older versions do not write keys that have the default value.
+# Transformers' defaults for a `text_config`. Older versions do not write keys that have the default
+# value.
 QWEN_VL = _sizes(152064, 8192, 29568, 80, 64) | {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6,
 }  # fmt: skip
@@ -94,15 +107,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": QWEN_VL,
     "qwen3_vl_text": QWEN_7B | {"max_position_embeddings": 128000, "rope_theta": 5e5},
 }
-# Keys in the `text_config` of Idefics and SmolVLM: first those that do not change the text model, then those that must have the
-# given value.
-IGNORED_KEYS = ("_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor")
+# Keys in the `text_config` of Idefics and SmolVLM: first those that do not change the text model,
+# then those that must have the given value.
+IGNORED_KEYS = (
+    "_flash_attn_2_enabled",
+    "neftune_noise_alpha",
+    "perceiver_config",
+    "pixel_shuffle_factor",
+)
 SUPPORTED_VALUES = {"use_resampler": False, "qk_layer_norms": False}
 # Top-level keys that also apply to the text model.
 INHERITED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPES = ("dtype", "torch_dtype")  # keys that name the dtype of the tensors
-# Prefixes of the text model's tensor names, which depend on class and version of transformers. Each is mapped to the prefix in
-# a text-only model.
+# Prefixes of the text model's tensor names, which depend on class and version of transformers. Each
+# is mapped to the prefix in a text-only model.
 PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -113,15 +131,18 @@ PREFIXES = {
 HEAD = "lm_head.weight"
 
 
-def extract_text_model(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[dict[str, Any], LazyArrays, str | None]:
+def extract_text_model(
+    config: Mapping[str, Any], tensors: LazyArrays
+) -> tuple[dict[str, Any], LazyArrays, str | None]:
     """Extracts the text model of a multimodal checkpoint; returns a text-only checkpoint unchanged.
 
     Returns:
-      The `config.json` of the text model, its renamed tensors, and a one-line message about the parts that are not imported
-      (None if all parts are imported).
+      The `config.json` of the text model, its renamed tensors, and a one-line message about the
+      parts that are not imported (None if all parts are imported).
 
     Raises:
-      UserError: the family of the text model is not supported, or a tensor belongs to no known part.
+      UserError: the family of the text model is not supported, or a tensor belongs to no known
+        part.
     """
     name = config.get("model_type")
     if not isinstance(name, str) or name not in MULTIMODAL:
@@ -130,18 +151,23 @@ def extract_text_model(config: Mapping[str, Any], tensors: LazyArrays) -> tuple[
     classes = config.get("architectures") or [multimodal.architecture]
     if classes != [multimodal.architecture]:
         raise UserError(
-            f"config.json has architectures: {quote(classes)}; only {multimodal.architecture} of {name} generates text"
+            f"config.json has architectures: {quote(classes)}; only {multimodal.architecture} of"
+            f" {name} generates text"
         )
     names, skipped = _text_names(tensors, multimodal)
     text = _text_config(config, multimodal, HEAD in names)
     text_tensors = {plain: tensors.tensors[stored] for plain, stored in names.items()}
     parts = ", ".join(f"{part} ({count})" for part, count in skipped.items()) or "no other part"
-    message = f"{name}: its text model, {text['model_type']}, is imported; tensors left out: {parts}"
+    message = (
+        f"{name}: its text model, {text['model_type']}, is imported; tensors left out: {parts}"
+    )
     return text, LazyArrays(text_tensors, lambda plain: tensors[names[plain]]), message
 
 
 def _text_names(tensors: LazyArrays, multimodal: Multimodal) -> tuple[dict[str, str], Counter[str]]:
-    """Maps the text model's tensor names to the names in the checkpoint, and counts the tensors of every other part."""
+    """Maps the text model's tensor names to the names in the checkpoint, and counts the tensors of
+    every other part.
+    """
     names: dict[str, str] = {}
     skipped: Counter[str] = Counter()
     for stored in tensors:
@@ -152,17 +178,23 @@ def _text_names(tensors: LazyArrays, multimodal: Multimodal) -> tuple[dict[str, 
         prefix = next((prefix for prefix in PREFIXES if stored.startswith(prefix)), None)
         if prefix is None and not (multimodal.flat and stored.startswith("model.")):
             known = ", ".join(multimodal.others)
-            raise UserError(f"the checkpoint has {escape_name(stored)}, which belongs neither to its text model nor to {known}")
+            raise UserError(
+                f"the checkpoint has {escape_name(stored)}, which belongs neither to its text model"
+                f" nor to {known}"
+            )
         plain = stored if prefix is None else PREFIXES[prefix] + stored.removeprefix(prefix)
         if plain in names:
             raise UserError(
-                f"the checkpoint has {escape_name(stored)} and {escape_name(names[plain])}, which are the same tensor"
+                f"the checkpoint has {escape_name(stored)} and {escape_name(names[plain])}, which"
+                " are the same tensor"
             )
         names[plain] = stored
     return names, skipped
 
 
-def _text_config(config: Mapping[str, Any], multimodal: Multimodal, has_head: bool) -> dict[str, Any]:
+def _text_config(
+    config: Mapping[str, Any], multimodal: Multimodal, has_head: bool
+) -> dict[str, Any]:
     """Returns the `config.json` of the text model, with transformers' defaults for absent sizes."""
     text_config = config.get("text_config")
     if text_config is None and multimodal.flat:
@@ -174,14 +206,19 @@ def _text_config(config: Mapping[str, Any], multimodal: Multimodal, has_head: bo
     family = MROPE_MODELS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted({multimodal.text} | FAMILIES.keys()))
-        raise UserError(f"config.json has a text_config of model_type: {quote(kind)}, expected one of {known}")
+        raise UserError(
+            f"config.json has a text_config of model_type: {quote(kind)}, expected one of {known}"
+        )
     for key, value in SUPPORTED_VALUES.items():
         if text_config.get(key, value) != value:
             raise UserError(
-                f"config.json has {key}: {quote(text_config[key])} in text_config; only {quote(value)} is supported"
+                f"config.json has {key}: {quote(text_config[key])} in text_config; only"
+                f" {quote(value)} is supported"
             )
     dropped = (*IGNORED_KEYS, *SUPPORTED_VALUES)
-    text = DEFAULTS.get(kind, {}) | {key: value for key, value in text_config.items() if key not in dropped}
+    text = DEFAULTS.get(kind, {}) | {
+        key: value for key, value in text_config.items() if key not in dropped
+    }
     for key in INHERITED_KEYS:
         if config.get(key) is not None and text.get(key) is None:
             text[key] = config[key]
@@ -189,9 +226,14 @@ def _text_config(config: Mapping[str, Any], multimodal: Multimodal, has_head: bo
     if dtypes := {key: config[key] for key in DTYPES if config.get(key) is not None}:
         text = {key: value for key, value in text.items() if key not in DTYPES} | dtypes
     if kind in MROPE_MODELS:
-        text |= {key: _drop_mrope(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
-    # Some versions of transformers read the text model's `tie_word_embeddings`, other versions the top-level key. If the two
-    # differ, the embeddings are regarded as tied if and only if the checkpoint has no output layer.
+        text |= {
+            key: _drop_mrope(text[key])
+            for key in ("rope_scaling", "rope_parameters")
+            if key in text
+        }
+    # Some versions of transformers read the text model's `tie_word_embeddings`, other versions the
+    # top-level key. If the two differ, the embeddings are regarded as tied if and only if the
+    # checkpoint has no output layer.
     ties = [settings.get("tie_word_embeddings") for settings in (text_config, config)]
     ties = [value for value in ties if value is not None]
     agree = bool(ties) and all(value == ties[0] for value in ties)

@@ -1,7 +1,8 @@
 """Tensor names of Hugging Face checkpoints, and the parameter that contains each tensor.
 
-Axes: V vocabulary, D model, K key heads, G query heads per key head, H head size, F feed-forward, C gate and up, P positions,
-E experts, N heads of latent attention, R rank of a latent vector, L layers, O one.
+Axes: V vocabulary, D model, K key heads, G query heads per key head, H head size, F feed-forward, C
+gate and up, P positions, E experts, N heads of latent attention, R rank of a latent vector, L
+layers, O one.
 """
 
 import math
@@ -14,12 +15,13 @@ WHOLE = np.s_[...]
 
 
 class Axes(NamedTuple):
-    """The axes of a transformers tensor, and of the part of a DantinoX parameter that holds the same values.
+    """The axes of a transformers tensor, and of the part of a DantinoX parameter that holds the
+    same values.
 
     Attributes:
       parameter: the axes of this part of the parameter.
-      tensor: the same axes in the tensor's order, separated by spaces. Axes without a space between them are merged into one
-        axis of the tensor.
+      tensor: the same axes in the tensor's order, separated by spaces. Axes without a space between
+        them are merged into one axis of the tensor.
       index: the index of the part in the parameter, or in the parameter of one expert.
     """
 
@@ -28,7 +30,9 @@ class Axes(NamedTuple):
     index: Any = WHOLE
 
     def view(self, parameter: np.ndarray) -> np.ndarray:
-        """Returns a view of this part of a parameter. Its axes are in the tensor's order, but not yet merged."""
+        """Returns a view of this part of a parameter. Its axes are in the tensor's order, but not
+        yet merged.
+        """
         axes = self.tensor.replace(" ", "")
         return parameter[self.index].transpose([self.parameter.index(axis) for axis in axes])
 
@@ -45,8 +49,10 @@ class Row(NamedTuple):
       tensor: the name of the tensor, with `{i}` for the layer index and `{e}` for the expert index.
       parameter: the path of the parameter, with `{i}` for the index of a layer.
       parts: the parts of the parameter that the tensor concatenates along its first axis.
-      condition: the path of a parameter. The row applies only if this parameter exists (with a leading `!`: does not).
-      kv_projections: the row applies to layers that project both keys and values (2), only keys (1), or neither (0).
+      condition: the path of a parameter. The row applies only if this parameter exists (with a
+        leading `!`: does not).
+      kv_projections: the row applies to layers that project both keys and values (2), only keys
+        (1), or neither (0).
     """
 
     tensor: str
@@ -56,16 +62,22 @@ class Row(NamedTuple):
     kv_projections: int | None = None
 
 
-def rows(prefix: str, tensors: Mapping[str, tuple[str, Axes | list[Axes]]], path: str = "") -> tuple[Row, ...]:
-    """Returns rows for these tensors; `prefix` precedes the tensor names, and `path` precedes the parameter paths."""
+def rows(
+    prefix: str, tensors: Mapping[str, tuple[str, Axes | list[Axes]]], path: str = ""
+) -> tuple[Row, ...]:
+    """Returns rows for these tensors; `prefix` precedes the tensor names, and `path` precedes the
+    parameter paths.
+    """
     return tuple(
-        Row(prefix + tensor, path + parameter, tuple(parts) if isinstance(parts, list) else (parts,))
+        Row(
+            prefix + tensor, path + parameter, tuple(parts) if isinstance(parts, list) else (parts,)
+        )
         for tensor, (parameter, parts) in tensors.items()
     )
 
 
-# Axes that several tensors have. In `qkv`, the third axis has the query heads of a key head, then the key, then the value.
-# In `gate_up`, the second axis has the gate and the up projection.
+# Axes that several tensors have. In `qkv`, the third axis has the query heads of a key head, then
+# the key, then the value. In `gate_up`, the second axis has the gate and the up projection.
 VECTOR, TABLE, HEAD = Axes("D", "D"), Axes("VD", "V D"), Axes("DV", "V D")
 QUERY, QUERY_BIAS = Axes("DKGH", "KGH D", np.s_[:, :, :-2]), Axes("KGH", "KGH", np.s_[:, :-2])
 KEY, KEY_BIAS = Axes("DKH", "KH D", np.s_[:, :, -2]), Axes("KH", "KH", np.s_[:, -2])
@@ -123,7 +135,8 @@ FUSED_PROJECTIONS = rows(LAYER, {
 }, BLOCK)  # fmt: skip
 
 
-# Latent attention projects queries either from the residual stream, or from a latent vector of their own.
+# Latent attention projects queries either from the residual stream, or from a latent vector of
+# their own.
 LATENT_QUERIES = (
     Row(LAYER + "self_attn.q_proj.weight", BLOCK + "attention/q/kernel", (Axes("DNH", "NH D"),),
         condition=f"!{BLOCK}attention/q_a/kernel"),
@@ -151,8 +164,16 @@ GPT_OSS = rows(LAYER, {
 
 def shared_rows(module: str) -> tuple[Row, ...]:
     """Returns the rows of a shared expert."""
-    names = {"gate_proj": ("gate_up/kernel", GATE), "up_proj": ("gate_up/kernel", UP), "down_proj": ("down/kernel", DOWN)}
-    return rows(LAYER + f"mlp.{module}.", {f"{name}.weight": target for name, target in names.items()}, BLOCK + "ffn/shared/")
+    names = {
+        "gate_proj": ("gate_up/kernel", GATE),
+        "up_proj": ("gate_up/kernel", UP),
+        "down_proj": ("down/kernel", DOWN),
+    }
+    return rows(
+        LAYER + f"mlp.{module}.",
+        {f"{name}.weight": target for name, target in names.items()},
+        BLOCK + "ffn/shared/",
+    )
 
 
 def expert_rows(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
@@ -166,9 +187,18 @@ def expert_rows(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
 
 
 ROUTED_EXPERTS = expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
-SCORE_CORRECTION_BIAS = rows(LAYER, {"mlp.gate.e_score_correction_bias": ("ffn/router/bias", Axes("E", "E"))}, BLOCK)
+SCORE_CORRECTION_BIAS = rows(
+    LAYER, {"mlp.gate.e_score_correction_bias": ("ffn/router/bias", Axes("E", "E"))}, BLOCK
+)
 ERNIE_CORRECTION_BIAS = rows(
-    LAYER, {"mlp.moe_statics.e_score_correction_bias": ("ffn/router/bias", Axes("OE", "O E", np.s_[None]))}, BLOCK
+    LAYER,
+    {
+        "mlp.moe_statics.e_score_correction_bias": (
+            "ffn/router/bias",
+            Axes("OE", "O E", np.s_[None]),
+        )
+    },
+    BLOCK,
 )
 DEEPSEEK_MLP = ROUTED_EXPERTS + FEED_FORWARD + shared_rows("shared_experts")
 
@@ -221,7 +251,9 @@ NORMS_GLM4 = NORMS_BEFORE + rows(LAYER, {
 
 
 def _projections(kv_projections: int) -> tuple[Row, ...]:
-    """Returns the rows of layers that project keys and values (2), only keys (1), or neither (0)."""
+    """Returns the rows of layers that project keys and values (2), only keys (1), or neither
+    (0).
+    """
     queries = -kv_projections or None  # the end of the query heads
     tensors: dict[str, tuple[str, Axes | list[Axes]]] = {
         "q_proj.weight": ("kernel", Axes("DKGH", "KGH D", np.s_[:, :, :queries])),
@@ -237,7 +269,8 @@ def _projections(kv_projections: int) -> tuple[Row, ...]:
     return tuple(row._replace(kv_projections=kv_projections) for row in found)
 
 
-# Layers that project keys and values, layers that use their keys as values, and layers that read another layer's cache.
+# Layers that project keys and values, layers that use their keys as values, and layers that read
+# another layer's cache.
 GEMMA4_ATTENTION = rows(LAYER + "self_attn.", {
     "o_proj.weight": ("out/kernel", Axes("KGHD", "D KGH")), "o_proj.bias": ("out/bias", VECTOR),
 }, BLOCK + "attention/") + _projections(2) + _projections(1) + _projections(0)  # fmt: skip
@@ -284,7 +317,9 @@ def sub_norms(attention: str, feed_forward: str) -> tuple[Row, ...]:
 
 
 def rename_modules(table: tuple[Row, ...], names: Mapping[str, str]) -> tuple[Row, ...]:
-    """Returns the rows with other names for some modules; `names` maps parts of tensor names to new ones."""
+    """Returns the rows with other names for some modules; `names` maps parts of tensor names to new
+    ones.
+    """
 
     def rename(tensor: str) -> str:
         for old, new in names.items():

@@ -1,9 +1,11 @@
-"""Keys of `config.json` that are ignored or must have a fixed value, and model families that are not supported."""
+"""Keys of `config.json` that are ignored or must have a fixed value, and model families that are
+not supported.
+"""
 
 from typing import Any
 
-# Keys that do not change the logits: they describe training, execution and labels. Special tokens are handled in the module
-# `checkpoints`.
+# Keys that do not change the logits: they describe training, execution and labels. Special tokens
+# are handled in the module `checkpoints`.
 IGNORED_KEYS = frozenset((
     "model_type", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
     "decoder_start_token_id", "transformers_version", "_name_or_path", "architectures", "auto_map",
@@ -32,15 +34,31 @@ SUPPORTED_VALUES: dict[str, Any] = {
     "mlp_bias": False, "clip_qkv": None,
 }  # fmt: skip
 
-# For each unsupported family: the most similar supported family, and the features that DantinoX lacks.
+# For each unsupported family: the most similar supported family, and the features that DantinoX
+# lacks.
 UNSUPPORTED_FAMILIES = {
-    "qwen3_next": ("qwen3_moe", "gated DeltaNet layers, which have a recurrent state instead of a KV cache"),
-    "qwen3_5_text": ("qwen3", "gated DeltaNet layers, which have a recurrent state instead of a KV cache"),
-    "qwen3_5_moe_text": ("qwen3_moe", "gated DeltaNet layers, which have a recurrent state instead of a KV cache"),
+    "qwen3_next": (
+        "qwen3_moe",
+        "gated DeltaNet layers, which have a recurrent state instead of a KV cache",
+    ),
+    "qwen3_5_text": (
+        "qwen3",
+        "gated DeltaNet layers, which have a recurrent state instead of a KV cache",
+    ),
+    "qwen3_5_moe_text": (
+        "qwen3_moe",
+        "gated DeltaNet layers, which have a recurrent state instead of a KV cache",
+    ),
     "deepseek_v32": ("deepseek_v3", "an indexer that selects the keys of each query"),
     "glm_moe_dsa": ("deepseek_v3", "an indexer that selects the keys of each query"),
-    "longcat_flash": ("deepseek_v3", "experts that return their input, and two attention modules per layer"),
-    "kimi_linear": ("deepseek_v3", "linear attention, which has a recurrent state instead of a KV cache"),
+    "longcat_flash": (
+        "deepseek_v3",
+        "experts that return their input, and two attention modules per layer",
+    ),
+    "kimi_linear": (
+        "deepseek_v3",
+        "linear attention, which has a recurrent state instead of a KV cache",
+    ),
     "phimoe": ("mixtral", "SparseMixer routing, and layer norms together with experts"),
     "llama4_text": ("llama", "chunked attention, and experts with weighted inputs"),
     "jamba": ("mixtral", "Mamba layers"),
@@ -50,10 +68,19 @@ UNSUPPORTED_FAMILIES = {
     "mamba2": ("llama", "Mamba layers"),
     "lfm2": ("qwen3", "short convolutions"),
     "lfm2_moe": ("qwen3_moe", "short convolutions"),
-    "gemma3n_text": ("gemma3_text", "AltUp, LAuReL, per-layer embeddings, and keys and values shared between layers"),
-    "aya_vision": ("cohere2", "the vision model, and logit scaling, which only some versions of transformers apply"),
+    "gemma3n_text": (
+        "gemma3_text",
+        "AltUp, LAuReL, per-layer embeddings, and keys and values shared between layers",
+    ),
+    "aya_vision": (
+        "cohere2",
+        "the vision model, and logit scaling, which only some versions of transformers apply",
+    ),
     "paligemma": ("gemma", "the vision model, and bidirectional attention over a prompt"),
-    "gemma3n": ("gemma3_text", "the vision and audio models, AltUp, LAuReL, and per-layer embeddings"),
+    "gemma3n": (
+        "gemma3_text",
+        "the vision and audio models, AltUp, LAuReL, and per-layer embeddings",
+    ),
     "llama4": ("llama", "the vision model"),
     "qwen3_vl_moe": ("qwen3_moe", "the vision model, and experts stored as one tensor"),
     "zamba2": ("llama", "Mamba 2 layers and blocks shared between layers"),
@@ -64,7 +91,10 @@ UNSUPPORTED_FAMILIES = {
     "bloom": ("gpt2", "ALiBi"),
     "mpt": ("gpt2", "ALiBi"),
     "opt": ("gpt2", "ReLU, and positions that start at two"),
-    "minicpm3": ("deepseek_v2", "a dense feed-forward layer with latent attention, and multipliers"),
+    "minicpm3": (
+        "deepseek_v2",
+        "a dense feed-forward layer with latent attention, and multipliers",
+    ),
     "exaone": ("llama", "its tensor names (exaone4 is supported)"),
     "chatglm": ("glm", "its tensor names (glm is the same model in the format of transformers)"),
     "minimax": ("mixtral", "lightning attention layers"),

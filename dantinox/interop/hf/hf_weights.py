@@ -1,4 +1,6 @@
-"""Conversion between Hugging Face tensors and parameters, according to the tables in `hf_families`."""
+"""Conversion between Hugging Face tensors and parameters, according to the tables in
+`hf_families`.
+"""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +12,12 @@ import numpy as np
 
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.files import escape_name
-from dantinox.interop.hf.hf_config import MAX_LAYERS, find_family, hf_config_to_settings, settings_to_hf_config
+from dantinox.interop.hf.hf_config import (
+    MAX_LAYERS,
+    find_family,
+    hf_config_to_settings,
+    settings_to_hf_config,
+)
 from dantinox.interop.hf.hf_expert_families import MTP
 from dantinox.interop.hf.hf_family import Family
 from dantinox.interop.hf.hf_tensors import Axes, Row
@@ -25,7 +32,11 @@ MAX_ELEMENTS = 1 << 48  # limit for one parameter
 TABLE, HEAD = "embed", "head/kernel"
 ROWS = 256  # rows copied at a time
 NO_NAME = "\0"  # a suffix that no tensor name has
-EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # exponent bits, all ones in NaN and Inf
+EXPONENTS = {
+    "float32": 0x7F800000,
+    "bfloat16": 0x7F80,
+    "float16": 0x7C00,
+}  # exponent bits, all ones in NaN and Inf
 
 
 class Location(NamedTuple):
@@ -53,29 +64,41 @@ class Location(NamedTuple):
         return (sum(shape[0] for shape in part_shapes), *part_shapes[0][1:])
 
 
-def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, dtype: str = "auto") -> LazyArrays:
+def from_hf(
+    config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, dtype: str = "auto"
+) -> LazyArrays:
     """Returns every parameter of a model, converted from a checkpoint's tensors on access.
 
     Args:
       config: the content of `config.json`, which gives the family.
       model: the architecture.
       tensors: the checkpoint's tensors.
-      dtype: the dtype of matrices, `float32` or `bfloat16`. With `auto`, a matrix is bfloat16 if the checkpoint stores it in
-        bfloat16, else float32. Scales and biases are always float32.
+      dtype: the dtype of matrices, `float32` or `bfloat16`. With `auto`, a matrix is bfloat16 if
+        the checkpoint stores it in bfloat16, else float32. Scales and biases are always float32.
 
     Raises:
-      UserError: a tensor is missing, is not used, has a wrong shape, or is not floating-point. If a tensor contains NaN or Inf,
-        the error is raised when its parameter is accessed.
+      UserError: a tensor is missing, is not used, has a wrong shape, or is not floating-point. If a
+        tensor contains NaN or Inf, the error is raised when its parameter is accessed.
     """
     family = find_family(config)
     expected = model.num_blocks
     if model.experts is not None and any("{e}" in row.tensor for row in family.tensors):
         expected = (model.num_blocks - len(model.experts.dense_layers)) * model.experts.count
-    if expected > len(tensors):  # checked first, because building a model with too many layers could exhaust the memory
-        raise UserError(f"the checkpoint has {len(tensors)} tensors, but its config has {expected} layers or experts")
+    if expected > len(
+        tensors
+    ):  # checked first, because building a model with too many layers could exhaust the memory
+        raise UserError(
+            f"the checkpoint has {len(tensors)} tensors, but its config has {expected} layers or"
+            " experts"
+        )
     shapes = parameter_shapes(model)
-    if large := next((name for name, shape in shapes.items() if math.prod(shape) > MAX_ELEMENTS), None):
-        raise UserError(f"config.json describes a parameter {large} of shape {list(shapes[large])}, which is too large")
+    if large := next(
+        (name for name, shape in shapes.items() if math.prod(shape) > MAX_ELEMENTS), None
+    ):
+        raise UserError(
+            f"config.json describes a parameter {large} of shape {list(shapes[large])}, which is"
+            " too large"
+        )
     locations = _locate(family, shapes)
     mtp_layers = range(model.num_blocks, model.num_blocks + count_mtp_layers(config))
     stored = _stored_names(tensors, family, locations, mtp_layers)
@@ -105,7 +128,10 @@ def from_hf(config: Mapping[str, Any], model: ModelConfig, tensors: LazyArrays, 
 
 
 def to_hf(
-    config: Config, vocab_size: int, parameters: Mapping[str, Any], like: Mapping[str, Any] | None = None
+    config: Config,
+    vocab_size: int,
+    parameters: Mapping[str, Any],
+    like: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], LazyArrays]:
     """Returns a model in the format of transformers.
 
@@ -113,7 +139,8 @@ def to_hf(
       config: the settings of the run.
       vocab_size: the number of tokens in the tokenizer.
       parameters: float32 or bfloat16 arrays by parameter path.
-      like: the `config.json` of the imported checkpoint; None: a new `config.json` is derived from the settings.
+      like: the `config.json` of the imported checkpoint; None: a new `config.json` is derived from
+        the settings.
 
     Returns:
       The content of `config.json`, and the tensors by name, each in the dtype of its parameter.
@@ -123,7 +150,9 @@ def to_hf(
     """
     model = config.architecture(vocab_size)
     hf_config = dict(like) if like is not None else settings_to_hf_config(config, vocab_size)
-    hf_config |= {key: 0 for key in MTP.split("|") if hf_config.get(key)}  # these layers are not imported
+    hf_config |= {
+        key: 0 for key in MTP.split("|") if hf_config.get(key)
+    }  # these layers are not imported
     family = find_family(hf_config)
     shapes = parameter_shapes(model)
     locations = _locate(family, shapes)
@@ -149,18 +178,25 @@ def to_hf(
     return hf_config, LazyArrays(kinds, make)
 
 
-def rope_row_order(family: Family, config: Mapping[str, Any], model: ModelConfig, name: str, count: int) -> np.ndarray | None:
-    """Returns the order in which a parameter stores the `count` rows of a tensor, or None if the order is the tensor's own.
+def rope_row_order(
+    family: Family, config: Mapping[str, Any], model: ModelConfig, name: str, count: int
+) -> np.ndarray | None:
+    """Returns the order in which a parameter stores the `count` rows of a tensor, or None if the
+    order is the tensor's own.
 
-    DantinoX rotates the pairs (x₀, x_{R/2}), (x₁, x_{R/2+1}), … of a head. Some families rotate the pairs (x₀, x₁), (x₂, x₃), …
-    instead; reordering the rows of queries and keys gives the same attention scores. Some families rotate in the opposite
-    direction; for them, the two halves of a head are swapped. The R rotated elements are the last ones of a head in latent
-    attention, and the first ones in all other models.
+    DantinoX rotates the pairs (x₀, x_{R/2}), (x₁, x_{R/2+1}), … of a head. Some families rotate the
+    pairs (x₀, x₁), (x₂, x₃), … instead; reordering the rows of queries and keys gives the same
+    attention scores. Some families rotate in the opposite direction; for them, the two halves of a
+    head are swapped. The R rotated elements are the last ones of a head in latent attention, and
+    the first ones in all other models.
     """
     if name.endswith(family.reversed_rope or NO_NAME):
         halves = np.roll(np.arange(model.head_size), model.head_size // 2)
         return (np.arange(0, count, model.head_size)[:, None] + halves).reshape(-1)
-    if not name.endswith(family.interleaved_rope or NO_NAME) or config.get("rope_interleave") is False:
+    if (
+        not name.endswith(family.interleaved_rope or NO_NAME)
+        or config.get("rope_interleave") is False
+    ):
         return None
     R = model.rotated_size
     size = model.head_size  # the number of rows of a head
@@ -175,10 +211,15 @@ def rope_row_order(family: Family, config: Mapping[str, Any], model: ModelConfig
 
 
 def count_mtp_layers(config: Mapping[str, Any]) -> int:
-    """Returns the number of multi-token prediction layers, which come after all other layers and are not imported."""
+    """Returns the number of multi-token prediction layers, which come after all other layers and
+    are not imported.
+    """
     count = next((config[key] for key in MTP.split("|") if config.get(key)), 0)
     if type(count) is not int or not 0 <= count < MAX_LAYERS:
-        raise UserError(f"config.json has num_nextn_predict_layers: {escape_name(str(count))}, expected a number")
+        raise UserError(
+            f"config.json has num_nextn_predict_layers: {escape_name(str(count))}, expected a"
+            " number"
+        )
     return count
 
 
@@ -189,8 +230,12 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _locate(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Location]:
-    """Returns the location of each tensor of a model with these parameters, in the order of the family's table."""
-    L = 1 + max((int(name.split("/")[1]) for name in shapes if name.startswith("blocks/")), default=-1)
+    """Returns the location of each tensor of a model with these parameters, in the order of the
+    family's table.
+    """
+    L = 1 + max(
+        (int(name.split("/")[1]) for name in shapes if name.startswith("blocks/")), default=-1
+    )
     locations: dict[str, Location] = {}
     for row in family.tensors:
         for layer in range(L) if "{i}" in row.tensor else (0,):
@@ -204,7 +249,9 @@ def _locate(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
             for expert in range(shapes[parameter][0]):
                 locations[name.replace("{e}", str(expert))] = Location(parameter, row.parts, expert)
     if rest := shapes.keys() - {location.parameter for location in locations.values()}:
-        raise UserError(f"{family.architecture} has no tensor for the parameter {min(rest)} of this model")
+        raise UserError(
+            f"{family.architecture} has no tensor for the parameter {min(rest)} of this model"
+        )
     return locations
 
 
@@ -220,17 +267,30 @@ def _applies(row: Row, shapes: Mapping[str, tuple[int, ...]], layer: int) -> boo
 
 
 def _kv_projections(shapes: Mapping[str, tuple[int, ...]], layer: int) -> int:
-    """Returns 2 if a layer projects keys and values, 1 if only keys, 0 if neither (see `ModelConfig.kv_projections`)."""
-    projections = shapes[f"blocks/{layer}/attention/qkv/kernel"][2]  # query heads per key head, key, value
+    """Returns 2 if a layer projects keys and values, 1 if only keys, 0 if neither (see
+    `ModelConfig.kv_projections`).
+    """
+    projections = shapes[f"blocks/{layer}/attention/qkv/kernel"][
+        2
+    ]  # query heads per key head, key, value
     queries = shapes[f"blocks/{layer}/attention/out/kernel"][1]
     return projections - queries
 
 
-def _stored_names(tensors: LazyArrays, family: Family, locations: Mapping[str, Location], ignored: range) -> dict[str, str]:
-    """Maps the full name of each tensor to its name in the checkpoint, without known buffers and ignored layers."""
+def _stored_names(
+    tensors: LazyArrays, family: Family, locations: Mapping[str, Location], ignored: range
+) -> dict[str, str]:
+    """Maps the full name of each tensor to its name in the checkpoint, without known buffers and
+    ignored layers.
+    """
     skipped = tuple(f"model.layers.{layer}." for layer in ignored)
-    stored = {name: name for name in tensors if not name.endswith(family.buffers) and not name.startswith(skipped)}
-    # Checkpoints without an output layer may lack the prefix of the other tensors, `model.` or `transformer.`.
+    stored = {
+        name: name
+        for name in tensors
+        if not name.endswith(family.buffers) and not name.startswith(skipped)
+    }
+    # Checkpoints without an output layer may lack the prefix of the other tensors, `model.` or
+    # `transformer.`.
     prefix = next(iter(locations)).partition(".")[0] + "."
     if not any(name.startswith(prefix) for name in stored):
         stored = {name if name in locations else prefix + name: name for name in stored}
@@ -243,16 +303,23 @@ def _check_tensors(
     locations: Mapping[str, Location],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raises a `UserError` unless the checkpoint has exactly the expected tensors with the expected shapes."""
+    """Raises a `UserError` unless the checkpoint has exactly the expected tensors with the expected
+    shapes.
+    """
     for name, location in locations.items():
         if name not in stored:
             raise UserError(f"the checkpoint lacks {name}, which its config requires")
         found, dtype = tensors[stored[name]]
         expected = location.shape(shapes)
         if found != expected:
-            raise UserError(f"the checkpoint has {stored[name]} of shape {list(found)}, its config requires {list(expected)}")
+            raise UserError(
+                f"the checkpoint has {stored[name]} of shape {list(found)}, its config requires"
+                f" {list(expected)}"
+            )
         if dtype not in FLOATS:
-            raise UserError(f"the checkpoint has {stored[name]} as {dtype}, expected one of {', '.join(FLOATS)}")
+            raise UserError(
+                f"the checkpoint has {stored[name]} as {dtype}, expected one of {', '.join(FLOATS)}"
+            )
     tied = {"lm_head.weight"} if HEAD not in shapes else set()
     if rest := stored.keys() - locations.keys() - tied:
         name = escape_name(stored[min(rest)])
@@ -260,15 +327,21 @@ def _check_tensors(
 
 
 def _check_tied(family: Family, stored: Mapping[str, str], tensors: LazyArrays) -> None:
-    """Raises a `UserError` if the checkpoint of a model with tied embeddings has a different output layer."""
+    """Raises a `UserError` if the checkpoint of a model with tied embeddings has a different output
+    layer.
+    """
     table = next(row.tensor for row in family.tensors if row.parameter == TABLE)
     if "lm_head.weight" in stored:
         head = tensors[stored["lm_head.weight"]]
         embed = tensors[stored[table]]
-        if head.dtype != embed.dtype or head.shape != embed.shape or not np.array_equal(_bits(head), _bits(embed)):
+        if (
+            head.dtype != embed.dtype
+            or head.shape != embed.shape
+            or not np.array_equal(_bits(head), _bits(embed))
+        ):
             raise UserError(
-                f"the checkpoint has different numbers in lm_head.weight and {stored[table]}, but its config has "
-                "tie_word_embeddings: true"
+                f"the checkpoint has different numbers in lm_head.weight and {stored[table]}, but"
+                " its config has tie_word_embeddings: true"
             )
 
 
@@ -304,7 +377,9 @@ def _is_finite(tensor: np.ndarray) -> bool:
     mask = EXPONENTS[tensor.dtype.name]
     bits = tensor.view(f"u{tensor.itemsize}")
     step = max(1, ROWS * 1024 * len(bits) // max(bits.size, 1))
-    return not any(((bits[start : start + step] & mask) == mask).any() for start in range(0, len(bits), step))
+    return not any(
+        ((bits[start : start + step] & mask) == mask).any() for start in range(0, len(bits), step)
+    )
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

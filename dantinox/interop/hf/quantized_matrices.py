@@ -33,22 +33,38 @@ class Dequantized(NamedTuple):
     make: Callable[[], np.ndarray]
 
 
-def stored_tensor(tensors: LazyArrays, name: str, companion: str, dtypes: tuple[str, ...]) -> Tensor:
-    """Returns shape and dtype of a tensor that must be stored with the tensor `companion` and have one of these dtypes."""
+def stored_tensor(
+    tensors: LazyArrays, name: str, companion: str, dtypes: tuple[str, ...]
+) -> Tensor:
+    """Returns shape and dtype of a tensor that must be stored with the tensor `companion` and have
+    one of these dtypes.
+    """
     if name not in tensors.tensors:
         raise UserError(f"the checkpoint has {escape_name(companion)} without {escape_name(name)}")
     tensor = tensors.tensors[name]
     if tensor.dtype not in dtypes:
-        raise UserError(f"the checkpoint has {escape_name(name)} as {tensor.dtype}, expected {' or '.join(dtypes)}")
+        raise UserError(
+            f"the checkpoint has {escape_name(name)} as {tensor.dtype}, expected"
+            f" {' or '.join(dtypes)}"
+        )
     return tensor
 
 
 def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
-        raise UserError(f"the checkpoint has {escape_name(name)} of shape {list(found)}, expected {list(expected)}")
+        raise UserError(
+            f"the checkpoint has {escape_name(name)} of shape {list(found)}, expected"
+            f" {list(expected)}"
+        )
 
 
-def check_stored(tensors: LazyArrays, name: str, companion: str, dtypes: tuple[str, ...], expected: tuple[int, ...]) -> None:
+def check_stored(
+    tensors: LazyArrays,
+    name: str,
+    companion: str,
+    dtypes: tuple[str, ...],
+    expected: tuple[int, ...],
+) -> None:
     """Raises a `UserError` unless a tensor is stored as in `stored_tensor`, with this shape."""
     check_shape(name, stored_tensor(tensors, name, companion, dtypes).shape, expected)
 
@@ -79,7 +95,9 @@ def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
 
 
 def unpack_words(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Unpacks consecutive fields of 1 to 8 bits from 32-bit words: `[rows, words]` → uint8 `[rows, count]`."""
+    """Unpacks consecutive fields of 1 to 8 bits from 32-bit words: `[rows, words]` → uint8
+    `[rows, count]`.
+    """
     words = np.ascontiguousarray(words).view(np.uint32)
     position = np.arange(count, dtype=np.uint32) * np.uint32(bits)
     word = position >> np.uint32(5)
@@ -104,15 +122,16 @@ def scale_block(
     Args:
       name: the name of the matrix, for messages.
       shape: the shape of the matrix.
-      grid: the shape of the scales. A scale applies to the whole matrix, a row, a group of columns in a row, or a block.
+      grid: the shape of the scales. A scale applies to the whole matrix, a row, a group of columns
+        in a row, or a block.
       block: the block shape in the config, or None.
     """
     if block is not None and (-(-shape[0] // block[0]), -(-shape[1] // block[1])) == grid:
         return block
     if len(grid) != 2 or 0 in (*grid, *shape) or grid[0] not in (1, shape[0]) or shape[1] % grid[1]:
         raise UserError(
-            f"the checkpoint has {escape_name(name)} of shape {list(shape)} with scales of shape {list(grid)}, expected scales "
-            "per tensor, row, group or block"
+            f"the checkpoint has {escape_name(name)} of shape {list(shape)} with scales of shape"
+            f" {list(grid)}, expected scales per tensor, row, group or block"
         )
     return shape[0] // grid[0], shape[1] // grid[1]
 
@@ -143,7 +162,11 @@ def apply_scales(
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         row_groups = np.arange(start, stop) // block_rows
-        part = values[start:stop].astype(np.float32) if codebook is None else codebook[values[start:stop]]
+        part = (
+            values[start:stop].astype(np.float32)
+            if codebook is None
+            else codebook[values[start:stop]]
+        )
         if zero is not None:
             part -= zero if np.ndim(zero) == 0 else zero[row_groups].astype(np.float32)[:, groups]
         np.multiply(part, scale[row_groups][:, groups], out=result[start:stop])
@@ -151,8 +174,12 @@ def apply_scales(
 
 
 def group_numbers(tensors: LazyArrays, name: str, groups: int) -> np.ndarray:
-    """Returns a tensor that has the index of a group of scales for each column; raises a `UserError` for other indices."""
+    """Returns a tensor that has the index of a group of scales for each column; raises a
+    `UserError` for other indices.
+    """
     numbers = tensors[name]
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < groups:
-        raise UserError(f"the checkpoint has {escape_name(name)} with numbers outside of its {groups} groups")
+        raise UserError(
+            f"the checkpoint has {escape_name(name)} with numbers outside of its {groups} groups"
+        )
     return numbers

@@ -1,4 +1,6 @@
-"""`dantinox calibrate --what kv`: measures how much attention each head needs, for the budgets of compressed caches."""
+"""`dantinox calibrate --what kv`: measures how much attention each head needs, for the budgets of
+compressed caches.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +47,9 @@ HEAD_TYPES = {"sink": 0.5, "focused": 1.5, "moderate": 3.0, "mixed": 4.0, "diffu
 
 
 class HeadCalibration(HeadCalibrationFile):
-    """Measurements of the attention heads. The fields are the keys of `kv_entropy.json`, which omits fields that are None."""
+    """Measurements of the attention heads. The fields are the keys of `kv_entropy.json`, which
+    omits fields that are None.
+    """
 
     model_info: dict[str, Any]
     entropy_stats: dict[str, float | None]
@@ -57,7 +61,8 @@ class HeadCalibration(HeadCalibrationFile):
     def heads(self, name: str) -> np.ndarray:
         """Returns the field `name` as an array.
 
-        `head_entropies`, `coverage` and `distance` are per query head, `[L, N]`; `loss` is per key/value head, `[L, K, C]`.
+        `head_entropies`, `coverage` and `distance` are per query head, `[L, N]`; `loss` is per
+        key/value head, `[L, K, C]`.
         """
         values = np.array(list(getattr(self, name).values()), np.float64)
         return values.reshape(self.n_layer, -1, *values.shape[1:])
@@ -75,27 +80,31 @@ def calibrate_kv(
     loss: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> HeadCalibration:
-    """Measures the attention of every query head on a text and saves the results in the run as `kv_entropy.json`.
+    """Measures the attention of every query head on a text and saves the results in the run as
+    `kv_entropy.json`.
 
-    In each sequence, the queries at 25, 50, 75 and 100 % of the tokens are measured. Three numbers describe the attention of
-    a query: its entropy, the smallest number of keys that hold 95 % of it, and its mean distance in tokens. The distance
-    ignores the first four tokens of the sequence. Each head gets the mean over queries and sequences. Then
-    `estimate_loss_rises` estimates how much eviction from each key/value head would increase the loss.
+    In each sequence, the queries at 25, 50, 75 and 100 % of the tokens are measured. Three numbers
+    describe the attention of a query: its entropy, the smallest number of keys that hold 95 % of
+    it, and its mean distance in tokens. The distance ignores the first four tokens of the sequence.
+    Each head gets the mean over queries and sequences. Then `estimate_loss_rises` estimates how
+    much eviction from each key/value head would increase the loss.
 
     Args:
       sequences: number of sequences to read; fewer if the text has fewer distinct ones.
-      length: maximum tokens of a sequence; None: `LENGTH` or the model's context, whichever is smaller.
-      data_path: the text, in the form of `data.path`; of a long text, only the beginning is used. None: the run's training
-        tokens.
+      length: maximum tokens of a sequence; None: `LENGTH` or the model's context, whichever is
+        smaller.
+      data_path: the text, in the form of `data.path`; of a long text, only the beginning is used.
+        None: the run's training tokens.
       seed: selects the sequences.
       output: write to this file instead of the run directory.
-      from_results: measure nothing and import this file of format 1 or 2, which must describe this model.
+      from_results: measure nothing and import this file of format 1 or 2, which must describe this
+        model.
       loss: run `estimate_loss_rises`, the slowest part.
       progress: called with a line at the start of each part and then every few seconds.
 
     Raises:
-      UserError: the run cannot be loaded, there is no text or no document in it is long enough, or `from_results` does not
-        match the model.
+      UserError: the run cannot be loaded, there is no text or no document in it is long enough, or
+        `from_results` does not match the model.
     """
     directory = open_run(run_dir)
     path = directory.kv if output is None else Path(output)
@@ -105,7 +114,9 @@ def calibrate_kv(
             raise UserError(f"{name} must be an integer ≥ {least}, got {number}")
     if from_results is not None and (data_path is not None or length is not None or not loss):
         raise UserError("from_results measures nothing: do not give data_path, length or loss")
-    weights = weights_digest(directory)  # before loading: weights that are replaced meanwhile have another digest
+    weights = weights_digest(
+        directory
+    )  # before loading: weights that are replaced meanwhile have another digest
     if from_results is not None:
         imported = _import_results(directory, from_results, weights)
         save_kv_calibration(path, imported.to_dict())
@@ -116,13 +127,23 @@ def calibrate_kv(
     texts = sample_sequences(store.training_ids, sequences, length, run.tokenizer.eos_id, seed)
     if not texts:
         least = min(MIN_TOKENS, length)
-        raise UserError(f"the text has no document of at least {least} tokens: select another text with --data_path")
+        raise UserError(
+            f"the text has no document of at least {least} tokens: select another text with"
+            " --data_path"
+        )
     entropy_SRLN, coverage_SRLN, distance_SRLN = measure_attention(run.model, texts, progress)
     if not np.isfinite(entropy_SRLN).all():
-        raise UserError(f"the attention of the model in {directory.path} is NaN or infinite: its weights are damaged")
+        raise UserError(
+            f"the attention of the model in {directory.path} is NaN or infinite: its weights are"
+            " damaged"
+        )
     found = {
         **_attention_fields(entropy_SRLN, coverage_SRLN, distance_SRLN),
-        "calibration": {"n_sequences": len(texts), "n_sample_positions": ROWS, "method": "attention_entropy"},
+        "calibration": {
+            "n_sequences": len(texts),
+            "n_sample_positions": ROWS,
+            "method": "attention_entropy",
+        },
         "lengths": np.mean([query_lengths(len(text)) for text in texts], axis=0).tolist(),
         "tokens": sum(map(len, texts)),
         "sequences": len(texts),
@@ -138,8 +159,12 @@ def calibrate_kv(
     return calibration
 
 
-def _attention_fields(entropy_SRLN: np.ndarray, coverage_SRLN: np.ndarray, distance_SRLN: np.ndarray) -> dict[str, Any]:
-    """Returns the fields of the calibration that are means over sequences and queries; see `measure_attention`."""
+def _attention_fields(
+    entropy_SRLN: np.ndarray, coverage_SRLN: np.ndarray, distance_SRLN: np.ndarray
+) -> dict[str, Any]:
+    """Returns the fields of the calibration that are means over sequences and queries; see
+    `measure_attention`.
+    """
     return {
         "head_entropies": _by_head(entropy_SRLN.mean(axis=(0, 1)), "H"),
         "length_entropies": _by_head(np.moveaxis(entropy_SRLN.mean(axis=0), 0, -1), "H"),
@@ -150,24 +175,35 @@ def _attention_fields(entropy_SRLN: np.ndarray, coverage_SRLN: np.ndarray, dista
 
 
 def _import_results(directory: RunDirectory, results: str | Path, weights: str) -> HeadCalibration:
-    """Reads a calibration file that describes the model of a run, whose weights have the digest `weights`."""
+    """Reads a calibration file that describes the model of a run, whose weights have the digest
+    `weights`.
+    """
     tokenizer = Tokenizer.load(directory.tokenizer)
     model = load_run_config(directory).architecture(tokenizer.vocab_size)
-    return make_calibration(directory, model, read_kv_calibration(results, model, weights, tokenizer.fingerprint))
+    return make_calibration(
+        directory, model, read_kv_calibration(results, model, weights, tokenizer.fingerprint)
+    )
 
 
 def _checked_length(directory: RunDirectory, length: int | None) -> int:
     """Returns the tokens of a sequence; `length` is that of `calibrate_kv`.
 
     Raises:
-      UserError: a budget cannot be divided among the heads of the model, or the length is not in its context.
+      UserError: a budget cannot be divided among the heads of the model, or the length is not in
+        its context.
     """
     config = load_run_config(directory)
     if config.attention.kv_lora_rank is not None:
-        raise UserError(f"the heads of {directory.path} share latents (attention.kv_lora_rank): a budget cannot be divided")
+        raise UserError(
+            f"the heads of {directory.path} share latents (attention.kv_lora_rank): a budget cannot"
+            " be divided"
+        )
     uneven = uneven_keys(config.attention)
     if uneven is not None:
-        raise UserError(f"the keys of {directory.path} differ between layers ({uneven}): a budget cannot be divided")
+        raise UserError(
+            f"the keys of {directory.path} differ between layers ({uneven}): a budget cannot be"
+            " divided"
+        )
     context = config.model.max_context
     if context < ROWS:
         raise UserError(f"calibration needs model.max_context ≥ {ROWS}, got {context}")
@@ -178,26 +214,36 @@ def _checked_length(directory: RunDirectory, length: int | None) -> int:
     return length
 
 
-def make_calibration(directory: RunDirectory, config: ModelConfig, found: Mapping[str, Any]) -> HeadCalibration:
-    """Builds the calibration from measurements, the model's sizes and statistics of the entropies."""
+def make_calibration(
+    directory: RunDirectory, config: ModelConfig, found: Mapping[str, Any]
+) -> HeadCalibration:
+    """Builds the calibration from measurements, the model's sizes and statistics of the
+    entropies.
+    """
     L, N, K = config.num_blocks, config.n_heads, config.kv_heads
     heads = np.array(list(found["head_entropies"].values()), np.float64)
     name = directory.path.name.encode(errors="replace").decode()  # JSON cannot hold lone surrogates
     return HeadCalibration(**{
-        "model": name, "n_layer": L, "n_head": N, "n_head_kv": K, "n_ctx": config.max_context, **found,
-        "entropy_stats": entropy_stats(heads), "head_types": head_types(heads), "format_version": KV_FILE_FORMAT,
+        "model": name, "n_layer": L, "n_head": N, "n_head_kv": K, "n_ctx": config.max_context,
+        **found, "entropy_stats": entropy_stats(heads), "head_types": head_types(heads),
+        "format_version": KV_FILE_FORMAT,
         "model_info": {
-            "hidden_size": config.dim, "num_hidden_layers": L, "num_attention_heads": N, "num_key_value_heads": K,
-            "max_position_embeddings": config.max_context, "head_dim": config.head_size, "gqa_ratio": N // K, "is_gqa": K < N,
+            "hidden_size": config.dim, "num_hidden_layers": L, "num_attention_heads": N,
+            "num_key_value_heads": K, "max_position_embeddings": config.max_context,
+            "head_dim": config.head_size, "gqa_ratio": N // K, "is_gqa": K < N,
         },
     })  # fmt: skip
 
 
 def entropy_stats(heads: np.ndarray) -> dict[str, float | None]:
-    """Returns mean, extremes and spread of the heads' entropies; None for a ratio that would divide by zero."""
+    """Returns mean, extremes and spread of the heads' entropies; None for a ratio that would divide
+    by zero.
+    """
     found = {name: float(getattr(heads, name)()) for name in ("mean", "min", "max", "std")}
     ratios = {
-        "cv": found["std"] / found["mean"] if found["mean"] > 0 else None,  # coefficient of variation
+        "cv": (
+            found["std"] / found["mean"] if found["mean"] > 0 else None
+        ),  # coefficient of variation
         "range_ratio": found["max"] / found["min"] if found["min"] > 0 else None,
     }
     return found | replace_nonfinite(ratios)
@@ -206,11 +252,14 @@ def entropy_stats(heads: np.ndarray) -> dict[str, float | None]:
 def head_types(heads: np.ndarray) -> dict[str, int]:
     """Counts the heads of each type."""
     types = np.searchsorted(list(HEAD_TYPES.values()), heads, side="right")
-    return dict(zip(HEAD_TYPES, np.bincount(types, minlength=len(HEAD_TYPES)).tolist(), strict=True))
+    return dict(
+        zip(HEAD_TYPES, np.bincount(types, minlength=len(HEAD_TYPES)).tolist(), strict=True)
+    )
 
 
 def split_half(entropy_SLN: np.ndarray) -> float | None:
-    """Returns Spearman's rank correlation between the heads' mean entropies in odd and in even sequences.
+    """Returns Spearman's rank correlation between the heads' mean entropies in odd and in even
+    sequences.
 
     Returns None if there is one sequence, or if all heads have the same entropy in one half.
     """
@@ -224,11 +273,15 @@ def split_half(entropy_SLN: np.ndarray) -> float | None:
     return float(spearmanr(*halves).statistic)
 
 
-def sample_sequences(ids: np.ndarray, count: int, length: int, eos_id: int | None, seed: int) -> list[np.ndarray]:
-    """Samples `count` distinct sequences of up to `length` tokens, each within one document, at uniform positions.
+def sample_sequences(
+    ids: np.ndarray, count: int, length: int, eos_id: int | None, seed: int
+) -> list[np.ndarray]:
+    """Samples `count` distinct sequences of up to `length` tokens, each within one document, at
+    uniform positions.
 
-    A sequence begins at the sampled position, or earlier if its document would end too soon. EOS tokens are excluded, since
-    training never scores the token after them. Documents shorter than `MIN_TOKENS` (or `length`, if smaller) are skipped.
+    A sequence begins at the sampled position, or earlier if its document would end too soon. EOS
+    tokens are excluded, since training never scores the token after them. Documents shorter than
+    `MIN_TOKENS` (or `length`, if smaller) are skipped.
     """
     random = np.random.default_rng(seed)
     chosen = dict[tuple[int, int], None]()
@@ -244,7 +297,9 @@ def sample_sequences(ids: np.ndarray, count: int, length: int, eos_id: int | Non
 
 
 def _document_span(ids: np.ndarray, place: int, length: int, eos_id: int | None) -> tuple[int, int]:
-    """Returns start and end of up to `length` tokens of the document at `place`; reads only `length` tokens on each side."""
+    """Returns start and end of up to `length` tokens of the document at `place`; reads only
+    `length` tokens on each side.
+    """
     low = max(0, place - length)
     high = min(len(ids), place + length)
     if eos_id is not None:
@@ -261,9 +316,12 @@ def query_lengths(tokens: int) -> list[int]:
 
 
 def measure_attention(
-    model: Transformer, texts: Sequence[np.ndarray], progress: Callable[[str], None] = lambda line: None
+    model: Transformer,
+    texts: Sequence[np.ndarray],
+    progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the entropy of the attention (bits), the number of keys that hold `MASS` of it, and its mean distance (tokens).
+    """Returns the entropy of the attention (bits), the number of keys that hold `MASS` of it, and
+    its mean distance (tokens).
 
     Each is a float64 array `[S, R, L, N]` for S sequences, R queries, L layers and N heads.
     """
@@ -271,7 +329,9 @@ def measure_attention(
     ends_SR = np.array([query_lengths(length) for length in lengths_S.tolist()])
     slots = tokens_SN.shape[1]
     T = -(-slots // ROWS)  # the longest quarter of a sequence
-    unwindowed = replace(model.config, windows=(None,) * model.config.num_blocks)  # slot s holds position s in every layer
+    unwindowed = replace(
+        model.config, windows=(None,) * model.config.num_blocks
+    )  # slot s holds position s in every layer
 
     def read(rows: np.ndarray) -> np.ndarray:
         cache = make_cache(unwindowed, len(rows), slots, model.dtype)
@@ -279,7 +339,9 @@ def measure_attention(
         measured = []
         for ends_B in ends_SR[rows].T:
             places_BT = starts_B[:, None] + np.arange(T)
-            tokens_BT = np.take_along_axis(tokens_SN[rows], np.minimum(places_BT, slots - 1), axis=1)
+            tokens_BT = np.take_along_axis(
+                tokens_SN[rows], np.minimum(places_BT, slots - 1), axis=1
+            )
             positions_BT = np.where(places_BT < ends_B[:, None], places_BT, -1)
             cache, read_LB3N = _attention_stats_batch(
                 model, cache, jnp.asarray(tokens_BT), jnp.asarray(positions_BT, jnp.int32)
@@ -298,20 +360,26 @@ def measure_attention(
 def _attention_stats_batch(
     model: Transformer, cache: KVCache, tokens_BT: jax.Array, positions_BT: jax.Array
 ) -> tuple[KVCache, jax.Array]:
-    """Returns the cache after these tokens and `_attention_stats` of each row's newest query, `[L, B, 3, N]`."""
+    """Returns the cache after these tokens and `_attention_stats` of each row's newest query,
+    `[L, B, 3, N]`.
+    """
     _, new_cache, aux = model.hidden(tokens_BT, positions_BT, cache=cache, probe=_attention_stats)
     assert new_cache is not None
     return new_cache, jnp.stack(aux["probe"])
 
 
 def _attention_stats(scores_BNS: jax.Array, valid_BS: jax.Array) -> jax.Array:
-    """Returns `[B, 3, N]` for one query per row: entropy in bits, number of keys that hold `MASS`, mean distance in tokens.
+    """Returns `[B, 3, N]` for one query per row: entropy in bits, number of keys that hold `MASS`,
+    mean distance in tokens.
 
-    The distance ignores the first `SINKS` keys (attention sinks), which heads attend to when no other key matters.
+    The distance ignores the first `SINKS` keys (attention sinks), which heads attend to when no
+    other key matters.
     """
     valid_B1S = valid_BS[:, None]
     p_BNS = jax.nn.softmax(jnp.where(valid_B1S, scores_BNS.astype(jnp.float32), -jnp.inf), axis=-1)
-    entropy_BN = jnp.maximum(jax.scipy.special.entr(p_BNS).sum(axis=-1), 0) / jnp.log(2)  # rounding may make p exceed 1
+    entropy_BN = jnp.maximum(jax.scipy.special.entr(p_BNS).sum(axis=-1), 0) / jnp.log(
+        2
+    )  # rounding may make p exceed 1
     held_BNS = jnp.cumsum(jnp.sort(p_BNS, axis=-1, descending=True), axis=-1)
     keys_BN = jnp.minimum(1 + (held_BNS < MASS).sum(axis=-1), valid_B1S.sum(axis=-1))
     places_S = jnp.arange(p_BNS.shape[-1])
@@ -325,4 +393,8 @@ def _attention_stats(scores_BNS: jax.Array, valid_BS: jax.Array) -> jax.Array:
 def _by_head(values: np.ndarray, letter: str) -> dict[str, Any]:
     """Returns `{"L0_H0": …}` for an array whose first axes are layers and heads."""
     L, N = values.shape[:2]
-    return dict(zip(head_names(L, N, letter), values.reshape(L * N, *values.shape[2:]).tolist(), strict=True))
+    return dict(
+        zip(
+            head_names(L, N, letter), values.reshape(L * N, *values.shape[2:]).tolist(), strict=True
+        )
+    )

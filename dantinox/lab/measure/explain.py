@@ -55,7 +55,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Token:
-    """A token, its text, its displayed form, the step that removed it, and its probability after each step (float64)."""
+    """A token, its text, its displayed form, the step that removed it, and its probability after
+    each step (float64).
+    """
 
     id: int
     text: str
@@ -71,13 +73,17 @@ class Explanation:
     Attributes:
       greedy: whether the most likely token was chosen without sampling.
       strategy: the strategy of the entropy router; None without the router.
-      forced: whether the router emitted its clarify token, or the first token of its clarify text, without sampling.
-      steps: `model`, then the steps of the chain in order, then `candidates` if the router drew candidates.
-      tokens: the most likely tokens under the model, best first, followed by any other sampled tokens.
+      forced: whether the router emitted its clarify token, or the first token of its clarify text,
+        without sampling.
+      steps: `model`, then the steps of the chain in order, then `candidates` if the router drew
+        candidates.
+      tokens: the most likely tokens under the model, best first, followed by any other sampled
+        tokens.
       drawn: the token of each of the `n` samples.
-      attention: statistics of the attention of the last token of the prompt, `[layers][heads]` each, by the names of
-        `AttentionStats`; None if they were not requested.
-      head: the attention weights of one head between all tokens of the prompt; None if they were not requested.
+      attention: statistics of the attention of the last token of the prompt, `[layers][heads]`
+        each, by the names of `AttentionStats`; None if they were not requested.
+      head: the attention weights of one head between all tokens of the prompt; None if they were
+        not requested.
     """
 
     prompt: str
@@ -103,7 +109,8 @@ def explain(
     attention: bool = False,
     head: tuple[int, int] | None = None,
 ) -> Explanation:
-    """Traces the next-token distribution through the sampling chain that `run.generate(prompt, **settings)` would use.
+    """Traces the next-token distribution through the sampling chain that
+    `run.generate(prompt, **settings)` would use.
 
     Args:
       prompt: text or token ids.
@@ -113,8 +120,9 @@ def explain(
       head: also return the attention weights of this layer and query head, both from 0.
 
     Raises:
-      UserError: a setting is invalid, or the prompt is empty or fills the context; with `attention` or `head`, the settings
-        compress the cache or divide the model among devices; the `head` does not exist, or the prompt is too long for its map.
+      UserError: a setting is invalid, or the prompt is empty or fills the context; with `attention`
+        or `head`, the settings compress the cache or divide the model among devices; the `head`
+        does not exist, or the prompt is too long for its map.
     """
     config = with_default_seed(run.settings(settings), secrets.randbits(32))
     if attention:
@@ -132,15 +140,27 @@ def explain(
     tokens_1T = np.zeros((1, T), np.int32)
     tokens_1T[0, : len(ids)] = ids
     valid_BT = np.broadcast_to(np.arange(T) < len(ids), (section.n, T))
-    state = init_state(params, jnp.asarray(np.repeat(tokens_1T, section.n, axis=0)), jnp.asarray(valid_BT), V, T + 1)
-    traced, route, drawn_B, forced_B = _trace_steps(model, jnp.asarray(tokens_1T), jnp.int32(len(ids)), params, state)
+    state = init_state(
+        params,
+        jnp.asarray(np.repeat(tokens_1T, section.n, axis=0)),
+        jnp.asarray(valid_BT),
+        V,
+        T + 1,
+    )
+    traced, route, drawn_B, forced_B = _trace_steps(
+        model, jnp.asarray(tokens_1T), jnp.int32(len(ids)), params, state
+    )
     step_settings = [("model", {}), *((name, _numbers(section, name)) for name in params.plan)]
     if route is not None:
         step_settings = _apply_router_settings(step_settings, route, config.router.candidates)
     strategy = None if route is None else STRATEGIES[int(route.strategy)]
     drawn = np.asarray(drawn_B).tolist()
     steps, tokens = _steps_and_tokens(
-        run.tokenizer, step_settings, np.asarray(traced, np.float64)[: len(step_settings)], drawn, count
+        run.tokenizer,
+        step_settings,
+        np.asarray(traced, np.float64)[: len(step_settings)],
+        drawn,
+        count,
     )
     return Explanation(
         prompt=prompt if isinstance(prompt, str) else run.tokenizer.decode(ids),
@@ -153,8 +173,14 @@ def explain(
         steps=steps,
         tokens=tokens,
         drawn=drawn,
-        attention=_by_layer(attention_stats(run, [*ids, drawn[0]], 1, config)) if attention else None,
-        head=None if head is None else head_weights(run, ids, _displayed(run.tokenizer, ids), head, config),
+        attention=(
+            _by_layer(attention_stats(run, [*ids, drawn[0]], 1, config)) if attention else None
+        ),
+        head=(
+            None
+            if head is None
+            else head_weights(run, ids, _displayed(run.tokenizer, ids), head, config)
+        ),
     )
 
 
@@ -169,33 +195,54 @@ def _by_layer(stats: AttentionStats) -> dict[str, list[list[float]]]:
 
 @nnx.jit(graph_updates=False)
 def _trace_steps(
-    model: Transformer, tokens_1T: jax.Array, length: jax.Array, params: SamplingParams, state: SamplerState
+    model: Transformer,
+    tokens_1T: jax.Array,
+    length: jax.Array,
+    params: SamplingParams,
+    state: SamplerState,
 ) -> tuple[jax.Array, Route | None, jax.Array, jax.Array]:
     """Runs the sampling chain on the logits after the prompt.
 
     Returns:
-      The first sample's logits after each step, `[S, V]`, and its route; the token of each sample; whether each was forced.
+      The first sample's logits after each step, `[S, V]`, and its route; the token of each sample;
+      whether each was forced.
     """
     x_1TD, _, aux = dequantize(model).hidden(
-        tokens_1T, padded_positions(tokens_1T, length[None]), probe=make_probe(params.uses_attention)
+        tokens_1T,
+        padded_positions(tokens_1T, length[None]),
+        probe=make_probe(params.uses_attention),
     )
-    outputs = dequantize(model).logits(x_1TD[:, length - 1]), attention_metrics(params.uses_attention, aux)
+    outputs = (
+        dequantize(model).logits(x_1TD[:, length - 1]),
+        attention_metrics(params.uses_attention, aux),
+    )
     logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), outputs)
     token_B, _, drawn = sample(logits_BV, params, state, attention=attention, report=0)
     routed = None if drawn.token is None else drawn.token.routed
     forced_B = jnp.zeros(params.batch, bool) if routed is None else routed.forced
     followed, routes = trace(logits_BV, params, state, attention)
-    return jnp.stack([x_BV[0] for _, x_BV in followed]), jax.tree.map(lambda x: x[0], routes), token_B, forced_B
+    return (
+        jnp.stack([x_BV[0] for _, x_BV in followed]),
+        jax.tree.map(lambda x: x[0], routes),
+        token_B,
+        forced_B,
+    )
 
 
 def _steps_and_tokens(
-    tokenizer: Tokenizer, step_settings: Sequence[StepSettings], x_SV: np.ndarray, drawn: Sequence[int], count: int
+    tokenizer: Tokenizer,
+    step_settings: Sequence[StepSettings],
+    x_SV: np.ndarray,
+    drawn: Sequence[int],
+    count: int,
 ) -> tuple[list[Step], list[Token]]:
     """Summarizes the logits after each step, and collects the tokens to show."""
     names = [name for name, _ in step_settings]
     left_SV = x_SV > -np.inf
     largest_S1 = np.max(x_SV, axis=1, keepdims=True)
-    weights_SV = np.where(left_SV, np.exp(x_SV - np.where(np.isfinite(largest_S1), largest_S1, 0)), 0)
+    weights_SV = np.where(
+        left_SV, np.exp(x_SV - np.where(np.isfinite(largest_S1), largest_S1, 0)), 0
+    )
     P_SV = weights_SV / np.maximum(weights_SV.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
     bits_SV = np.where(P_SV > 0, -P_SV * np.log2(np.where(P_SV > 0, P_SV, 1)), 0)
     best = np.argsort(-x_SV[0], kind="stable")[:count].tolist()
@@ -213,22 +260,38 @@ def _steps_and_tokens(
             id=token,
             text=tokenizer.decode([token]),
             shown=display_token(tokenizer, token),
-            removed_by=names[1 + int(np.argmax(lost_SV[:, token]))] if lost_SV[:, token].any() else None,
+            removed_by=(
+                names[1 + int(np.argmax(lost_SV[:, token]))] if lost_SV[:, token].any() else None
+            ),
             probabilities=P_SV[:, token].tolist(),
         )
         for token in ids
     ]
-    return [Step(*step, *numbers) for step, *numbers in zip(step_settings, *columns, strict=True)], tokens
+    return [
+        Step(*step, *numbers) for step, *numbers in zip(step_settings, *columns, strict=True)
+    ], tokens
 
 
-def _apply_router_settings(step_settings: Sequence[StepSettings], route: Route, candidates: int) -> list[StepSettings]:
-    """Replaces the settings that the router overrode, and appends its `candidates` step if the strategy drew candidates."""
+def _apply_router_settings(
+    step_settings: Sequence[StepSettings], route: Route, candidates: int
+) -> list[StepSettings]:
+    """Replaces the settings that the router overrode, and appends its `candidates` step if the
+    strategy drew candidates.
+    """
     found = [
-        (name, {name: np.asarray(getattr(route, name)).item()} if name in ROUTED_STEPS else settings)
+        (
+            name,
+            {name: np.asarray(getattr(route, name)).item()} if name in ROUTED_STEPS else settings,
+        )
         for name, settings in step_settings
     ]
-    found = [(name, {name: 0} if settings.get("top_k") == KEEP_ALL else settings) for name, settings in found]
-    return found + ([("candidates", {"candidates": candidates})] if int(route.strategy) == ADAPTIVE else [])
+    found = [
+        (name, {name: 0} if settings.get("top_k") == KEEP_ALL else settings)
+        for name, settings in found
+    ]
+    return found + (
+        [("candidates", {"candidates": candidates})] if int(route.strategy) == ADAPTIVE else []
+    )
 
 
 def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:
@@ -239,7 +302,8 @@ def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:
 
 
 def display_token(tokenizer: Tokenizer, token: int) -> str:
-    """Returns an unambiguous printable form of a token: in quotes, with escapes for unprintable characters.
+    """Returns an unambiguous printable form of a token: in quotes, with escapes for unprintable
+    characters.
 
     Special tokens have no quotes. Bytes of an incomplete UTF-8 sequence are written as `\\xe2`.
     """
@@ -254,4 +318,6 @@ def _escape(character: str) -> str:
         return f"\\x{code - 0xDC00:02x}"
     if character in '"\\':
         return "\\" + character
-    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+    return (
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+    )

@@ -50,10 +50,14 @@ def check_head(model: ModelConfig, head: tuple[int, int], tokens: int, config: C
     L, N = model.num_blocks, model.n_heads
     if not (0 <= layer < L and 0 <= index < N):
         raise UserError(
-            f"attention needs LAYER:HEAD with a layer in [0, {L - 1}] and a head in [0, {N - 1}], got {layer}:{index}"
+            f"attention needs LAYER:HEAD with a layer in [0, {L - 1}] and a head in [0, {N - 1}],"
+            f" got {layer}:{index}"
         )
     if tokens > MAX_TOKENS:
-        raise UserError(f"attention shows at most {MAX_TOKENS} tokens, got a prompt of {tokens}: shorten the prompt")
+        raise UserError(
+            f"attention shows at most {MAX_TOKENS} tokens, got a prompt of {tokens}: shorten the"
+            " prompt"
+        )
     check_settings(config, "attention")
 
 
@@ -95,7 +99,9 @@ def head_weights(
     )
     sinks = transformer.blocks[layer].attention.sinks
     logit = -np.inf if sinks is None else float(np.asarray(sinks[...]).reshape(-1)[index])
-    weights_TT, sink_T = _softmax(np.asarray(scores_TS)[:T, :T], np.asarray(valid_TS)[:T, :T], logit)
+    weights_TT, sink_T = _softmax(
+        np.asarray(scores_TS)[:T, :T], np.asarray(valid_TS)[:T, :T], logit
+    )
     latent, one = transformer.config.latent, transformer.config.of_layer(layer)
     return HeadWeights(
         layer=layer,
@@ -137,7 +143,9 @@ def _keep(scores_BNS: jax.Array, valid_BS: jax.Array) -> tuple[jax.Array, jax.Ar
     return scores_BNS, valid_BS
 
 
-def _softmax(scores_TS: np.ndarray, valid_TS: np.ndarray, sink: float) -> tuple[np.ndarray, np.ndarray]:
+def _softmax(
+    scores_TS: np.ndarray, valid_TS: np.ndarray, sink: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the weights `[T, S]` of the valid keys and those of the sink `[T]`, in float64."""
     masked_TS = np.where(valid_TS, scores_TS.astype(np.float64), -np.inf)
     largest_T1 = np.maximum(masked_TS.max(axis=1, keepdims=True), sink)

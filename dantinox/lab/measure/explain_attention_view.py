@@ -19,7 +19,9 @@ def head_lines(found: HeadWeights, count: int, width: int) -> Iterator[str]:
         ["token", *(found.tokens[key] for key in keys)],
         ["weight", *(percent(last[key], 2) for key in keys)],
     ]
-    yield from wrap_lines([f"{_name(found)}: the largest weights of the last token of the prompt"], width, "")
+    yield from wrap_lines(
+        [f"{_name(found)}: the largest weights of the last token of the prompt"], width, ""
+    )
     yield from side_by_side(columns, front=2)
     if found.sink is not None:
         yield f"weight of the sink: {percent(found.sink[-1], 2)}"
@@ -30,7 +32,10 @@ def head_map(found: HeadWeights) -> HeatMap:
 
     The first column is that of the sink, if the model has one.
     """
-    labels = [f"{clip_cells(token, LABEL_CELLS)} {position}" for position, token in enumerate(found.tokens)]
+    labels = [
+        f"{clip_cells(token, LABEL_CELLS)} {position}"
+        for position, token in enumerate(found.tokens)
+    ]
     shares = [
         [weight if first <= key <= query else None for key, weight in enumerate(row)]
         for query, (first, row) in enumerate(zip(found.visible_from, found.weights, strict=True))

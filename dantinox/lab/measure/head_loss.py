@@ -33,21 +33,24 @@ CONTINUATIONS = 4  # sampled for each sequence
 class LimitedKeys:
     """The keys of one attention call, of which queries from a given position on see only some.
 
-    It is as if a cache had evicted the other keys. The keys that a query sees do not depend on earlier queries, so one call
-    reads a whole sequence.
+    It is as if a cache had evicted the other keys. The keys that a query sees do not depend on
+    earlier queries, so one call reads a whole sequence.
 
     Attributes:
       kept_K: number of keys per key/value head.
       from_B: position of the first limited query of each row; earlier queries see every key.
-      best: keep the keys with the largest attention weights. This is an oracle: a cache cannot choose better, since it evicts
-        before it knows the query. Otherwise keep the first `SINKS` keys and the most recent ones.
+      best: keep the keys with the largest attention weights. This is an oracle: a cache cannot
+        choose better, since it evicts before it knows the query. Otherwise keep the first `SINKS`
+        keys and the most recent ones.
     """
 
     kept_K: jax.Array
     from_B: jax.Array
     best: bool
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
+    def attend(
+        self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX
+    ):
         keys_B1S = positions_BT[:, None]
         store = Store.from_kv(k_BTKH, v_BTKH, q_BTKGH.dtype)
         valid_BKTS = causal_mask(positions_BT, keys_B1S, window)
@@ -58,16 +61,22 @@ class LimitedKeys:
             kept_BKTS = largest(mean_BKTS, jnp.minimum(self.kept_K, store.slots))
         else:
             oldest_BKT = positions_BT[:, None] - (self.kept_K - SINKS)[None, :, None]
-            kept_BKTS = (keys_B1S < SINKS)[:, :, None] | (keys_B1S[:, :, None] > oldest_BKT[..., None])
+            kept_BKTS = (keys_B1S < SINKS)[:, :, None] | (
+                keys_B1S[:, :, None] > oldest_BKT[..., None]
+            )
         whole_B1T1 = (positions_BT < self.from_B[:, None])[:, None, :, None]
         attended = attention(q_BTKGH, store, valid_BKTS & (whole_B1T1 | kept_BKTS), softmax)
         return attended.out_BTKGH, self, None
 
 
 def _top_mask(weights_S: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns the mask of the `count` largest numbers, including all numbers equal to the smallest of them."""
+    """Returns the mask of the `count` largest numbers, including all numbers equal to the smallest
+    of them.
+    """
     keys_S = ordered_keys(weights_S.astype(jnp.float32))
-    return keys_S >= threshold_key(keys_S, jnp.ones_like(weights_S, jnp.float32), lambda larger: larger >= count)
+    return keys_S >= threshold_key(
+        keys_S, jnp.ones_like(weights_S, jnp.float32), lambda larger: larger >= count
+    )
 
 
 @nnx.jit(static_argnames=("start", "best"), graph_updates=False)
@@ -81,10 +90,12 @@ def limited_logprobs(
     start: int,
     best: bool,
 ) -> jax.Array:
-    """Returns next-token log-probabilities `[B, T − start + 1, V]` at the positions from `start − 1` on.
+    """Returns next-token log-probabilities `[B, T − start + 1, V]` at the positions from
+    `start − 1` on.
 
-    One forward pass reads the right-padded `tokens_BT` without a cache, whatever the model's windows are. Queries from position
-    `from_B` on see `kept_LK` keys of each key/value head; see `LimitedKeys`.
+    One forward pass reads the right-padded `tokens_BT` without a cache, whatever the model's
+    windows are. Queries from position `from_B` on see `kept_LK` keys of each key/value head; see
+    `LimitedKeys`.
     """
     model = dequantize(model)
     layers = tuple(LimitedKeys(kept_K, from_B, best) for kept_K in kept_LK)
@@ -95,16 +106,26 @@ def limited_logprobs(
 
 def rows_per_batch(config: ModelConfig, tokens: int) -> int:
     """Returns how many sequences of `tokens` tokens fit in one batch."""
-    return int(np.clip(MAX_ELEMENTS // (tokens * max(config.vocab_size, config.n_heads * tokens)), 1, ROWS))
+    return int(
+        np.clip(MAX_ELEMENTS // (tokens * max(config.vocab_size, config.n_heads * tokens)), 1, ROWS)
+    )
 
 
 @jax.jit
 def mean_kl(ours_BSV: jax.Array, full_BSV: jax.Array, counted_BS: jax.Array) -> jax.Array:
-    """Returns the mean KL(full ‖ ours) in nats over the counted positions of each row, `[B]`, from log-probabilities."""
-    return jnp.mean(jnp.sum(jnp.exp(full_BSV) * (full_BSV - ours_BSV), axis=2), axis=1, where=counted_BS)
+    """Returns the mean KL(full ‖ ours) in nats over the counted positions of each row, `[B]`, from
+    log-probabilities.
+    """
+    return jnp.mean(
+        jnp.sum(jnp.exp(full_BSV) * (full_BSV - ours_BSV), axis=2), axis=1, where=counted_BS
+    )
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["offset_BTKGH", "from_B", "changes_CBTKGH"], meta_fields=["sizes"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["offset_BTKGH", "from_B", "changes_CBTKGH"],
+    meta_fields=["sizes"],
+)
 @dataclass(frozen=True)
 class OffsetOutput:
     """The keys of one attention call, all visible, with an offset added to the output of attention.
@@ -113,7 +134,8 @@ class OffsetOutput:
       offset_BTKGH: added to the output of each query head.
       from_B: for each row, the position of the first query that a limit would affect.
       sizes: numbers of keys to compare, as in `LimitedKeys.kept_K`.
-      changes_CBTKGH: set by a call: the change of each head's output under each size, without gradient.
+      changes_CBTKGH: set by a call: the change of each head's output under each size, without
+        gradient.
     """
 
     offset_BTKGH: jax.Array
@@ -121,7 +143,9 @@ class OffsetOutput:
     sizes: tuple[int, ...]
     changes_CBTKGH: jax.Array | None = None
 
-    def attend(self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX):
+    def attend(
+        self, q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, probe=None, softmax=PLAIN_SOFTMAX
+    ):
         def attend_limited(kept: int) -> jax.Array:
             limited = LimitedKeys(jnp.full(k_BTKH.shape[2], kept), self.from_B, False)
             return limited.attend(q_BTKGH, k_BTKH, v_BTKH, positions_BT, window, None, softmax)[0]
@@ -143,20 +167,28 @@ def _loss_rises_batch(
     sizes: tuple[int, ...],
     start: int,
 ) -> jax.Array:
-    """Returns estimated loss rises summed over the counted tokens of each row, `[B, L, K, C]`; see `estimate_loss_rises`."""
+    """Returns estimated loss rises summed over the counted tokens of each row, `[B, L, K, C]`; see
+    `estimate_loss_rises`.
+    """
     model = dequantize(model)
     config = model.config
     B, T = tokens_BT.shape
     shape = B, T, config.kv_heads, config.n_heads // config.kv_heads, config.head_size
-    counted_BS = (jnp.arange(start, T) >= from_B[:, None]) & (jnp.arange(start, T) < lengths_B[:, None])
+    counted_BS = (jnp.arange(start, T) >= from_B[:, None]) & (
+        jnp.arange(start, T) < lengths_B[:, None]
+    )
 
     def read(offsets_LBTKGH: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         layers = tuple(OffsetOutput(offset, from_B, sizes) for offset in offsets_LBTKGH)
         cache = KVCache(layers, uncompressed_slots(config, T))  # type: ignore[arg-type]
-        x_BTD, after, _ = model.hidden(tokens_BT, padded_positions(tokens_BT, lengths_B), cache=cache)
+        x_BTD, after, _ = model.hidden(
+            tokens_BT, padded_positions(tokens_BT, lengths_B), cache=cache
+        )
         return x_BTD[:, start:], tuple(layer.changes_CBTKGH for layer in after.layers)  # type: ignore[union-attr]
 
-    x_BSD, hidden_vjp, changes = jax.vjp(read, (jnp.zeros(shape, model.dtype),) * config.num_blocks, has_aux=True)
+    x_BSD, hidden_vjp, changes = jax.vjp(
+        read, (jnp.zeros(shape, model.dtype),) * config.num_blocks, has_aux=True
+    )
     logits_BSV, logits_vjp = jax.vjp(lambda x: model.logits(x).astype(jnp.float32), x_BSD)
 
     def output_changes(key: jax.Array) -> jax.Array:
@@ -164,43 +196,63 @@ def _loss_rises_batch(
         score_BSV = jax.nn.one_hot(sampled_BS, logits_BSV.shape[-1]) - jax.nn.softmax(logits_BSV)
         (gradients,) = hidden_vjp(*logits_vjp(score_BSV * counted_BS[..., None]))
         pairs = zip(gradients, changes, strict=True)
-        return jnp.stack([jnp.einsum("btkgh,cbtkgh->bkc", *pair, preferred_element_type=jnp.float32) for pair in pairs], 1)
+        return jnp.stack(
+            [
+                jnp.einsum("btkgh,cbtkgh->bkc", *pair, preferred_element_type=jnp.float32)
+                for pair in pairs
+            ],
+            1,
+        )
 
     return jnp.mean(jnp.square(jax.lax.map(output_changes, keys_M)), axis=0) / 2
 
 
 def estimate_loss_rises(
-    model: Transformer, tokens_BT: np.ndarray, lengths_B: np.ndarray, progress: Callable[[str], None] = lambda _: None
+    model: Transformer,
+    tokens_BT: np.ndarray,
+    lengths_B: np.ndarray,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[np.ndarray, list[int]]:
-    """Estimates how much the loss rises if a single key/value head sees fewer keys, for the signal `loss`.
+    """Estimates how much the loss rises if a single key/value head sees fewer keys, for the signal
+    `loss`.
 
-    The limited head sees only the first and the most recent keys, 24, 48, 96 … in total (8, 16, 32 … if no sequence has more
-    than 48 tokens). All other heads see every key. The rise is KL(whole ‖ limited), the expectation over continuations
-    sampled from the model. The estimate is of second order in the change δ of the head's output: KL ≈ ½ δᵀFδ =
-    ½ E (δ · ∇ ln p(y))², where y is sampled from the model and F is the Fisher information (Kullback 1959, §2.6).
-    `CONTINUATIONS` continuations are sampled for each sequence. One backward pass computes the gradients of all heads, so the
-    time hardly grows with the number of heads and sizes.
+    The limited head sees only the first and the most recent keys, 24, 48, 96 … in total (8, 16, 32
+    … if no sequence has more than 48 tokens). All other heads see every key. The rise is KL(whole ‖
+    limited), the expectation over continuations sampled from the model. The estimate is of second
+    order in the change δ of the head's output: KL ≈ ½ δᵀFδ = ½ E (δ · ∇ ln p(y))², where y is
+    sampled from the model and F is the Fisher information (Kullback 1959, §2.6). `CONTINUATIONS`
+    continuations are sampled for each sequence. One backward pass computes the gradients of all
+    heads, so the time hardly grows with the number of heads and sizes.
 
     Args:
-      tokens_BT, lengths_B: right-padded sequences and their lengths; the second half of each sequence is counted.
+      tokens_BT, lengths_B: right-padded sequences and their lengths; the second half of each
+        sequence is counted.
       progress: called with a line at the start and then every few seconds.
 
     Returns:
-      The rises `[L, K, C]` in nats per token, and the C sizes. The last size is the longest sequence, whose rise is 0.
+      The rises `[L, K, C]` in nats per token, and the C sizes. The last size is the longest
+      sequence, whose rise is 0.
     """
     config = model.config
     B, T = tokens_BT.shape
     from_B = lengths_B // 2
     least = MIN_KEPT if T > 2 * MIN_KEPT else SLOT_UNIT
     sizes = [least << i for i in range(T.bit_length()) if least << i < T] + [T]
-    elements_per_row = config.num_blocks * config.n_heads * T * (len(sizes) * config.head_size + 4 * T) + T * config.vocab_size
+    elements_per_row = (
+        config.num_blocks * config.n_heads * T * (len(sizes) * config.head_size + 4 * T)
+        + T * config.vocab_size
+    )
     done = Progress(progress, "measuring what eviction costs each head", B, "sequences")
 
     def read(rows: np.ndarray) -> jax.Array:
         keys = jax.random.split(jax.random.key(int(rows[0])), CONTINUATIONS)
         tokens, lengths, starts = (jnp.asarray(x[rows]) for x in (tokens_BT, lengths_B, from_B))
-        return _loss_rises_batch(model, tokens, lengths, starts, keys, sizes=tuple(sizes[:-1]), start=int(from_B.min()))
+        return _loss_rises_batch(
+            model, tokens, lengths, starts, keys, sizes=tuple(sizes[:-1]), start=int(from_B.min())
+        )
 
-    rises_BLKC = map_batches(B, int(np.clip(MAX_ELEMENTS // elements_per_row, 1, ROWS)), read, done.advance)
+    rises_BLKC = map_batches(
+        B, int(np.clip(MAX_ELEMENTS // elements_per_row, 1, ROWS)), read, done.advance
+    )
     rises_LKC = rises_BLKC.sum(axis=0, dtype=np.float64) / (lengths_B - from_B).sum()
     return np.pad(rises_LKC, [(0, 0), (0, 0), (0, 1)]), sizes

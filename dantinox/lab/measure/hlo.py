@@ -16,7 +16,9 @@ TARGET = re.compile(r'custom_call_target="([^"]*)"')
 METADATA = re.compile(r"\bmetadata=\{(.*?[^\\])\}")
 LABEL = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 PAIRS = re.compile(r"(\w+)=(\d+)")
-TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE)
+TABLE = re.compile(
+    r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE
+)
 MAX_FRAMES = 100  # of a call stack
 
 
@@ -30,11 +32,13 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction `name = type opcode(operands), attributes`. Only the function `instructions` sets the last four fields.
+    """An instruction `name = type opcode(operands), attributes`. Only the function `instructions`
+    sets the last four fields.
 
     Attributes:
       inside: the opcodes of the instructions fused into it.
-      label: the `op_name` of the JAX operation that it comes from, such as `jit(step)/transpose(jvp())/dot_general`.
+      label: the `op_name` of the JAX operation that it comes from, such as
+        `jit(step)/transpose(jvp())/dot_general`.
       frames: the Python call stack in which it was traced, innermost last.
       target: the target of a custom call.
     """
@@ -51,12 +55,20 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """The names of the computations that it calls; for a loop, the body but not the condition."""
-        return [name for _, names in CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", names)]
+        """The names of the computations that it calls; for a loop, the body but not the
+        condition.
+        """
+        return [
+            name
+            for _, names in CALLED.findall(self.attributes)
+            for name in re.findall(r"[\w.\-]+", names)
+        ]
 
 
 def computations(text: str) -> dict[str, list[Instruction]]:
-    """Parses the text of a program into computation → instructions; the main computation is `ENTRY`."""
+    """Parses the text of a program into computation → instructions; the main computation is
+    `ENTRY`.
+    """
     found: dict[str, list[Instruction]] = {}
     inside: list[Instruction] = []
     for line in text.splitlines():
@@ -68,11 +80,15 @@ def computations(text: str) -> dict[str, list[Instruction]]:
 
 
 def _instruction(name: str, line: str) -> Instruction:
-    """Parses the part of an instruction after `name = `: type, opcode, operands in brackets, attributes."""
+    """Parses the part of an instruction after `name = `: type, opcode, operands in brackets,
+    attributes.
+    """
     end = _closing_bracket(line, 0) if line.startswith("(") else line.index(" ")
     opening = line.index("(", end)
     closing = _closing_bracket(line, opening)
-    return Instruction(name, line[:end], line[end:opening].strip(), line[opening + 1 : closing - 1], line[closing:])
+    return Instruction(
+        name, line[:end], line[end:opening].strip(), line[opening + 1 : closing - 1], line[closing:]
+    )
 
 
 def _closing_bracket(line: str, opening: int) -> int:
@@ -88,8 +104,9 @@ def _closing_bracket(line: str, opening: int) -> int:
 def instructions(text: str) -> dict[str, Instruction]:
     """Returns the instructions of a program by name, with their origins.
 
-    A fusion gets the origin of the matrix multiplication in it, or else its own origin, or else that of any instruction in it.
-    An instruction that XLA added gets the origin of the first instruction that reads it.
+    A fusion gets the origin of the matrix multiplication in it, or else its own origin, or else
+    that of any instruction in it. An instruction that XLA added gets the origin of the first
+    instruction that reads it.
     """
     frames = _Frames(text)
     members = computations(text)
@@ -99,10 +116,14 @@ def instructions(text: str) -> dict[str, Instruction]:
             found[op.name] = _set_fusion_origin(
                 op, [found[part.name] for called in op.called for part in members.get(called, [])]
             )
-    for op in reversed(list(found.values())):  # an instruction precedes the instructions that read it
+    for op in reversed(
+        list(found.values())
+    ):  # an instruction precedes the instructions that read it
         for read in NAME.findall(op.operands):
             if read in found and not found[read].frames and found[op.name].frames:
-                found[read] = replace(found[read], label=found[op.name].label, frames=found[op.name].frames)
+                found[read] = replace(
+                    found[read], label=found[op.name].label, frames=found[op.name].frames
+                )
     return found
 
 
@@ -111,7 +132,12 @@ def _set_origin(op: Instruction, frames: "_Frames") -> Instruction:
     target = TARGET.search(op.attributes)
     origin = metadata[1] if metadata else ""
     label = LABEL.search(origin)
-    return replace(op, label=label[1] if label else "", frames=frames.of(origin), target=target[1] if target else "")
+    return replace(
+        op,
+        label=label[1] if label else "",
+        frames=frames.of(origin),
+        target=target[1] if target else "",
+    )
 
 
 def _set_fusion_origin(outer: Instruction, parts: list[Instruction]) -> Instruction:
@@ -131,18 +157,24 @@ def _set_fusion_origin(outer: Instruction, parts: list[Instruction]) -> Instruct
 class _Frames:
     """The call stacks of instructions.
 
-    The metadata of an instruction refers to tables at the head of the program, or contains a source line.
+    The metadata of an instruction refers to tables at the head of the program, or contains a source
+    line.
     """
 
     def __init__(self, text: str):
         tables = {name: dict(_rows(rows)) for name, rows in TABLE.findall(text)}
         self.files, self.functions = (
-            {number: row.strip('"') for number, row in tables.get(name, {}).items()} for name in ("FileNames", "FunctionNames")
+            {number: row.strip('"') for number, row in tables.get(name, {}).items()}
+            for name in ("FileNames", "FunctionNames")
         )
-        self.places = {number: _pairs(row) for number, row in tables.get("FileLocations", {}).items()}
+        self.places = {
+            number: _pairs(row) for number, row in tables.get("FileLocations", {}).items()
+        }
         self.stack = {number: _pairs(row) for number, row in tables.get("StackFrames", {}).items()}
         # Some versions add 1 to parent ids, so that a frame appears to be its own parent.
-        self.shift = int(any(frame.get("parent_frame_id") == number for number, frame in self.stack.items()))
+        self.shift = int(
+            any(frame.get("parent_frame_id") == number for number, frame in self.stack.items())
+        )
 
     def of(self, metadata: str) -> tuple[Frame, ...]:
         """Returns the call stack that the metadata of an instruction names, innermost last."""

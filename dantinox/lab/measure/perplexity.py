@@ -1,9 +1,9 @@
 """`dantinox eval ppl`: perplexity and bits per byte of a text, in sliding windows.
 
-The windows follow Hugging Face's guide "Perplexity of fixed-length models". Each window begins `stride` tokens after the
-previous one and scores only the tokens that no earlier window has scored. So each token is scored once. In the
-first window of a document, a scored token sees all earlier tokens of the document. In the other windows, it sees at least
-`context − stride` earlier tokens.
+The windows follow Hugging Face's guide "Perplexity of fixed-length models". Each window begins
+`stride` tokens after the previous one and scores only the tokens that no earlier window has scored.
+So each token is scored once. In the first window of a document, a scored token sees all earlier
+tokens of the document. In the other windows, it sees at least `context − stride` earlier tokens.
 """
 
 import math
@@ -24,7 +24,13 @@ from dantinox.generation.decode.generate_toks import PREFILL_BATCH_TOKENS
 from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.generation.static_batch import padded_length
 from dantinox.lab.measure.doctor import matmul_speed
-from dantinox.lab.measure.texts import decoded_bytes, equal_batches, pad_rows, padded_positions, read_documents
+from dantinox.lab.measure.texts import (
+    decoded_bytes,
+    equal_batches,
+    pad_rows,
+    padded_positions,
+    read_documents,
+)
 from dantinox.model import Transformer
 from dantinox.model.flops import forward_flops
 from dantinox.model.scoring import map_positions
@@ -39,8 +45,8 @@ DEFAULT_TOKENS = 8192
 class Perplexity:
     """The result of `eval ppl`.
 
-    Each document begins with the BOS token if the tokenizer adds one. It does not end with an EOS token. No token sees another
-    document.
+    Each document begins with the BOS token if the tokenizer adds one. It does not end with an EOS
+    token. No token sees another document.
 
     Attributes:
       nats: mean −ln p of a scored token.
@@ -48,7 +54,8 @@ class Perplexity:
       bits_per_byte: −log2 p of all scored tokens divided by the UTF-8 bytes that they decode to.
       documents, tokens, bytes: the amount of text that was scored.
       truncated: whether the text may be longer than the tokens that were read.
-      unscored: number of documents whose first token is not scored, because there is no BOS token before it.
+      unscored: number of documents whose first token is not scored, because there is no BOS token
+        before it.
       context: tokens of a window.
       stride: tokens from one window to the next.
     """
@@ -67,14 +74,18 @@ class Perplexity:
 
 
 class ScoringInput(NamedTuple):
-    """A sequence of at most the context length plus one. Its last `new` tokens are scored, each given the tokens before it."""
+    """A sequence of at most the context length plus one. Its last `new` tokens are scored, each
+    given the tokens before it.
+    """
 
     ids: np.ndarray
     new: int
 
 
 class TokenScores(NamedTuple):
-    """ln p of the scored tokens of a sequence, float64 `[new]`, and whether each is the most likely token, bool `[new]`."""
+    """ln p of the scored tokens of a sequence, float64 `[new]`, and whether each is the most likely
+    token, bool `[new]`.
+    """
 
     logp: np.ndarray
     is_top1: np.ndarray
@@ -100,7 +111,8 @@ def measure_perplexity(
       settings: `weights`, `matmul_dtype` and `tensor_parallel` of the section `generation`.
 
     Raises:
-      UserError: a number is out of range, the text cannot be read or encoded, or it has no token to score.
+      UserError: a number is out of range, the text cannot be read or encoded, or it has no token to
+        score.
     """
     run = load(run_dir, settings.get("tensor_parallel"))
     generation = run.settings(settings).generation
@@ -115,7 +127,9 @@ def measure_perplexity(
         texts += sliding_windows(np.concatenate([begin, document.ids]), context, stride)
     total = sum(text.new for text in texts)
     if not total:
-        raise UserError(f"{data_path} has no token to score: a scored token needs a token before it")
+        raise UserError(
+            f"{data_path} has no token to score: a scored token needs a token before it"
+        )
     progress(_estimate(run.model.config, texts))
     parts = [0.0]
     done = Progress(progress, "scoring", total, "tokens")
@@ -125,7 +139,10 @@ def measure_perplexity(
         done.advance(new, f", {math.fsum(parts) / (done.done + new):.4f} nats per token so far")
     nats = math.fsum(parts)
     if not math.isfinite(nats):
-        raise UserError("the model returns a NaN or infinite log-probability for the text: its weights are damaged")
+        raise UserError(
+            "the model returns a NaN or infinite log-probability for the text: its weights are"
+            " damaged"
+        )
     unscored = [] if len(begin) else [document.ids[:1] for document in documents]
     size = sum(document.bytes for document in documents)
     size -= sum(decoded_bytes(run.tokenizer, ids) for ids in unscored)
@@ -145,7 +162,9 @@ def measure_perplexity(
 
 
 def _window(most: int, context: int | None, stride: int | None) -> tuple[int, int]:
-    """Returns the tokens of a window, at most the model's context `most`, and the tokens to the next window."""
+    """Returns the tokens of a window, at most the model's context `most`, and the tokens to the
+    next window.
+    """
     if context is None:
         context = most
     if not 2 <= context <= most:
@@ -153,16 +172,24 @@ def _window(most: int, context: int | None, stride: int | None) -> tuple[int, in
     if stride is None:
         stride = max(1, context // 2)
     if not 1 <= stride < context:
-        raise UserError(f"--stride must be in [1, {context - 1}], less than a window of {context} tokens, got {stride}")
+        raise UserError(
+            f"--stride must be in [1, {context - 1}], less than a window of {context} tokens, got"
+            f" {stride}"
+        )
     return context, stride
 
 
 def _estimate(model: ModelConfig, texts: Sequence[ScoringInput]) -> str:
-    """Returns the minimum time of the forward passes at the measured speed of large matrix multiplications, in words."""
+    """Returns the minimum time of the forward passes at the measured speed of large matrix
+    multiplications, in words.
+    """
     length = _program_length(model, texts)
     flops = matmul_speed()[0]
     seconds = len(texts) * length * forward_flops(model, length) / flops
-    return f"{len(texts)} windows of {length} tokens take at least {human_time(seconds)} at {flops / 1e9:.0f} GFLOP/s"
+    return (
+        f"{len(texts)} windows of {length} tokens take at least {human_time(seconds)} at"
+        f" {flops / 1e9:.0f} GFLOP/s"
+    )
 
 
 def sliding_windows(ids: np.ndarray, context: int, stride: int) -> Iterator[ScoringInput]:
@@ -177,17 +204,26 @@ def sliding_windows(ids: np.ndarray, context: int, stride: int) -> Iterator[Scor
             return
 
 
-def score_sequences(model: Transformer, texts: Sequence[ScoringInput]) -> Iterator[tuple[int, TokenScores]]:
-    """Yields (index of a sequence, its scores) for all sequences in order, computed by one compiled program."""
+def score_sequences(
+    model: Transformer, texts: Sequence[ScoringInput]
+) -> Iterator[tuple[int, TokenScores]]:
+    """Yields (index of a sequence, its scores) for all sequences in order, computed by one compiled
+    program.
+    """
     length = _program_length(model.config, texts)
     for rows in equal_batches(len(texts), int(np.clip(PREFILL_BATCH_TOKENS // length, 1, 64))):
         tokens_BT, lengths_B = pad_rows([texts[row].ids for row in rows], length + 1)
-        logp_BT, is_top1_BT = map(np.asarray, _score_batch(model, jnp.asarray(tokens_BT), jnp.asarray(lengths_B)))
+        logp_BT, is_top1_BT = map(
+            np.asarray, _score_batch(model, jnp.asarray(tokens_BT), jnp.asarray(lengths_B))
+        )
         for place, number in enumerate(rows):
             if place and number < rows[place - 1]:
                 break  # the rest of the batch repeats the first sequences
             last = slice(lengths_B[place] - 1 - texts[number].new, lengths_B[place] - 1)
-            yield int(number), TokenScores(logp_BT[place, last].astype(np.float64), is_top1_BT[place, last])
+            yield (
+                int(number),
+                TokenScores(logp_BT[place, last].astype(np.float64), is_top1_BT[place, last]),
+            )
 
 
 def _program_length(model: ModelConfig, texts: Sequence[ScoringInput]) -> int:
@@ -196,8 +232,12 @@ def _program_length(model: ModelConfig, texts: Sequence[ScoringInput]) -> int:
 
 
 @nnx.jit(graph_updates=False)
-def _score_batch(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns ln p `[B, T − 1]` of all tokens but the first, and whether each is the most likely token at its position."""
+def _score_batch(
+    model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns ln p `[B, T − 1]` of all tokens but the first, and whether each is the most likely
+    token at its position.
+    """
     model = dequantize(model)
     seen_BT = tokens_BT[:, :-1]
     next_BT = tokens_BT[:, 1:]
@@ -212,14 +252,26 @@ def _score_batch(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array)
 
 def perplexity_lines(result: Perplexity) -> list[str]:
     """Returns the result as the lines of a table."""
-    unscored = f"; {result.unscored} first tokens have no token before them and are not scored" if result.unscored else ""
+    unscored = (
+        f"; {result.unscored} first tokens have no token before them and are not scored"
+        if result.unscored
+        else ""
+    )
     first = "the beginning (--tokens reads more): " if result.truncated else ""
     count = f"{result.documents} documents, " if result.documents > 1 else ""
-    return table([
-        ("nats per token", f"{result.nats:.4f}"),
-        ("perplexity", f"{result.perplexity:.4f}"),
-        ("bits per byte", f"{result.bits_per_byte:.4f}"),
-        ("text", f"{first}{count}{result.tokens} tokens, {result.bytes} bytes{unscored}"),
-        ("windows", f"of {result.context} tokens, {result.stride} from one to the next"),
-        ("took", f"{result.seconds:.1f} s, {human_count(result.tokens / result.seconds)} tokens per second"),
-    ]).splitlines()  # fmt: skip
+    return table(
+        [
+            ("nats per token", f"{result.nats:.4f}"),
+            ("perplexity", f"{result.perplexity:.4f}"),
+            ("bits per byte", f"{result.bits_per_byte:.4f}"),
+            ("text", f"{first}{count}{result.tokens} tokens, {result.bytes} bytes{unscored}"),
+            ("windows", f"of {result.context} tokens, {result.stride} from one to the next"),
+            (
+                "took",
+                (
+                    f"{result.seconds:.1f} s, {human_count(result.tokens / result.seconds)} tokens"
+                    " per second"
+                ),
+            ),
+        ]
+    ).splitlines()

@@ -1,7 +1,8 @@
 """`dantinox profile`: a device trace and a table of its most expensive operations.
 
-The trace contains the times of XLA operations. The compiled programs give the kind of each operation and its source line in
-this package. Operations of the same kind and line, such as those of all layers, are added up.
+The trace contains the times of XLA operations. The compiled programs give the kind of each
+operation and its source line in this package. Operations of the same kind and line, such as those
+of all layers, are added up.
 """
 
 import re
@@ -18,11 +19,19 @@ from dantinox.files import UserError, wrap_os_errors
 from dantinox.lab.measure.hlo import Instruction, instructions
 from dantinox.report.tables import Column, percent, text_table, wrap_lines
 
-CONTAINERS = {"while", "conditional", "call", "async-start", "async-done"}  # their contents are traced separately
-# Kind → opcodes. The kind of an operation is the first one here that lists an opcode of the operation.
+CONTAINERS = {
+    "while",
+    "conditional",
+    "call",
+    "async-start",
+    "async-done",
+}  # their contents are traced separately
+# Kind → opcodes. The kind of an operation is the first one here that lists an opcode of the
+# operation.
 KINDS = {
     "matmul": ("dot", "convolution", "ragged-dot"),
-    "collective": ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"),
+    "collective": ("all-gather", "all-reduce", "reduce-scatter", "all-to-all",
+                   "collective-permute"),
     "sort": ("sort", "topk"),
     "scatter": ("scatter",),
     "gather": ("gather", "dynamic-slice"),
@@ -30,8 +39,8 @@ KINDS = {
     "reduction": ("reduce", "reduce-window"),
 }  # fmt: skip
 DATA_MOVEMENT = {
-    "copy", "transpose", "concatenate", "pad", "reverse", "slice", "bitcast", "broadcast", "reshape", "convert", "iota",
-    "parameter", "constant", "fusion",
+    "copy", "transpose", "concatenate", "pad", "reverse", "slice", "bitcast", "broadcast",
+    "reshape", "convert", "iota", "parameter", "constant", "fusion",
 }  # fmt: skip
 OUTER_SCOPES = ("Transformer.", "Block.")  # nearly all operations are inside these modules
 PACKAGE = f"/{__package__.partition('.')[0]}/"  # in the paths of source files of this package
@@ -67,7 +76,9 @@ class Operation:
 
 @dataclass(frozen=True)
 class Profile:
-    """A trace of `count` steps or tokens that took `wall_ms` in total; `operations` has the most expensive first."""
+    """A trace of `count` steps or tokens that took `wall_ms` in total; `operations` has the most
+    expensive first.
+    """
 
     folder: str
     device: str
@@ -81,7 +92,9 @@ class Profile:
 
 
 def _trace_files(folder: Path) -> set[tuple[Path, int]]:
-    """Returns the traces with their times of modification. Two traces of the same second have the same path."""
+    """Returns the traces with their times of modification. Two traces of the same second have the
+    same path.
+    """
     return {(path, path.stat().st_mtime_ns) for path in folder.rglob("*.xplane.pb")}
 
 
@@ -97,7 +110,10 @@ def profile(work: Callable[[], Any], count: int, folder: Path) -> Profile:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python tracing would slow down the measured work
     before = _trace_files(folder)
-    with wrap_os_errors(f"cannot write into {folder}"), jax.profiler.trace(folder, profiler_options=options):
+    with (
+        wrap_os_errors(f"cannot write into {folder}"),
+        jax.profiler.trace(folder, profiler_options=options),
+    ):
         begin = time.perf_counter()
         jax.block_until_ready(work())
         wall = time.perf_counter() - begin
@@ -124,7 +140,9 @@ Runs = Mapping[tuple[str, str], Mapping[str, Sequence[float]]]
 
 
 def operation_times(data: Any) -> Runs:
-    """Returns the times of operations on all devices and threads of a trace (`jax.profiler.ProfileData`)."""
+    """Returns the times of operations on all devices and threads of a trace
+    (`jax.profiler.ProfileData`).
+    """
     times: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for plane in data.planes:
         lines = list(plane.lines)
@@ -150,19 +168,25 @@ def _program_texts(names: set[str]) -> Iterator[tuple[str, str]]:
 def rank_operations(runs: Runs, programs: Mapping[str, Sequence[Program]]) -> list[Operation]:
     """Groups operations by kind and origin, most expensive first, without containers such as loops.
 
-    Several programs can have the same name. A run in the trace is assigned to the program that contains the most
-    of the operations in that run.
+    Several programs can have the same name. A run in the trace is assigned to the program that
+    contains the most of the operations in that run.
     """
     groups: dict[tuple[str, str, str, str], list[float]] = defaultdict(list)
     for (name, _), times in runs.items():
-        program = max(programs.get(name, ()), key=lambda candidate: len(candidate.keys() & times.keys()), default={})
+        program = max(
+            programs.get(name, ()),
+            key=lambda candidate: len(candidate.keys() & times.keys()),
+            default={},
+        )
         for operation, spent in times.items():
             instruction = program.get(operation, Instruction("", "", ""))
             stem = re.sub(r"[.\d]+$", "", operation)
             if (instruction.opcode or stem) not in CONTAINERS:
                 groups[stem, operation_kind(instruction, stem), *_origin(instruction)] += spent
     total = sum(map(sum, groups.values())) or 1.0
-    operations = [Operation(*group, sum(ns) / 1e6, sum(ns) / total, len(ns)) for group, ns in groups.items()]
+    operations = [
+        Operation(*group, sum(ns) / 1e6, sum(ns) / total, len(ns)) for group, ns in groups.items()
+    ]
     return sorted(operations, key=lambda operation: -operation.ms)
 
 
@@ -191,7 +215,9 @@ def _origin(instruction: Instruction) -> tuple[str, str]:
     if methods:
         parts = dict.fromkeys(name.removesuffix(".__call__") for name in (methods[0], methods[-1]))
     else:  # the innermost frame may be a library function, an optimizer for instance
-        parts = dict.fromkeys([instruction.frames[-1].function.replace(".<locals>", "").replace(".<lambda>", "")])
+        parts = dict.fromkeys(
+            [instruction.frames[-1].function.replace(".<locals>", "").replace(".<lambda>", "")]
+        )
     place = " › ".join(parts)
     if "transpose(" in instruction.label:
         place += " (backward)"
@@ -212,13 +238,27 @@ COLUMNS = [
 
 
 def profile_lines(result: Profile, unit: str, width: int = 100, number: int = 10) -> Iterator[str]:
-    """Yields a summary of the trace, its most expensive operations, and its folder; `unit` is `step` or `token`."""
+    """Yields a summary of the trace, its most expensive operations, and its folder; `unit` is
+    `step` or `token`.
+    """
     each = result.wall_ms / result.count
     plural = unit if result.count == 1 else f"{unit}s"
-    yield from wrap_lines([f"{result.count} {plural} of {each:.2f} ms on {result.device}", ""], width)
+    yield from wrap_lines(
+        [f"{result.count} {plural} of {each:.2f} ms on {result.device}", ""], width
+    )
     shown = result.operations[:number]
     yield from text_table(COLUMNS, shown, max(width, WIDTH), front=3)
     rest = len(result.operations) - len(shown)
-    others = f", {rest} others {percent(sum(x.share for x in result.operations[number:]))}" if rest else ""
-    yield from wrap_lines(["", f"all operations: {result.traced_ms:.2f} ms, summed over threads and devices{others}"], width)
-    yield f"trace: {result.folder} (TensorBoard with its profile plug-in, or the .trace.json.gz in ui.perfetto.dev)"
+    others = (
+        f", {rest} others {percent(sum(x.share for x in result.operations[number:]))}"
+        if rest
+        else ""
+    )
+    yield from wrap_lines(
+        ["", f"all operations: {result.traced_ms:.2f} ms, summed over threads and devices{others}"],
+        width,
+    )
+    yield (
+        f"trace: {result.folder} (TensorBoard with its profile plug-in, or the .trace.json.gz in"
+        " ui.perfetto.dev)"
+    )

@@ -1,6 +1,7 @@
 """FLOPs and collectives of a compiled program, counted from its HLO.
 
-The compiler's cost analysis counts the body of a loop once. This module multiplies it by the number of iterations.
+The compiler's cost analysis counts the body of a loop once. This module multiplies it by the number
+of iterations.
 """
 
 import math
@@ -12,8 +13,8 @@ from functools import cache
 
 from dantinox.lab.measure.hlo import Instruction, computations
 
-# (bytes of the operands, n devices) → bytes that each device sends in a ring algorithm (Chan et al. 2007, "Collective
-# communication: theory, practice, and experience", section 7).
+# (bytes of the operands, n devices) → bytes that each device sends in a ring algorithm (Chan et al.
+# 2007, "Collective communication: theory, practice, and experience", section 7).
 BYTES_SENT: Mapping[str, Callable[[float, int], float]] = {
     "all-gather": lambda size, n: size * (n - 1),
     "reduce-scatter": lambda size, n: size * (n - 1) / n,
@@ -47,28 +48,40 @@ class Work:
 
     def __add__(self, other: "Work") -> "Work":
         loops = self.unknown_loops + other.unknown_loops
-        return Work(self.flops + other.flops, self.count + other.count, self.sent + other.sent, loops)
+        return Work(
+            self.flops + other.flops, self.count + other.count, self.sent + other.sent, loops
+        )
 
     def repeat(self, iterations: int) -> "Work":
         """Returns the work of this many iterations of a loop body."""
-        count, sent = (Counter({kind: iterations * n for kind, n in counter.items()}) for counter in (self.count, self.sent))
+        count, sent = (
+            Counter({kind: iterations * n for kind, n in counter.items()})
+            for counter in (self.count, self.sent)
+        )
         return Work(iterations * self.flops, count, sent, self.unknown_loops)
 
 
 def count_work(text: str) -> Work:
-    """Counts the work of a program from `compiled.as_text()`. All branches of a conditional are counted."""
+    """Counts the work of a program from `compiled.as_text()`. All branches of a conditional are
+    counted.
+    """
     members = computations(text)
     header = text.partition("\n")[0]
-    devices = max(int(n) for n in [*re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header), "1"])
+    devices = max(
+        int(n) for n in [*re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header), "1"]
+    )
 
     @cache
     def work_of(computation: str) -> Work:
         """Returns the work of a computation and of those that it calls."""
         types = {op.name: op.type for op in members[computation]}
         total = Work()
-        # A TPU program repeats an asynchronous collective in every fusion that continues it: count only its start. A fusion
-        # named all-reduce-scatter contains an all-reduce but works as a reduce-scatter.
-        is_async_start = any('"AsyncCollectiveStart"' in op.attributes for op in members[computation])
+        # A TPU program repeats an asynchronous collective in every fusion that continues it: count
+        # only its start. A fusion named all-reduce-scatter contains an all-reduce but works as a
+        # reduce-scatter.
+        is_async_start = any(
+            '"AsyncCollectiveStart"' in op.attributes for op in members[computation]
+        )
         scatters = computation.startswith("all-reduce-scatter")
         for op in members[computation]:
             if op.opcode.endswith(("-done", "-update")) or (
@@ -79,7 +92,11 @@ def count_work(text: str) -> Work:
                 op = replace(op, opcode="reduce-scatter")
             total += _instruction_work(op, types, devices)
             for name in op.called:
-                total += _loop_work(work_of(name), op, members) if op.opcode == "while" else work_of(name)
+                total += (
+                    _loop_work(work_of(name), op, members)
+                    if op.opcode == "while"
+                    else work_of(name)
+                )
         return total
 
     return work_of("ENTRY")
@@ -93,15 +110,24 @@ def _instruction_work(op: Instruction, types: Mapping[str, str], devices: int) -
     kind = op.opcode.removesuffix("-start")
     if kind not in BYTES_SENT or (n := _group_size(op.attributes, devices)) == 1:
         return Work()
-    return Work(count=Counter({kind: 1}), sent=Counter({kind: BYTES_SENT[kind](sum(map(_bytes, operands)), n)}))
+    return Work(
+        count=Counter({kind: 1}),
+        sent=Counter({kind: BYTES_SENT[kind](sum(map(_bytes, operands)), n)}),
+    )
 
 
 def _contraction_size(op: Instruction, operands: list[str]) -> int:
-    """Returns the number of products that each element of the result sums; 0 if it is not a matrix multiplication."""
+    """Returns the number of products that each element of the result sums; 0 if it is not a matrix
+    multiplication.
+    """
     if op.opcode == "convolution":
         letters = re.findall(r"dim_labels=\w+_(\w+)->", op.attributes)[0]
-        return math.prod(n for letter, n in zip(letters, _dimensions(operands[1]), strict=True) if letter != "o")
-    axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.attributes)  # of a `dot` or a library call
+        return math.prod(
+            n for letter, n in zip(letters, _dimensions(operands[1]), strict=True) if letter != "o"
+        )
+    axes = re.search(
+        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.attributes
+    )  # of a `dot` or a library call
     if not axes:
         return 0
     sizes = _dimensions(operands[0])
@@ -118,12 +144,19 @@ def _group_size(attributes: str, devices: int) -> int:
         return int(tiled[1])
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{('[^}]*)\}", attributes):
         sizes = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
-        return math.prod(int(part or sizes[name]) for name, part in re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2]))
+        return math.prod(
+            int(part or sizes[name])
+            for name, part in re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2])
+        )
     return devices
 
 
-def _loop_work(body_work: Work, loop: Instruction, members: Mapping[str, list[Instruction]]) -> Work:
-    """Returns the work of all iterations of a loop, whose number the attributes name or the condition compares with."""
+def _loop_work(
+    body_work: Work, loop: Instruction, members: Mapping[str, list[Instruction]]
+) -> Work:
+    """Returns the work of all iterations of a loop, whose number the attributes name or the
+    condition compares with.
+    """
     trip_count = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if trip_count:
         return body_work.repeat(int(trip_count[1]))
@@ -149,7 +182,10 @@ def _dimensions(type: str) -> list[int]:
 
 def _bytes(type: str) -> float:
     """Returns the bytes of an array, or of all arrays in a tuple."""
-    return sum(_bits(name) / 8 * math.prod(map(int, re.findall(r"\d+", sizes))) for name, sizes in SHAPE.findall(type))
+    return sum(
+        _bits(name) / 8 * math.prod(map(int, re.findall(r"\d+", sizes)))
+        for name, sizes in SHAPE.findall(type)
+    )
 
 
 def _bits(name: str) -> int:

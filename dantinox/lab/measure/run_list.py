@@ -1,4 +1,6 @@
-"""`dantinox runs`: the runs below a folder, with their state, losses and the settings that differ among them."""
+"""`dantinox runs`: the runs below a folder, with their state, losses and the settings that differ
+among them.
+"""
 
 import fcntl
 import math
@@ -24,7 +26,8 @@ from dantinox.run.directory import RunDirectory, is_failed_start
 MAX_CONFIG_BYTES = 1 << 20
 MAX_SUMMARY_BYTES = 1 << 20
 MAX_COLUMNS = 8  # of settings in the table; JSON has all
-# The loader in C is 6 times faster than that of `load_config`, whose stricter rules do not matter for a file that a run wrote.
+# The loader in C is 6 times faster than that of `load_config`, whose stricter rules do not matter
+# for a file that a run wrote.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -34,11 +37,11 @@ class RunSummary:
 
     Attributes:
       name: the path below the folder.
-      state: `running`, `finished`, `stopped`, `untrained` (weights without steps, for example an import), `failed start`, or
-        `unreadable`.
+      state: `running`, `finished`, `stopped`, `untrained` (weights without steps, for example an
+        import), `failed start`, or `unreadable`.
       step: the last step in the logs.
-      last, best: the losses of the last and the best evaluation, or their rewards in training with rewards; `last` is the
-        training loss if there is no evaluation.
+      last, best: the losses of the last and the best evaluation, or their rewards in training with
+        rewards; `last` is the training loss if there is no evaluation.
       seconds: the time in training steps, without startup, compilation and evaluations.
       settings: dotted path → value of all settings; empty if the run has none.
       problem: why the run cannot be read.
@@ -60,21 +63,27 @@ COLUMNS = [field.name for field in fields(RunSummary) if field.name != "settings
 
 
 def list_runs(folder: Path) -> list[RunSummary]:
-    """Returns the runs below a folder, by name. A run that cannot be read is listed with the reason.
+    """Returns the runs below a folder, by name. A run that cannot be read is listed with the
+    reason.
 
     Raises:
       UserError: the folder does not exist.
     """
     if not folder.is_dir():
         raise UserError(f"no folder at {folder}")
-    return [_summary(str(path.relative_to(folder)), RunDirectory(path)) for path in sorted(_run_paths(folder))]
+    return [
+        _summary(str(path.relative_to(folder)), RunDirectory(path))
+        for path in sorted(_run_paths(folder))
+    ]
 
 
 def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
     """Returns the settings that differ among trained runs, those with the most values first."""
     trained = [run for run in runs if run.step is not None]
     counts = {key: len({repr(run.settings[key]) for run in trained}) for key in DEFAULTS}
-    return sorted((key for key, count in counts.items() if count > 1), key=counts.__getitem__, reverse=True)
+    return sorted(
+        (key for key, count in counts.items() if count > 1), key=counts.__getitem__, reverse=True
+    )
 
 
 def _run_paths(folder: Path) -> Iterator[Path]:
@@ -97,7 +106,9 @@ def _summary(name: str, run: RunDirectory) -> RunSummary:
             found.state = "running"
         elif found.step is None and run.weights_or_adapter.is_file():
             found.state = "untrained"
-        elif summary.is_file() and _steps(summary) >= (found.step or 0):  # a resumed run has logged more steps
+        elif summary.is_file() and _steps(summary) >= (
+            found.step or 0
+        ):  # a resumed run has logged more steps
             found.state = "finished"
     except (UserError, OSError) as error:
         return RunSummary(name, "unreadable", problem=first_line(error))
@@ -112,14 +123,20 @@ def _read_settings(path: Path) -> dict[str, Any]:
     """
     try:
         tree = yaml.load(read_text(path, MAX_CONFIG_BYTES), Loader=_Loader)
-        return DEFAULTS | {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
+        return DEFAULTS | {
+            f"{section}.{name}": value
+            for section, values in tree.items()
+            for name, value in values.items()
+        }
     except (yaml.YAMLError, AttributeError, ValueError, RecursionError):
         load_config(path)  # its error names the line
         raise UserError(f"{path} is not a config") from None
 
 
 def _read_logs(found: RunSummary, run: RunDirectory, log: Path) -> None:
-    intervals = _with_steps(jsonl_columns(run.metrics, "interval", ("step", "train_loss", "ms_per_step")))
+    intervals = _with_steps(
+        jsonl_columns(run.metrics, "interval", ("step", "train_loss", "ms_per_step"))
+    )
     rows = _with_steps(csv_columns(log, ("step", "val_loss", "val_reward")))
     steps = np.concatenate([intervals["step"], rows["step"]])
     if not steps.size:
@@ -132,7 +149,10 @@ def _read_logs(found: RunSummary, run: RunDirectory, log: Path) -> None:
         best = finite[(np.argmax if found.rewarded else np.argmin)(values[finite])]
         found.best = float(values[best])
         found.best_step = int(rows["step"][best])
-    found.last = next((float(x[-1]) for x in (values, intervals["train_loss"]) if x.size and np.isfinite(x[-1])), None)
+    found.last = next(
+        (float(x[-1]) for x in (values, intervals["train_loss"]) if x.size and np.isfinite(x[-1])),
+        None,
+    )
     counts = np.diff(intervals["step"], prepend=0)
     found.seconds = float(np.nansum(intervals["ms_per_step"] * np.maximum(counts, 0))) / 1000
 
@@ -166,7 +186,8 @@ def _steps(summary: Path) -> float:
 
 
 def select_runs(runs: Sequence[RunSummary], where: Sequence[str], sort: str) -> list[RunSummary]:
-    """Returns the runs that meet all conditions `key=value`, in the order of the key `sort`; runs without it come last.
+    """Returns the runs that meet all conditions `key=value`, in the order of the key `sort`; runs
+    without it come last.
 
     A key is a field of `RunSummary`, or a setting, with or without its section.
 
@@ -182,7 +203,9 @@ def select_runs(runs: Sequence[RunSummary], where: Sequence[str], sort: str) -> 
         value_of = _value_function(key, "--where")
         chosen = [run for run in chosen if value_of(run) in wanted]
     value_of = _value_function(sort, "--sort")
-    return sorted(chosen, key=lambda run: _sort_key(value_of(run), descending=sort == "best" and run.rewarded))
+    return sorted(
+        chosen, key=lambda run: _sort_key(value_of(run), descending=sort == "best" and run.rewarded)
+    )
 
 
 def _sort_key(value: Any, descending: bool) -> tuple[bool, bool, Any]:
@@ -201,7 +224,10 @@ def _value_function(key: str, flag: str) -> Callable[[RunSummary], Any]:
         return lambda run: run.settings.get(found[0])
     if found:
         raise UserError(f"{flag} {escape_name(key)}: did you mean {' or '.join(found)}?")
-    hint = did_you_mean(nearest_key(key)) or f": the columns are {', '.join(COLUMNS)}, and the settings"
+    hint = (
+        did_you_mean(nearest_key(key))
+        or f": the columns are {', '.join(COLUMNS)}, and the settings"
+    )
     raise UserError(f"{flag} {escape_name(key)} is not a column{hint}")
 
 
@@ -216,7 +242,9 @@ def run_lines(runs: Sequence[RunSummary], width: int) -> Iterator[str]:
         Column("last", "last", lambda run: run.last, ".4f"),
         Column("best", "best", lambda run: run.best, ".4f"),
         Column("best_step", "at step", lambda run: run.best_step, "d"),
-        Column("seconds", "time", lambda run: None if run.seconds is None else human_time(run.seconds)),
+        Column(
+            "seconds", "time", lambda run: None if run.seconds is None else human_time(run.seconds)
+        ),
     ]
     for key, name in zip(keys[:MAX_COLUMNS], names, strict=False):
         heading = name if names.count(name) == 1 else key
@@ -224,7 +252,9 @@ def run_lines(runs: Sequence[RunSummary], width: int) -> Iterator[str]:
     yield from text_table(columns, runs, max(width, 60))
     if len(keys) > MAX_COLUMNS:
         yield f"{len(keys) - MAX_COLUMNS} more settings differ: --json lists them"
-    yield from wrap_lines([f"{escape_name(run.name)}: {run.problem}" for run in runs if run.problem], max(width, 60))
+    yield from wrap_lines(
+        [f"{escape_name(run.name)}: {run.problem}" for run in runs if run.problem], max(width, 60)
+    )
 
 
 def _setting_cell(key: str, run: RunSummary) -> str | None:

@@ -11,20 +11,32 @@ import numpy as np
 
 from dantinox.config import Config, UserError
 from dantinox.run import RunDirectory, load_run_config
-from dantinox.text import BatchOptions, Corpus, PromptStore, SpecialIds, Tokenizer, TokenStore, open_store
+from dantinox.text import (
+    BatchOptions,
+    Corpus,
+    PromptStore,
+    SpecialIds,
+    Tokenizer,
+    TokenStore,
+    open_store,
+)
 from dantinox.text.corpus import split_text
 from dantinox.text.tokenizer import UnknownCharacter
 
 MAX_TEXT_TOKENS = 1 << 22  # read from a given text
 WINDOW = 1024  # maximum tokens of a window in the store of a given text
 CHARACTERS = 1 << 16  # encoded in one call
-MAX_CHARACTERS = 4 << 20  # encoded in one call if the tokenizer is of kind `other`: it may treat a text's beginning differently
+MAX_CHARACTERS = (
+    4 << 20
+)  # encoded in one call by a tokenizer of kind `other`, which may treat a beginning differently
 
 
 def equal_batches(count: int, max_size: int) -> Iterator[np.ndarray]:
-    """Yields the indices 0 to `count` − 1 in batches of equal size, at most `max_size`, with the least padding.
+    """Yields the indices 0 to `count` − 1 in batches of equal size, at most `max_size`, with the
+    least padding.
 
-    Equal sizes let one compiled program serve every batch. The last batch is padded with the first indices.
+    Equal sizes let one compiled program serve every batch. The last batch is padded with the first
+    indices.
     """
     rows = -(-count // -(-count // max_size))
     for first in range(0, count, rows):
@@ -38,10 +50,12 @@ def map_batches(
     advance: Callable[[int], None] = lambda rows: None,
     axis: int = 0,
 ) -> Any:
-    """Applies `compute` to `count` sequences in batches of at most `max_size` and concatenates the results along `axis`.
+    """Applies `compute` to `count` sequences in batches of at most `max_size` and concatenates the
+    results along `axis`.
 
     Args:
-      compute: maps the indices of a batch's sequences to a tree of arrays with one entry per sequence along `axis`.
+      compute: maps the indices of a batch's sequences to a tree of arrays with one entry per
+        sequence along `axis`.
       advance: called after each batch with the number of new sequences in it.
 
     Returns:
@@ -57,8 +71,12 @@ def map_batches(
     return jax.tree.map(lambda *x: np.concatenate(x, axis).take(range(count), axis), *parts)
 
 
-def pad_rows(texts: Sequence[Sequence[int] | np.ndarray], length: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Returns texts as right-padded rows of tokens `[N, T]` and their lengths `[N]`; T is the longest length, or `length`."""
+def pad_rows(
+    texts: Sequence[Sequence[int] | np.ndarray], length: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns texts as right-padded rows of tokens `[N, T]` and their lengths `[N]`; T is the
+    longest length, or `length`.
+    """
     lengths_N = np.array([len(text) for text in texts], np.int32)
     tokens_NT = np.zeros((len(texts), length or lengths_N.max()), np.int32)
     for tokens_T, text in zip(tokens_NT, texts, strict=True):
@@ -72,12 +90,15 @@ def padded_positions(tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
     return jnp.where(places_T < lengths_B[:, None], places_T, -1)
 
 
-def open_text_store(directory: RunDirectory, data_path: str | Path | None = None, tokens: int = MAX_TEXT_TOKENS) -> TokenStore:
-    """Opens the text on which a run is measured. This needs no weights, so call it before you load them.
+def open_text_store(
+    directory: RunDirectory, data_path: str | Path | None = None, tokens: int = MAX_TEXT_TOKENS
+) -> TokenStore:
+    """Opens the text on which a run is measured. This needs no weights, so call it before you load
+    them.
 
     Args:
-      data_path: the text, in the form of `data.path`. Its first tokens are both the training and the validation tokens of the
-        store. None: the tokens that training saved in the run.
+      data_path: the text, in the form of `data.path`. Its first tokens are both the training and
+        the validation tokens of the store. None: the tokens that training saved in the run.
       tokens: maximum tokens to read from `data_path`.
 
     Raises:
@@ -88,24 +109,35 @@ def open_text_store(directory: RunDirectory, data_path: str | Path | None = None
     if data_path is None:
         store = saved_text(directory, config, tokenizer)
         if store is None:
-            raise UserError(f"{directory.path} has no saved training text: select a text with --data_path")
+            raise UserError(
+                f"{directory.path} has no saved training text: select a text with --data_path"
+            )
         return store
     ids = read_tokens(tokenizer, str(data_path), config.data.text_field, tokens)
     if len(ids) < 2:
-        raise UserError(f"{data_path} has {len(ids)} tokens, fewer than 2: select a longer text with --data_path")
+        raise UserError(
+            f"{data_path} has {len(ids)} tokens, fewer than 2: select a longer text with"
+            " --data_path"
+        )
     length = min(config.model.max_context, WINDOW, len(ids) - 1)
     bos_id = next(iter(tokenizer.ids_before_text), None)
-    return TokenStore(ids, ids, BatchOptions(1, length, seed=0), SpecialIds(tokenizer.eos_id, bos_id))
+    return TokenStore(
+        ids, ids, BatchOptions(1, length, seed=0), SpecialIds(tokenizer.eos_id, bos_id)
+    )
 
 
 def saved_text(directory: RunDirectory, config: Config, tokenizer: Tokenizer) -> TokenStore | None:
-    """Opens the tokens that training saved in a run; None if it saved none, or only prompts without answers."""
+    """Opens the tokens that training saved in a run; None if it saved none, or only prompts without
+    answers.
+    """
     store = open_store(config, directory.data, tokenizer)
     return None if isinstance(store, PromptStore) else store
 
 
 def read_tokens(tokenizer: Tokenizer, path: str, text_field: str, tokens: int) -> np.ndarray:
-    """Returns the first `tokens` tokens of the text at `path`, which has the form of `data.path`."""
+    """Returns the first `tokens` tokens of the text at `path`, which has the form of
+    `data.path`.
+    """
     parts = [np.zeros(0, np.int32)]
     count = 0
     for part in _token_stream(tokenizer, path, text_field):
@@ -117,8 +149,12 @@ def read_tokens(tokenizer: Tokenizer, path: str, text_field: str, tokens: int) -
 
 
 def _token_stream(tokenizer: Tokenizer, path: str, text_field: str) -> Iterator[np.ndarray]:
-    """Yields the tokens of a text in parts, with BOS and EOS tokens around documents as in a token store."""
-    begin, end = (np.array(ids, np.int32) for ids in (tokenizer.ids_before_text, tokenizer.ids_after_document))
+    """Yields the tokens of a text in parts, with BOS and EOS tokens around documents as in a token
+    store.
+    """
+    begin, end = (
+        np.array(ids, np.int32) for ids in (tokenizer.ids_before_text, tokenizer.ids_after_document)
+    )
     document = -1
     for number, _, ids in _encoded_parts(tokenizer, path, text_field):
         if number != document:
@@ -128,14 +164,20 @@ def _token_stream(tokenizer: Tokenizer, path: str, text_field: str) -> Iterator[
 
 
 class Document(NamedTuple):
-    """One document of a text: its tokens without BOS and EOS tokens, and the number of UTF-8 bytes they decode to."""
+    """One document of a text: its tokens without BOS and EOS tokens, and the number of UTF-8 bytes
+    they decode to.
+    """
 
     ids: np.ndarray
     bytes: int
 
 
-def read_documents(tokenizer: Tokenizer, path: str, text_field: str, tokens: int | None = None) -> list[Document]:
-    """Returns the documents of the text at `path`, which has the form of `data.path`, up to `tokens` tokens in total."""
+def read_documents(
+    tokenizer: Tokenizer, path: str, text_field: str, tokens: int | None = None
+) -> list[Document]:
+    """Returns the documents of the text at `path`, which has the form of `data.path`, up to
+    `tokens` tokens in total.
+    """
     found: dict[int, list[Document]] = {}
     remaining = math.inf if tokens is None else tokens
     for number, text, ids in _encoded_parts(tokenizer, path, text_field):
@@ -145,7 +187,10 @@ def read_documents(tokenizer: Tokenizer, path: str, text_field: str, tokens: int
         remaining -= len(kept)
         if remaining <= 0:
             break
-    return [Document(np.concatenate([p.ids for p in parts]), sum(p.bytes for p in parts)) for parts in found.values()]
+    return [
+        Document(np.concatenate([p.ids for p in parts]), sum(p.bytes for p in parts))
+        for parts in found.values()
+    ]
 
 
 def decoded_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
@@ -156,7 +201,9 @@ def decoded_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
     return len(first[ids[0]]) + tokenizer.count_bytes(ids[1:])
 
 
-def _encoded_parts(tokenizer: Tokenizer, path: str, text_field: str) -> Iterator[tuple[int, str, np.ndarray]]:
+def _encoded_parts(
+    tokenizer: Tokenizer, path: str, text_field: str
+) -> Iterator[tuple[int, str, np.ndarray]]:
     """Yields (document number, part of its text, tokens of that part)."""
     characters = 0
     size = MAX_CHARACTERS if tokenizer.kind == "other" else CHARACTERS

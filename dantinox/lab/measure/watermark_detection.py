@@ -20,8 +20,10 @@ class WatermarkReport:
     """The result of `eval watermark`.
 
     Attributes:
-      marked: number of documents with p < 0.0001. Of 10,000 documents without the watermark, one is counted on average.
-      documents: the detection in each document; None for a document with fewer tokens than an n-gram.
+      marked: number of documents with p < 0.0001. Of 10,000 documents without the watermark, one is
+        counted on average.
+      documents: the detection in each document; None for a document with fewer tokens than an
+        n-gram.
       ngram, keys: length of the hashed sequences, and number of keys.
     """
 
@@ -45,31 +47,50 @@ def detect_watermark(
 
     Args:
       data_path: the text, in the form of `data.path`.
-      watermark_keys, watermark_ngram: the settings with which the text was generated (default: those of the run).
+      watermark_keys, watermark_ngram: the settings with which the text was generated (default:
+        those of the run).
       tokens: maximum tokens of the text to read.
 
     Raises:
-      UserError: there are no keys, a setting is invalid, the text cannot be read, or no document is long enough.
+      UserError: there are no keys, a setting is invalid, the text cannot be read, or no document is
+        long enough.
     """
     run = open_run(run_dir)
     given = {"watermark_keys": watermark_keys, "watermark_ngram": watermark_ngram}
     base = load_run_config(run)
-    section = overlay(base, {name: value for name, value in given.items() if value is not None}, "command line").generation
+    section = overlay(
+        base, {name: value for name, value in given.items() if value is not None}, "command line"
+    ).generation
     keys = section.watermark_keys
     ngram = section.watermark_ngram
     if not keys:
-        raise UserError("the run has no generation.watermark_keys: give the keys of the text with --watermark_keys")
-    documents = read_documents(Tokenizer.load(run.tokenizer), data_path, base.data.text_field, tokens)
-    found = [detect(document.ids.tolist(), keys, ngram) if len(document.ids) >= ngram else None for document in documents]
+        raise UserError(
+            "the run has no generation.watermark_keys: give the keys of the text with"
+            " --watermark_keys"
+        )
+    documents = read_documents(
+        Tokenizer.load(run.tokenizer), data_path, base.data.text_field, tokens
+    )
+    found = [
+        detect(document.ids.tolist(), keys, ngram) if len(document.ids) >= ngram else None
+        for document in documents
+    ]
     if not any(found):
-        raise UserError(f"{data_path} has no document of at least {ngram} tokens, the length of the hashed sequences")
+        raise UserError(
+            f"{data_path} has no document of at least {ngram} tokens, the length of the hashed"
+            " sequences"
+        )
     marked = sum(detection is not None and detection.p < MARKED_BELOW for detection in found)
     return WatermarkReport(marked, found, ngram, len(keys))
 
 
 def watermark_lines(report: WatermarkReport) -> list[str]:
     """Returns the result as the lines of a table: the documents with the largest z first."""
-    numbered = [(number, detection) for number, detection in enumerate(report.documents, 1) if detection is not None]
+    numbered = [
+        (number, detection)
+        for number, detection in enumerate(report.documents, 1)
+        if detection is not None
+    ]
     numbered.sort(key=lambda row: -row[1].z)
     columns = [
         Column("document", "document", lambda row: str(row[0])),
@@ -82,6 +103,12 @@ def watermark_lines(report: WatermarkReport) -> list[str]:
     if len(numbered) > MAX_LINES:
         lines.append(f"and {len(numbered) - MAX_LINES} more documents")
     if len(numbered) < len(report.documents):
-        lines.append(f"{len(report.documents) - len(numbered)} documents have fewer than {report.ngram} tokens")
+        lines.append(
+            f"{len(report.documents) - len(numbered)} documents have fewer than {report.ngram}"
+            " tokens"
+        )
     count = f"{report.marked} of {len(numbered)} documents have the watermark"
-    return [*lines, f"{count} (p < {MARKED_BELOW:g}; {report.keys} keys, sequences of {report.ngram} tokens)"]
+    return [
+        *lines,
+        f"{count} (p < {MARKED_BELOW:g}; {report.keys} keys, sequences of {report.ngram} tokens)",
+    ]

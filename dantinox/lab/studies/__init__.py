@@ -1,1 +1,3 @@
-"""Comparisons that produce tables with confidence intervals: `dantinox eval` and `dantinox sweep`."""
+"""Comparisons that produce tables with confidence intervals: `dantinox eval` and
+`dantinox sweep`.
+"""

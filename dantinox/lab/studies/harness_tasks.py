@@ -1,9 +1,10 @@
 """`dantinox eval tasks`: lm-evaluation-harness on a run.
 
-Texts are encoded as the harness encodes them for Hugging Face models. Trailing spaces of a context are moved to its
-continuation. Context and continuation are encoded as one text. If the context alone has n tokens, the tokens after the first n
-are the continuation. The BOS token precedes every text if the tokenizer adds one. An empty context becomes the BOS token, or
-else the EOS token. A text that is too long for the model's context is truncated at its beginning.
+Texts are encoded as the harness encodes them for Hugging Face models. Trailing spaces of a context
+are moved to its continuation. Context and continuation are encoded as one text. If the context
+alone has n tokens, the tokens after the first n are the continuation. The BOS token precedes every
+text if the tokenizer adds one. An empty context becomes the BOS token, or else the EOS token. A
+text that is too long for the model's context is truncated at its beginning.
 """
 
 import contextlib
@@ -27,19 +28,27 @@ from dantinox.report.tables import Column, text_table
 
 MIN_LENGTH = 64  # texts are padded to at least this length, and above it to powers of two
 NEW_TOKENS = 256  # maximum tokens of an answer if the task does not set it
-# Generation settings of tasks: those with the same meaning here, those for the maximum tokens of an answer, and others.
+# Generation settings of tasks: those with the same meaning here, those for the maximum tokens of an
+# answer, and others.
 SHARED_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 LENGTH_SETTINGS = ("max_gen_toks", "max_new_tokens", "max_tokens")
 OTHER_SETTINGS = ("until", "do_sample")
 
 
 class LMEvalModel:
-    """The model interface of the harness: three kinds of requests. Progress lines report how many are done.
+    """The model interface of the harness: three kinds of requests. Progress lines report how many
+    are done.
 
-    An empty context needs a tokenizer with a BOS or an EOS token, to score the first token of a text.
+    An empty context needs a tokenizer with a BOS or an EOS token, to score the first token of a
+    text.
     """
 
-    def __init__(self, run: LoadedModel, settings: Mapping[str, Any], progress: Callable[[str], None] = lambda line: None):
+    def __init__(
+        self,
+        run: LoadedModel,
+        settings: Mapping[str, Any],
+        progress: Callable[[str], None] = lambda line: None,
+    ):
         """Prepares the model.
 
         Args:
@@ -49,41 +58,61 @@ class LMEvalModel:
         self.progress = progress
         self.context = run.model.config.max_context
         config = run.settings(settings)
-        self._device = {name: settings_of(config)[name] for name in ("weights", "matmul_dtype", "tensor_parallel")}
+        self._device = {
+            name: settings_of(config)[name]
+            for name in ("weights", "matmul_dtype", "tensor_parallel")
+        }
         self._model = run.prepared(config.generation)
         self._bos_ids = list(run.tokenizer.ids_before_text)
 
     @cached_property
     def _empty_context(self) -> list[int]:
-        found = [token for token in (self.run.tokenizer.bos_id, self.run.tokenizer.eos_id) if token is not None][:1]
+        found = [
+            token
+            for token in (self.run.tokenizer.bos_id, self.run.tokenizer.eos_id)
+            if token is not None
+        ][:1]
         if not found:
-            raise UserError("eval tasks needs a tokenizer with a BOS or an EOS token, to score the first token of a text")
+            raise UserError(
+                "eval tasks needs a tokenizer with a BOS or an EOS token, to score the first token"
+                " of a text"
+            )
         return found
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Scores the continuation in each pair (context, continuation).
 
         Returns:
-          ln p of the continuation, and whether each of its tokens is the most likely token at its position.
+          ln p of the continuation, and whether each of its tokens is the most likely token at its
+          position.
         """
         texts = [self.encode_pair(*pair) for pair in pairs]
         longest = max((text.new for text in texts), default=0)
         if longest > self.context:
-            raise UserError(f"a continuation has {longest} tokens, but the model's context is {self.context}")
-        scores = self.score_all([ScoringInput(text.ids[-(self.context + 1) :], text.new) for text in texts])
+            raise UserError(
+                f"a continuation has {longest} tokens, but the model's context is {self.context}"
+            )
+        scores = self.score_all(
+            [ScoringInput(text.ids[-(self.context + 1) :], text.new) for text in texts]
+        )
         return [(float(np.sum(score.logp)), bool(score.is_top1.all())) for score in scores]
 
     def encode_pair(self, context: str, continuation: str) -> ScoringInput:
-        """Returns the tokens of a context and a continuation, of any length. Those of the continuation are scored."""
+        """Returns the tokens of a context and a continuation, of any length. Those of the
+        continuation are scored.
+        """
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
         context = stripped
         whole = self._encode(context + continuation)
         new = max(1, len(whole) - len(self._encode(context))) if context else len(whole)
-        return ScoringInput(np.array([*(self._bos_ids if context else self._empty_context), *whole], np.int32), new)
+        return ScoringInput(
+            np.array([*(self._bos_ids if context else self._empty_context), *whole], np.int32), new
+        )
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """Returns ln p of each text, of any length, in windows that each score as many tokens as fit in the context.
+        """Returns ln p of each text, of any length, in windows that each score as many tokens as
+        fit in the context.
 
         The last window scores the remaining tokens and is filled with earlier tokens as context.
         """
@@ -100,9 +129,16 @@ class LMEvalModel:
         return [float(total) for total in sums]
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Returns for each (context, settings of the harness) the continuation up to its stop strings, greedy by default."""
+        """Returns for each (context, settings of the harness) the continuation up to its stop
+        strings, greedy by default.
+        """
         prepared = []
-        common: dict[str, Any] = {**NEUTRAL_SETTINGS, "ignore_eos": False, "seed": 0, **self._device}
+        common: dict[str, Any] = {
+            **NEUTRAL_SETTINGS,
+            "ignore_eos": False,
+            "seed": 0,
+            **self._device,
+        }
         for context, given in requests:
             settings = common | _generation_settings(given, self.context)
             ids = self._bos_ids + self._encode(context) if context else self._empty_context
@@ -111,8 +147,12 @@ class LMEvalModel:
         answers: dict[int, str] = {}
         for positions in equal_batches(len(prepared), ROWS) if prepared else ():
             numbers = [order[position] for position in positions]
-            results = self.run.complete([self.run.request(*prepared[number]) for number in numbers], pad=self._padded_length)
-            answers |= {number: result.text for number, result in zip(numbers, results, strict=True)}
+            results = self.run.complete(
+                [self.run.request(*prepared[number]) for number in numbers], pad=self._padded_length
+            )
+            answers |= {
+                number: result.text for number, result in zip(numbers, results, strict=True)
+            }
             self.progress(f"{len(answers)} of {len(prepared)} texts are generated")
         return [answers[number] for number in range(len(prepared))]
 
@@ -123,7 +163,9 @@ class LMEvalModel:
             groups.setdefault(self._padded_length(len(text.ids) - 1), []).append(number)
         scores_by_index: dict[int, TokenScores] = {}
         for _, numbers in sorted(groups.items(), reverse=True):
-            for position, scores in score_sequences(self._model, [texts[number] for number in numbers]):
+            for position, scores in score_sequences(
+                self._model, [texts[number] for number in numbers]
+            ):
                 scores_by_index[numbers[position]] = scores
             self.progress(f"{len(scores_by_index)} of {len(texts)} texts are scored")
         return [scores_by_index[number] for number in range(len(texts))]
@@ -137,21 +179,36 @@ class LMEvalModel:
 
 def _generation_settings(given: Mapping[str, Any], context: int) -> dict[str, Any]:
     """Converts generation settings of the harness to settings of this package."""
-    unknown = next((name for name in given if name not in {*SHARED_SETTINGS, *LENGTH_SETTINGS, *OTHER_SETTINGS}), None)
+    unknown = next(
+        (
+            name
+            for name in given
+            if name not in {*SHARED_SETTINGS, *LENGTH_SETTINGS, *OTHER_SETTINGS}
+        ),
+        None,
+    )
     if unknown is not None:
         raise UserError(f"a task uses the generation setting {unknown}, which is not supported")
     until = given.get("until") or []
-    found: dict[str, Any] = {"stop": [until] if isinstance(until, str) else [text for text in until if text]}
+    found: dict[str, Any] = {
+        "stop": [until] if isinstance(until, str) else [text for text in until if text]
+    }
     lengths = [given[name] for name in LENGTH_SETTINGS if given.get(name) is not None]
     wanted = min(lengths[0] if lengths else NEW_TOKENS, context // 2)
     if not given.get("do_sample", False):
         return found | {"max_new_tokens": wanted, "greedy": True}
-    return found | {"max_new_tokens": wanted} | {name: value for name, value in given.items() if name in SHARED_SETTINGS}
+    return (
+        found
+        | {"max_new_tokens": wanted}
+        | {name: value for name, value in given.items() if name in SHARED_SETTINGS}
+    )
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One metric of a task or a group: its value, its standard error if there is one, and its number of samples."""
+    """One metric of a task or a group: its value, its standard error if there is one, and its
+    number of samples.
+    """
 
     task: str
     metric: str
@@ -164,7 +221,9 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class TaskStudy:
-    """The results of `eval tasks`. `versions` has the version of each task; `harness` is the version of the library."""
+    """The results of `eval tasks`. `versions` has the version of each task; `harness` is the
+    version of the library.
+    """
 
     scores: list[TaskScore]
     versions: dict[str, Any]
@@ -208,23 +267,36 @@ def evaluate_tasks(
         missing = f"eval tasks needs lm-evaluation-harness ({first_line(error)})"
         raise UserError(f"{missing}: {install_command('lm-eval')}") from None
 
-    model = _harness_model(LM, LMEvalModel(load(run_dir, settings.get("tensor_parallel")), settings, progress))
+    model = _harness_model(
+        LM, LMEvalModel(load(run_dir, settings.get("tensor_parallel")), settings, progress)
+    )
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the harness prints its progress
             manager = TaskManager(include_path=None if include_path is None else str(include_path))
             found = lm_eval.simple_evaluate(
-                model, tasks=names, num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
+                model,
+                tasks=names,
+                num_fewshot=shots,
+                limit=limit,
+                task_manager=manager,
+                log_samples=False,
             )
     except UserError:
         raise
     except Exception as error:  # from a task, a data set, the network or the library
-        raise UserError(f"lm-evaluation-harness cannot run {', '.join(names)}: {first_line(error)}") from error
-    return TaskStudy(list(parse_scores(found)), dict(found.get("versions", {})), str(lm_eval.__version__))
+        raise UserError(
+            f"lm-evaluation-harness cannot run {', '.join(names)}: {first_line(error)}"
+        ) from error
+    return TaskStudy(
+        list(parse_scores(found)), dict(found.get("versions", {})), str(lm_eval.__version__)
+    )
 
 
 def _harness_model(base: Any, model: LMEvalModel) -> Any:
-    """Returns a model of the class `base`, `LM` of the harness, whose requests contain their arguments."""
+    """Returns a model of the class `base`, `LM` of the harness, whose requests contain their
+    arguments.
+    """
 
     class Model(base):
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
@@ -240,11 +312,18 @@ def _harness_model(base: Any, model: LMEvalModel) -> Any:
 
 
 def parse_scores(found: Mapping[str, Any]) -> Iterator[TaskScore]:
-    """Yields the numbers in the harness's results. Keys are `metric,filter`; standard errors are `metric_stderr,filter`."""
+    """Yields the numbers in the harness's results. Keys are `metric,filter`; standard errors are
+    `metric_stderr,filter`.
+    """
     for task, values in found["results"].items():
         for key, value in values.items():
             metric, comma, name = key.partition(",")
-            if not comma or metric.endswith("_stderr") or isinstance(value, str | bool) or not isinstance(value, int | float):
+            if (
+                not comma
+                or metric.endswith("_stderr")
+                or isinstance(value, str | bool)
+                or not isinstance(value, int | float)
+            ):
                 continue
             error = values.get(f"{metric}_stderr,{name}")
             shots = found.get("n-shot", {}).get(task)
@@ -260,7 +339,9 @@ def parse_scores(found: Mapping[str, Any]) -> Iterator[TaskScore]:
 
 
 def _format_number(number: float | None) -> str | None:
-    """Formats a number with four decimals, or four significant digits if it is large, as a perplexity can be."""
+    """Formats a number with four decimals, or four significant digits if it is large, as a
+    perplexity can be.
+    """
     if number is None:
         return None
     return f"{number:.4f}" if abs(number) < 1e4 else f"{number:.4g}"
@@ -271,7 +352,11 @@ def task_lines(study: TaskStudy, width: int) -> Iterator[str]:
     columns = [
         Column("task", "task", lambda score: score.task),
         Column(
-            "metric", "metric", lambda score: score.metric if score.filter == "none" else f"{score.metric} ({score.filter})"
+            "metric",
+            "metric",
+            lambda score: (
+                score.metric if score.filter == "none" else f"{score.metric} ({score.filter})"
+            ),
         ),
         Column("value", "value", lambda score: _format_number(score.value)),
         Column("error", "± standard error", lambda score: _format_number(score.error)),

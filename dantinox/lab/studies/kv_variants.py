@@ -1,4 +1,6 @@
-"""The cache variants that `eval kv` and `eval ruler` compare: one table of methods, and the models and plans built from it."""
+"""The cache variants that `eval kv` and `eval ruler` compare: one table of methods, and the models
+and plans built from it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,8 +30,9 @@ STREAMING = "streaming"
 UNIFORM = "uniform"
 ORACLE = "oracle"
 SIGNALS = ("entropy", "coverage", "distance", "loss")
-# Name → settings of the section `kv` except the budget and the dtype. The oracle is not a real cache: it keeps all keys, but
-# each query attends only to the keys with its largest attention weights.
+# Name → settings of the section `kv` except the budget and the dtype. The oracle is not a real
+# cache: it keeps all keys, but each query attends only to the keys with its largest attention
+# weights.
 METHODS: dict[str, dict[str, Any]] = {
     REFERENCE: {},
     STREAMING: {"policy": "streaming", "signal": "uniform"},
@@ -43,7 +46,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "kvzip+loss": {"policy": "kvzip", "signal": "loss"},
 }
 RATIOS = (0.5, 0.3, 0.2, 0.1)
-LARGE_RATIOS = (0.5, 0.2)  # for models with more than `LARGE_MODEL` parameters, where compilation takes most of the time
+LARGE_RATIOS = (
+    0.5,
+    0.2,
+)  # for models with more than `LARGE_MODEL` parameters, where compilation takes most of the time
 NEAR_KEYS = 64  # keys that remain visible when `eval kv` measures the value of distant keys
 
 
@@ -73,17 +79,22 @@ class CacheVariant(NamedTuple):
         return self.report
 
     def logprobs(self, tokens_BT: np.ndarray, lengths_B: np.ndarray, start: int) -> jax.Array:
-        """Returns next-token log-probabilities `[B, T − start + 1, V]` at the positions from `start − 1` on.
+        """Returns next-token log-probabilities `[B, T − start + 1, V]` at the positions from
+        `start − 1` on.
 
         The first `start` tokens are prefilled. The rest are read one by one, as in decoding.
         """
         inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
         if self.name == ORACLE:
-            return limited_logprobs(*inputs, self._kept_LK, jnp.full(len(tokens_BT), start), start=start, best=True)
+            return limited_logprobs(
+                *inputs, self._kept_LK, jnp.full(len(tokens_BT), start), start=start, best=True
+            )
         return _teacher_forced_logprobs(*inputs, plan=self.plan, start=start)
 
     def answer(self, tokens_BT: np.ndarray, lengths_B: np.ndarray) -> jax.Array:
-        """Returns the most likely token `[B]` after a prompt, computed from the keys and values that the cache kept."""
+        """Returns the most likely token `[B]` after a prompt, computed from the keys and values
+        that the cache kept.
+        """
         inputs = self.model, jnp.asarray(tokens_BT, jnp.int32), jnp.asarray(lengths_B, jnp.int32)
         if self.name != ORACLE:
             return _answer_from_cache(*inputs, plan=self.plan)
@@ -95,7 +106,12 @@ class CacheVariant(NamedTuple):
     def _kept_LK(self) -> jax.Array:
         """The number of slots of every key/value head."""
         assert self.plan.compression is not None
-        return jnp.array([[slots for heads, slots in groups for _ in range(heads)] for groups in self.plan.compression.groups])
+        return jnp.array(
+            [
+                [slots for heads, slots in groups for _ in range(heads)]
+                for groups in self.plan.compression.groups
+            ]
+        )
 
 
 @nnx.jit(static_argnames=("plan", "start"), graph_updates=False)
@@ -121,10 +137,14 @@ def _teacher_forced_logprobs(
 
 
 @nnx.jit(static_argnames=("plan",), graph_updates=False)
-def _answer_from_cache(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan) -> jax.Array:
-    """Returns the most likely token after a prompt whose last token is read twice, the second time with the compressed cache.
+def _answer_from_cache(
+    model: Transformer, tokens_BT: jax.Array, lengths_B: jax.Array, *, plan: CachePlan
+) -> jax.Array:
+    """Returns the most likely token after a prompt whose last token is read twice, the second time
+    with the compressed cache.
 
-    During prefill every query sees the whole prompt, so the next token after prefill would not depend on the compression.
+    During prefill every query sees the whole prompt, so the next token after prefill would not
+    depend on the compression.
     """
     model = dequantize(model)
     B = len(tokens_BT)
@@ -132,16 +152,25 @@ def _answer_from_cache(model: Transformer, tokens_BT: jax.Array, lengths_B: jax.
     empty = make_cache(model.config, B, *plan)
     _, cache = prefill_hidden(model, tokens_BT, padded_positions(tokens_BT, lengths_B), empty)
     assert cache is not None
-    layers = tuple(_clear_slot(layer, last_B) if isinstance(layer, CompressedLayer) else layer for layer in cache.layers)
-    step_logits, _ = read_token(model, replace(cache, layers=layers), tokens_BT[jnp.arange(B), last_B], last_B)
+    layers = tuple(
+        _clear_slot(layer, last_B) if isinstance(layer, CompressedLayer) else layer
+        for layer in cache.layers
+    )
+    step_logits, _ = read_token(
+        model, replace(cache, layers=layers), tokens_BT[jnp.arange(B), last_B], last_B
+    )
     return jnp.argmax(step_logits.logits, axis=-1)
 
 
 def _clear_slot(layer: CompressedLayer, position_B: jax.Array) -> CompressedLayer:
-    """Empties the slot of one position of each row in a compressed layer. (A full cache overwrites the position in place.)"""
+    """Empties the slot of one position of each row in a compressed layer. (A full cache overwrites
+    the position in place.)
+    """
     cleared_B11 = position_B[:, None, None]
     groups = [
-        replace(group, position_BKS=jnp.where(group.position_BKS == cleared_B11, -1, group.position_BKS))
+        replace(
+            group, position_BKS=jnp.where(group.position_BKS == cleared_B11, -1, group.position_BKS)
+        )
         for group in layer.groups
     ]
     return CompressedLayer(tuple(groups))
@@ -172,7 +201,8 @@ def select_methods(
       path: the run directory, for error messages.
       study: the command, for error messages.
       usual: the methods to compare by default; None: all.
-      needs_calibration: whether methods without a calibration are an error even if no method was named.
+      needs_calibration: whether methods without a calibration are an error even if no method was
+        named.
 
     Returns:
       The methods in the order of `known`, and a line for each method that is left out.
@@ -190,8 +220,9 @@ def select_methods(
     reasons = {name: reason for name in found if (reason := _missing_signal(name, measured))}
     if reasons and measured is None and (needs_calibration or names is not None):
         raise UserError(
-            f"{', '.join(reasons)} cannot run without {path / 'kv_entropy.json'}: run `dantinox calibrate --run_dir {path} "
-            "--what kv`, select another file with --kv_calibration, or name other methods in --methods"
+            f"{', '.join(reasons)} cannot run without {path / 'kv_entropy.json'}: run `dantinox"
+            f" calibrate --run_dir {path} --what kv`, select another file with --kv_calibration, or"
+            " name other methods in --methods"
         )
     if reasons and names is not None:
         raise UserError(next(iter(reasons.values())))
@@ -228,13 +259,15 @@ def build_variants(
 
     Args:
       names: names in `METHODS`; the full cache is always built, and is first.
-      ratios: shares of the slots; None: `RATIOS`, or `LARGE_RATIOS` for a model with more than `LARGE_MODEL` parameters.
+      ratios: shares of the slots; None: `RATIOS`, or `LARGE_RATIOS` for a model with more than
+        `LARGE_MODEL` parameters.
 
     Returns:
       The caches, and a line for each ratio that is left out.
 
     Raises:
-      UserError: a requested ratio, or the largest default ratio, leaves a head fewer slots than the minimum.
+      UserError: a requested ratio, or the largest default ratio, leaves a head fewer slots than the
+        minimum.
     """
     usual = LARGE_RATIOS if run.parameters > LARGE_MODEL else RATIOS
 
@@ -249,7 +282,9 @@ def build_variants(
     left_out = list[str]()
     for ratio in sorted(set(ratios or usual), reverse=True):
         try:
-            caches += [build(name, ratio, budget=ratio, dtype=dtype) for name in names if name != REFERENCE]
+            caches += [
+                build(name, ratio, budget=ratio, dtype=dtype) for name in names if name != REFERENCE
+            ]
         except UserError as error:
             if ratios is not None or ratio == max(usual):
                 raise
@@ -258,9 +293,13 @@ def build_variants(
 
 
 def near_keys_variant(full: CacheVariant) -> CacheVariant:
-    """Returns the full cache with a model in which every layer sees only the nearest `NEAR_KEYS` keys."""
+    """Returns the full cache with a model in which every layer sees only the nearest `NEAR_KEYS`
+    keys.
+    """
     model = nnx.clone(full.model)
-    windows = tuple(NEAR_KEYS if window is None else min(NEAR_KEYS, window) for window in model.config.windows)
+    windows = tuple(
+        NEAR_KEYS if window is None else min(NEAR_KEYS, window) for window in model.config.windows
+    )
     model.config = replace(model.config, windows=windows)
     for block, window in zip(model.blocks, windows, strict=True):
         block.attention.window = window

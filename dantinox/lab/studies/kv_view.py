@@ -18,7 +18,8 @@ from dantinox.report.tables import CSV, MARKDOWN, TEXT, Column
 
 # A marker for each method, in Okabe and Ito's colors, which color-blind readers can distinguish.
 MARKS = {
-    "streaming": ("v", "#56b4e9"), "uniform": ("o", "#999999"), "entropy": ("s", "#d55e00"), "coverage": ("^", "#009e73"),
+    "streaming": ("v", "#56b4e9"), "uniform": ("o", "#999999"), "entropy": ("s", "#d55e00"),
+    "coverage": ("^", "#009e73"),
     "distance": ("P", "#0072b2"),
     "loss": ("D", "#b59f00"), "random": ("x", "#cc79a7"), "oracle": ("*", "#000000"),
 }  # fmt: skip
@@ -33,13 +34,22 @@ def _seed_columns(name: str, outputs: Sequence[str] = (CSV,)) -> list[Column]:
         return getattr(cache, name).seeds[seed]
 
     return [
-        Column(f"{name}_seed{seed}", f"seed {seed}", partial(of_seed, seed=seed), ".2f", interval=True, outputs=outputs)
+        Column(
+            f"{name}_seed{seed}",
+            f"seed {seed}",
+            partial(of_seed, seed=seed),
+            ".2f",
+            interval=True,
+            outputs=outputs,
+        )
         for seed in range(SEEDS)
     ]
 
 
 def _task_columns(kind: str) -> list[Column]:
-    """Returns the columns of the tasks of a kind: with two numbers on the console, and with intervals elsewhere."""
+    """Returns the columns of the tasks of a kind: with two numbers on the console, and with
+    intervals elsewhere.
+    """
     both = attrgetter(f"{kind}_aware", f"{kind}_agnostic")
 
     def pair(cache: CacheResult) -> str | None:
@@ -90,14 +100,21 @@ def kv_blocks(study: KVStudy) -> Iterator[Block]:
     yield Paragraph(_description(study))
     yield Items([*preconditions(study), *_left_out_lines(study)])
     all_caches = [cache for ratio in study.ratios for cache in ratio.methods]
-    empty = [column for column in COLUMNS if all(column.value(cache) is None for cache in all_caches)]
+    empty = [
+        column for column in COLUMNS if all(column.value(cache) is None for cache in all_caches)
+    ]
     columns = [column for column in COLUMNS if column not in empty]
     columns += [column._replace(outputs=(CSV,)) for column in empty if CSV in column.outputs]
     for ratio in study.ratios:
         caches = [study.full, *ratio.methods]
         yield Heading(f"Ratio {ratio.ratio:g}")
         yield Table(columns, caches)
-        yield Details([Paragraph("ΔPPL % by seed:"), Table([NAME, *_seed_columns("dppl", (MARKDOWN,))], caches)])
+        yield Details(
+            [
+                Paragraph("ΔPPL % by seed:"),
+                Table([NAME, *_seed_columns("dppl", (MARKDOWN,))], caches),
+            ]
+        )
     if conclusions(study):
         yield Heading("Conclusions")
         yield Items(conclusions(study))
@@ -106,18 +123,22 @@ def kv_blocks(study: KVStudy) -> Iterator[Block]:
 
 
 def preconditions(study: KVStudy) -> list[str]:
-    """Returns the preconditions of the study: the value of distant tokens, and the needles found with the full cache."""
+    """Returns the preconditions of the study: the value of distant tokens, and the needles found
+    with the full cache.
+    """
     value, low, high = study.long_range_gain
     gain = (
-        f"Long-range gain: with only the nearest {NEAR_KEYS} keys visible, the loss changes by {value:+.3f} nats per token "
-        f"(95 % interval {low:+.3f} to {high:+.3f})."
+        f"Long-range gain: with only the nearest {NEAR_KEYS} keys visible, the loss changes by"
+        f" {value:+.3f} nats per token (95 % interval {low:+.3f} to {high:+.3f})."
     )
     if value < MIN_GAIN:
         gain += f" Below {MIN_GAIN} distant tokens hardly matter, and no cache can lose much."
     if study.full.needle_aware is None:
         return [gain]
     value, low, high = study.full.needle_aware
-    needles = f"Needles found with the full cache: {value:.1f} % (95 % interval {low:.1f} to {high:.1f})."
+    needles = (
+        f"Needles found with the full cache: {value:.1f} % (95 % interval {low:.1f} to {high:.1f})."
+    )
     if value < MIN_NEEDLE:
         needles += f" Below {MIN_NEEDLE} % the tasks measure the model rather than its cache."
     return [gain, needles]
@@ -130,10 +151,13 @@ def conclusions(study: KVStudy) -> list[str]:
         for signal, found in ratio.against_uniform.items():
             value, low, high = found.all
             excluding = sum(verdict(interval) != "same" for interval in found.seeds)
-            beat = {"better": "beat", "worse": "are worse than", "same": "do not beat"}[found.verdict]
+            beat = {"better": "beat", "worse": "are worse than", "same": "do not beat"}[
+                found.verdict
+            ]
             sentences.append(
-                f"Ratio {ratio.ratio:g}: {signal} budgets {beat} uniform ones ({value:+.4f} nats per token, 95 % interval "
-                f"{low:+.4f} to {high:+.4f}; the interval excludes 0 in {excluding} of {SEEDS} seeds)."
+                f"Ratio {ratio.ratio:g}: {signal} budgets {beat} uniform ones ({value:+.4f} nats"
+                f" per token, 95 % interval {low:+.4f} to {high:+.4f}; the interval excludes 0 in"
+                f" {excluding} of {SEEDS} seeds)."
             )
     if sentences:
         default = study.default_signal
@@ -145,7 +169,9 @@ def conclusions(study: KVStudy) -> list[str]:
 
 
 def draw_kv(study: KVStudy) -> bytes:
-    """Plots perplexity over the ratio, and needles found or, without tasks, equal most likely tokens."""
+    """Plots perplexity over the ratio, and needles found or, without tasks, equal most likely
+    tokens.
+    """
     figure = new_figure(11, 4.8)
     losses, finds = figure.subplots(1, 2)
     _draw(losses, study, DPPL, "perplexity above the full cache's, %")
@@ -167,7 +193,9 @@ def draw_kv(study: KVStudy) -> bytes:
     losses.set_yticks([0, *(tick for tick in ticks if low <= tick <= high)])
     losses.yaxis.set_major_formatter("{x:g}")
     losses.minorticks_off()
-    figure.legend(*losses.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(
+        *losses.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9
+    )
     return to_png(figure)
 
 
@@ -179,8 +207,9 @@ def _draw(axes: Any, study: KVStudy, column: Column, title: str) -> None:
         y, low, high = np.transpose([column.value(cache) for cache in caches])
         shape, color = MARKS.get(name, (".", "#000000"))
         axes.errorbar(
-            [cache.ratio for cache in caches], y, yerr=[y - low, high - y], marker=shape, color=color, markersize=6,
-            linewidth=1.2, elinewidth=0.8, linestyle="--" if name == "oracle" else "-",
+            [cache.ratio for cache in caches], y, yerr=[y - low, high - y], marker=shape,
+            color=color, markersize=6, linewidth=1.2, elinewidth=0.8,
+            linestyle="--" if name == "oracle" else "-",
             label="oracle (upper bound)" if name == "oracle" else name,
         )  # fmt: skip
     axes.set_title(title, loc="left", fontsize=10)
@@ -194,44 +223,67 @@ def _draw(axes: Any, study: KVStudy, column: Column, title: str) -> None:
 
 def _description(study: KVStudy) -> str:
     overlap = " that overlap because the text is short" if study.overlapping else ""
-    tasks = "" if study.tasks is None else f"; {study.tasks} needle tasks and {study.tasks} copy tasks"
+    tasks = (
+        "" if study.tasks is None else f"; {study.tasks} needle tasks and {study.tasks} copy tasks"
+    )
     return (
-        f"{study.run}: {study.sequences} sequences{overlap}, {study.tokens} tokens of validation text each, "
-        f"{study.tokens // 2} of them as a prompt, selected with {SEEDS} seeds; {study.continued} prompts continued"
-        f"{tasks}. {100 * study.repeated:.1f} % of the text's word 4-grams occurred in it before. Cache in {study.dtype}, "
-        f"{study.device}."
+        f"{study.run}: {study.sequences} sequences{overlap}, {study.tokens} tokens of validation"
+        f" text each, {study.tokens // 2} of them as a prompt, selected with {SEEDS} seeds;"
+        f" {study.continued} prompts continued{tasks}. {100 * study.repeated:.1f} % of the text's"
+        f" word 4-grams occurred in it before. Cache in {study.dtype}, {study.device}."
     )
 
 
 def _left_out_lines(study: KVStudy) -> list[str]:
     left_out = [*study.left_out]
     if study.tasks is None:
-        left_out.append("needle and copy tasks, because the tokenizer does not encode each of their words as one token")
+        left_out.append(
+            "needle and copy tasks, because the tokenizer does not encode each of their words as"
+            " one token"
+        )
     return [f"Left out: {line}" for line in left_out]
 
 
 def _notes(study: KVStudy) -> list[str]:
     """Returns the meaning of the terms in the tables."""
     task = (
-        "needle: the question asks for one of eight facts among lines of the text. copy: the question repeats a record of "
-        "eight facts, and the answer is its last word. The first number: the question is part of the prompt when the cache "
-        "chooses what to keep. The second number, unaware: the question is read afterwards. Both answers come from the "
-        "compressed cache, not from prefill."
+        "needle: the question asks for one of eight facts among lines of the text. copy: the"
+        " question repeats a record of eight facts, and the answer is its last word. The first"
+        " number: the question is part of the prompt when the cache chooses what to keep. The"
+        " second number, unaware: the question is read afterwards. Both answers come from the"
+        " compressed cache, not from prefill."
     )
     return [
-        "full: the cache keeps everything. streaming: it keeps the first and the last tokens. uniform: it keeps the tokens "
-        "with the most attention, with equal shares for all heads. entropy, coverage, distance, loss: the same with shares by "
-        "this measurement of each head. random: it keeps random tokens. oracle: an upper bound, not a cache: every query sees "
-        "its best keys, in the number of slots that uniform has.",
-        "All caches of a ratio have the same number of slots. bytes: of one row, including positions and importances.",
-        "ΔPPL: change of the perplexity of the text after the prompt, relative to the full cache. KL: divergence from the "
-        "prediction with the full cache, in nats per token. top-1: share of tokens with the same most likely prediction. "
-        "Prompt tokens are not counted.",
-        "gap: how much of the loss difference between streaming and oracle the method recovers; empty if that difference is "
-        "not significant.",
-        f"same, differs at: greedy continuations of {study.free_tokens} tokens compared with those of the full cache: share "
-        "of equal tokens, and the median number of tokens before the first difference.",
+        (
+            "full: the cache keeps everything. streaming: it keeps the first and the last tokens."
+            " uniform: it keeps the tokens with the most attention, with equal shares for all"
+            " heads. entropy, coverage, distance, loss: the same with shares by this measurement of"
+            " each head. random: it keeps random tokens. oracle: an upper bound, not a cache: every"
+            " query sees its best keys, in the number of slots that uniform has."
+        ),
+        (
+            "All caches of a ratio have the same number of slots. bytes: of one row, including"
+            " positions and importances."
+        ),
+        (
+            "ΔPPL: change of the perplexity of the text after the prompt, relative to the full"
+            " cache. KL: divergence from the prediction with the full cache, in nats per token."
+            " top-1: share of tokens with the same most likely prediction. Prompt tokens are not"
+            " counted."
+        ),
+        (
+            "gap: how much of the loss difference between streaming and oracle the method recovers;"
+            " empty if that difference is not significant."
+        ),
+        (
+            f"same, differs at: greedy continuations of {study.free_tokens} tokens compared with"
+            " those of the full cache: share of equal tokens, and the median number of tokens"
+            " before the first difference."
+        ),
         *([] if study.tasks is None else [task]),
         "tok/s: decoding of 8 rows, fastest batch, without compilation and prefill.",
-        "Intervals are 95 %, bootstrapped over sequences (paired for differences), not corrected for multiple comparisons.",
+        (
+            "Intervals are 95 %, bootstrapped over sequences (paired for differences), not"
+            " corrected for multiple comparisons."
+        ),
     ]

@@ -1,10 +1,12 @@
-"""Local tasks of `eval tasks`: accuracy, and the mean accuracy above chance of all tasks with an interval.
+"""Local tasks of `eval tasks`: accuracy, and the mean accuracy above chance of all tasks with an
+interval.
 
-The accuracy of a task is centered: (accuracy − baseline) / (1 − baseline), which is 0 for random guesses and 1 for perfect
-answers. The mean over tasks is the measure CORE of Li et al. 2024 ("DataComp-LM", section 3.5), here on other tasks.
+The accuracy of a task is centered: (accuracy − baseline) / (1 − baseline), which is 0 for random
+guesses and 1 for perfect answers. The mean over tasks is the measure CORE of Li et al. 2024
+("DataComp-LM", section 3.5), here on other tasks.
 
-The chosen continuation is the one with the highest mean log-probability per token. A continuation to match exactly counts as
-right if each of its tokens is the most likely token.
+The chosen continuation is the one with the highest mean log-probability per token. A continuation
+to match exactly counts as right if each of its tokens is the most likely token.
 """
 
 import hashlib
@@ -65,7 +67,9 @@ class LocalScore:
 
 @dataclass(frozen=True)
 class LocalTaskStudy:
-    """The results of local tasks: the scores, and the reference run with its scores if the run was compared."""
+    """The results of local tasks: the scores, and the reference run with its scores if the run was
+    compared.
+    """
 
     scores: tuple[LocalScore, ...]
     reference: str | None = None
@@ -76,13 +80,21 @@ class LocalTaskStudy:
         return list(dict.fromkeys(score.group for score in self.scores if score.group))
 
     def mean(self, group: str | None = None) -> Interval:
-        """Returns the mean centered accuracy over all tasks or those of a group, with its 95 % interval."""
-        return stratified_interval([score.centered_Q for score in self.scores if group in (None, score.group)])
+        """Returns the mean centered accuracy over all tasks or those of a group, with its 95 %
+        interval.
+        """
+        return stratified_interval(
+            [score.centered_Q for score in self.scores if group in (None, score.group)]
+        )
 
     def difference(self, group: str | None = None) -> Interval:
-        """Returns the mean minus that of the reference, with an interval of the differences between equal questions."""
+        """Returns the mean minus that of the reference, with an interval of the differences between
+        equal questions.
+        """
         pairs = zip(self.scores, self.reference_scores, strict=True)
-        return stratified_interval([a.centered_Q - b.centered_Q for a, b in pairs if group in (None, a.group)])
+        return stratified_interval(
+            [a.centered_Q - b.centered_Q for a, b in pairs if group in (None, a.group)]
+        )
 
     def record(self) -> dict[str, Any]:
         """Returns the results as a JSON object."""
@@ -100,7 +112,11 @@ class LocalTaskStudy:
             "groups": {group: self.mean(group)._asdict() for group in groups},
             **compared,
             "tasks": [
-                asdict(score) | {"accuracy": score.accuracy, "centered_accuracy": score.centered()._asdict()}
+                asdict(score)
+                | {
+                    "accuracy": score.accuracy,
+                    "centered_accuracy": score.centered()._asdict(),
+                }
                 for score in self.scores
             ],
         }
@@ -130,8 +146,8 @@ def evaluate_local_tasks(
       settings: `weights`, `matmul_dtype` and `tensor_parallel` of the section `generation`.
 
     Raises:
-      UserError: a task cannot be read, a prompt does not fit in the model's context, the tokenizer cannot encode a text, or the
-        reference has other prompts.
+      UserError: a task cannot be read, a prompt does not fit in the model's context, the tokenizer
+        cannot encode a text, or the reference has other prompts.
     """
     if limit is not None and limit < 2:
         raise UserError(f"--limit must be at least 2, got {limit}: one question has no interval")
@@ -145,7 +161,11 @@ def evaluate_local_tasks(
     for plan in plans:
         correct = tuple(int(next(answers) == question.answer) for question in plan.questions)
         baseline = float(np.mean([question.baseline for question in plan.questions]))
-        scores.append(LocalScore(plan.task.name, plan.task.group, plan.shots, baseline, correct, plan.fingerprint))
+        scores.append(
+            LocalScore(
+                plan.task.name, plan.task.group, plan.shots, baseline, correct, plan.fingerprint
+            )
+        )
     study = LocalTaskStudy(tuple(scores), None if compare is None else str(compare), reference)
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / RESULT_FILE, json.dumps(study.record(), indent=1))
@@ -153,7 +173,9 @@ def evaluate_local_tasks(
 
 
 class _Plan(NamedTuple):
-    """The questions of a task to answer, the number of examples before each, and the hash of all prompts."""
+    """The questions of a task to answer, the number of examples before each, and the hash of all
+    prompts.
+    """
 
     task: LocalTask
     questions: tuple[Question, ...]
@@ -164,30 +186,44 @@ class _Plan(NamedTuple):
 def _plan(task: LocalTask, limit: int | None, shots: int | None, seed: int) -> _Plan:
     shots = task.shots if shots is None else shots
     if shots >= len(task.questions):
-        raise UserError(f"--shots must be less than the {len(task.questions)} questions of the task {task.name}, got {shots}")
+        raise UserError(
+            f"--shots must be less than the {len(task.questions)} questions of the task"
+            f" {task.name}, got {shots}"
+        )
     content = json.dumps([task.name, task.questions, limit, shots, seed])
-    return _Plan(task, task.questions[:limit], shots, hashlib.sha256(content.encode()).hexdigest()[:16])
+    return _Plan(
+        task, task.questions[:limit], shots, hashlib.sha256(content.encode()).hexdigest()[:16]
+    )
 
 
 def _answer_all(model: LMEvalModel, plans: Sequence[_Plan], seed: int) -> list[int]:
-    """Returns the index of the chosen option of each question; −1 if a single continuation does not match exactly."""
+    """Returns the index of the chosen option of each question; −1 if a single continuation does not
+    match exactly.
+    """
     texts: list[list[ScoringInput]] = []
     for plan in plans:
         name = plan.task.name
         for index in range(len(plan.questions)):
             try:
-                texts.append([model.encode_pair(*option) for option in prompts(plan.task, index, plan.shots, seed)])
+                texts.append(
+                    [
+                        model.encode_pair(*option)
+                        for option in prompts(plan.task, index, plan.shots, seed)
+                    ]
+                )
             except UserError as error:
                 raise UserError(f"the task {name} cannot be encoded: {error}") from None
             longest = max(len(text.ids) for text in texts[-1]) - 1
             if longest > model.context:
                 raise UserError(
-                    f"the task {name} has a prompt of {longest} tokens, but the model's context is {model.context}: lower "
-                    "--shots, or shorten the questions"
+                    f"the task {name} has a prompt of {longest} tokens, but the model's context is"
+                    f" {model.context}: lower --shots, or shorten the questions"
                 )
     scores = model.score_all([text for options in texts for text in options])
     if not all(np.isfinite(score.logp).all() for score in scores):
-        raise UserError("the model returns a NaN or infinite log-probability: its weights are damaged")
+        raise UserError(
+            "the model returns a NaN or infinite log-probability: its weights are damaged"
+        )
     remaining = iter(scores)
     return [_answer(list(islice(remaining, len(options)))) for options in texts]
 
@@ -206,7 +242,10 @@ def _read_reference(compare: str | Path, plans: Sequence[_Plan]) -> tuple[LocalS
     try:
         names = [field.name for field in fields(LocalScore)]
         scores = [LocalScore(**{name: task[name] for name in names}) for task in record["tasks"]]
-        found = {str(score.task): replace(score, correct=tuple(map(int, score.correct))) for score in scores}
+        found = {
+            str(score.task): replace(score, correct=tuple(map(int, score.correct)))
+            for score in scores
+        }
         for score in found.values():
             if not 0 <= score.baseline < 1:
                 raise ValueError(f"the baseline {score.baseline} is not in [0, 1)")
@@ -214,12 +253,14 @@ def _read_reference(compare: str | Path, plans: Sequence[_Plan]) -> tuple[LocalS
         raise UserError(f"{path} is not a result of eval tasks: {first_line(error)}") from None
     wanted = [plan.task.name for plan in plans]
     if sorted(found) != sorted(wanted):
-        raise UserError(f"{path} has the tasks {', '.join(found)}, but --tasks has {', '.join(wanted)}")
+        raise UserError(
+            f"{path} has the tasks {', '.join(found)}, but --tasks has {', '.join(wanted)}"
+        )
     for plan in plans:
         score = found[plan.task.name]
         if score.fingerprint != plan.fingerprint or len(score.correct) != len(plan.questions):
             raise UserError(
-                f"{path} has other prompts of the task {plan.task.name}: evaluate both runs with the same files, --limit, "
-                "--shots and --seed"
+                f"{path} has other prompts of the task {plan.task.name}: evaluate both runs with"
+                " the same files, --limit, --shots and --seed"
             )
     return tuple(found[name] for name in wanted)

@@ -18,7 +18,9 @@ COLUMNS = [
 
 
 def local_task_blocks(study: LocalTaskStudy) -> Iterator[Block]:
-    """Yields a table of the tasks, the means of groups, the mean of all tasks, and the differences from the reference."""
+    """Yields a table of the tasks, the means of groups, the mean of all tasks, and the differences
+    from the reference.
+    """
     yield Table(COLUMNS, study.scores)
     groups = [*((name, name) for name in study.groups()), ("all tasks", None)]
     columns = [
@@ -27,11 +29,21 @@ def local_task_blocks(study: LocalTaskStudy) -> Iterator[Block]:
     ]
     if study.reference:
         heading = f"minus {study.reference}"
-        columns.append(Column("difference", heading, lambda row: format_interval(study.difference(row[1]), sign="+")))
+        columns.append(
+            Column(
+                "difference",
+                heading,
+                lambda row: format_interval(study.difference(row[1]), sign="+"),
+            )
+        )
     yield Table(columns, groups)
-    yield Paragraph("Centered accuracy is 0 for random guesses and 1 for perfect answers. Intervals cover 95 %.")
+    yield Paragraph(
+        "Centered accuracy is 0 for random guesses and 1 for perfect answers. Intervals cover 95 %."
+    )
 
 
 def format_interval(found: Interval, sign: str = "") -> str:
-    """Formats a value and its interval, such as `0.533 [0.139, 0.806]`; `sign` is "+" for a difference."""
+    """Formats a value and its interval, such as `0.533 [0.139, 0.806]`; `sign` is "+" for a
+    difference.
+    """
     return f"{found.value:{sign}.3f} [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"

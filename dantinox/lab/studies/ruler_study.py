@@ -1,8 +1,9 @@
 """`dantinox eval ruler`: the tasks of RULER with compressed caches.
 
-There are two modes. With `agnostic`, the cache of the prompt is compressed before the question is read, token by token. With
-`aware`, the question is part of the prompt, and only its last token is read after the compression. In both modes, the answer is
-then decoded greedily from the compressed cache.
+There are two modes. With `agnostic`, the cache of the prompt is compressed before the question is
+read, token by token. With `aware`, the question is part of the prompt, and only its last token is
+read after the compression. In both modes, the answer is then decoded greedily from the compressed
+cache.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +28,21 @@ from dantinox.lab.studies.kv_variants import (
     check_ratios,
     select_methods,
 )
-from dantinox.lab.studies.ruler_tasks import TASKS, Sample, build_haystack, make_sample, match_score, python_manual
+from dantinox.lab.studies.ruler_tasks import (
+    TASKS,
+    Sample,
+    build_haystack,
+    make_sample,
+    match_score,
+    python_manual,
+)
 from dantinox.lab.studies.statistics import Interval, mean_interval, select_names
 from dantinox.run import open_run
 from dantinox.text import Corpus
 
 RULER_METHODS = (
-    REFERENCE, STREAMING, UNIFORM, "entropy", "distance", "loss", "expected_attention", "expected_attention+loss", "kvzip",
+    REFERENCE, STREAMING, UNIFORM, "entropy", "distance", "loss", "expected_attention",
+    "expected_attention+loss", "kvzip",
     "kvzip+loss",
 )  # fmt: skip
 LENGTHS = (2048, 4096)
@@ -42,7 +51,10 @@ SAMPLES = 10
 MIN_LENGTH = 256
 ROW_TOKENS = 8192  # prompt tokens per batch
 TEXT_CHARACTERS = 1 << 21  # read from a given text at most
-QUESTION_MODES = ("agnostic", "aware")  # the question is read after the compression, or is part of the prompt
+QUESTION_MODES = (
+    "agnostic",
+    "aware",
+)  # the question is read after the compression, or is part of the prompt
 
 
 @dataclass(frozen=True)
@@ -106,19 +118,23 @@ def evaluate_ruler(
     """Generates RULER's tasks and evaluates the model on them with each cache.
 
     Args:
-      lengths: tokens of a prompt together with its answer; None: those of `LENGTHS` that the context allows.
+      lengths: tokens of a prompt together with its answer; None: those of `LENGTHS` that the
+        context allows.
       methods: names in `RULER_METHODS`; None: all whose signal was measured.
       ratios: shares of the slots; None: `RATIOS`.
       samples: samples of each task.
       tasks: names of `TASKS`, separated by commas; None: all.
-      data_path: the text that essays and words are taken from, in the form of `data.path`; None: Python's manual.
+      data_path: the text that essays and words are taken from, in the form of `data.path`; None:
+        Python's manual.
       kv_calibration: the file of measured signals; None: that of the run.
-      kv_dtype: dtype of the compressed caches, a value of `kv.dtype`; the full cache has the compute dtype.
+      kv_dtype: dtype of the compressed caches, a value of `kv.dtype`; the full cache has the
+        compute dtype.
       seed: seed of the samples.
       progress: called with a line at the start of each part of the work and then every few seconds.
 
     Raises:
-      UserError: a name or number is invalid, a task does not fit in a length, or the run was not calibrated.
+      UserError: a name or number is invalid, a task does not fit in a length, or the run was not
+        calibrated.
     """
     directory = open_run(run_dir)
     run = load(run_dir)
@@ -130,12 +146,19 @@ def evaluate_ruler(
     measured = run.kv_calibration(None if kv_calibration is None else str(kv_calibration))
     names, left_out = select_methods(methods, RULER_METHODS, measured, directory.path, "eval ruler")
     source = "Python's manual" if data_path is None else str(data_path)
-    haystack = python_manual() if data_path is None else build_haystack(_read_haystack(run, source), source)
+    haystack = (
+        python_manual()
+        if data_path is None
+        else build_haystack(_read_haystack(run, source), source)
+    )
     findings: list[RulerResult] = []
     for length in chosen_lengths:
         caches, _ = build_variants(run, measured, names, ratios or RATIOS, length, kv_dtype)
         samples_by_task = {
-            name: [make_sample(name, length, run.tokenizer.encode, haystack, seed, i) for i in range(samples)]
+            name: [
+                make_sample(name, length, run.tokenizer.encode, haystack, seed, i)
+                for i in range(samples)
+            ]
             for name in task_names
         }
         findings += _evaluate_caches(run, caches, names, samples_by_task, length, progress)
@@ -153,12 +176,19 @@ def evaluate_ruler(
 
 
 def _select_lengths(lengths: Sequence[int] | None, context: int) -> list[int]:
-    """Returns the lengths of prompts in ascending order; None: those of `LENGTHS` that the context allows, or the context."""
+    """Returns the lengths of prompts in ascending order; None: those of `LENGTHS` that the context
+    allows, or the context.
+    """
     if context < MIN_LENGTH:
-        raise UserError(f"eval ruler needs a model with a context of at least {MIN_LENGTH} tokens, got {context}")
+        raise UserError(
+            f"eval ruler needs a model with a context of at least {MIN_LENGTH} tokens, got"
+            f" {context}"
+        )
     for length in lengths or ():
         if not MIN_LENGTH <= length <= context:
-            raise UserError(f"--lengths must be in [{MIN_LENGTH}, {context}], the model's context, got {length}")
+            raise UserError(
+                f"--lengths must be in [{MIN_LENGTH}, {context}], the model's context, got {length}"
+            )
     if lengths:
         return sorted(set(lengths))
     return [length for length in LENGTHS if length <= context] or [context]
@@ -186,7 +216,9 @@ def _read_haystack(run: LoadedModel, path: str) -> str:
 
 
 class TaskBatch(NamedTuple):
-    """Samples of a task, and their tokens. The last rows of the tokens may be padding: the first samples again."""
+    """Samples of a task, and their tokens. The last rows of the tokens may be padding: the first
+    samples again.
+    """
 
     task: str
     samples: Sequence[Sample]
@@ -196,14 +228,19 @@ class TaskBatch(NamedTuple):
 SamplesByTask = Mapping[str, Sequence[Sample]]
 
 
-def _make_batches(run: LoadedModel, samples_by_task: SamplesByTask, length: int, mode: str) -> Iterator[TaskBatch]:
+def _make_batches(
+    run: LoadedModel, samples_by_task: SamplesByTask, length: int, mode: str
+) -> Iterator[TaskBatch]:
     rows = max(1, ROW_TOKENS // length)
     for task, samples in samples_by_task.items():
         for indices in equal_batches(len(samples), min(rows, len(samples))):
             prompts = [run.prompt_ids(samples[index].context) for index in indices]
             questions = [run.tokenizer.encode(samples[index].question) for index in indices]
             if mode == "aware":
-                prompts = [[*prompt, *question[:-1]] for prompt, question in zip(prompts, questions, strict=True)]
+                prompts = [
+                    [*prompt, *question[:-1]]
+                    for prompt, question in zip(prompts, questions, strict=True)
+                ]
                 questions = [question[-1:] for question in questions]
             scored = samples[indices[0] : indices[0] + len(indices)]
             yield TaskBatch(task, scored, QuestionBatch(prompts, questions, samples[0].new_tokens))
@@ -217,12 +254,23 @@ def _evaluate_caches(
     length: int,
     progress: Callable[[str], None],
 ) -> Iterator[RulerResult]:
-    """Yields the results of the methods `names` in this order; the first of `caches` is the full cache."""
+    """Yields the results of the methods `names` in this order; the first of `caches` is the full
+    cache.
+    """
     full_bytes = caches[0].known_report["bytes"]
-    caches = sorted((cache for cache in caches if cache.name in names), key=lambda cache: names.index(cache.name))
-    batches = [(mode, batch) for mode in QUESTION_MODES for batch in _make_batches(run, samples_by_task, length, mode)]
+    caches = sorted(
+        (cache for cache in caches if cache.name in names),
+        key=lambda cache: names.index(cache.name),
+    )
+    batches = [
+        (mode, batch)
+        for mode in QUESTION_MODES
+        for batch in _make_batches(run, samples_by_task, length, mode)
+    ]
     bench = CacheBenchmark(caches, progress)
-    answers = bench.answer_questions(run, [batch.tokens for _, batch in batches], length, f"RULER at {length} tokens")
+    answers = bench.answer_questions(
+        run, [batch.tokens for _, batch in batches], length, f"RULER at {length} tokens"
+    )
     for cache, generated in zip(caches, answers, strict=True):
         by_mode: dict[str, dict[str, list[float]]] = {mode: {} for mode in QUESTION_MODES}
         for (mode, batch), found in zip(batches, generated, strict=True):
@@ -245,7 +293,9 @@ def _evaluate_caches(
 
 def _score_batch(run: LoadedModel, batch: TaskBatch, generated: Generated) -> Iterator[float]:
     """Yields the score of each sample in %. An answer ends at the first stop token."""
-    stops = [token for token in (run.tokenizer.eos_id, *run.tokenizer.stop_ids) if token is not None]
+    stops = [
+        token for token in (run.tokenizer.eos_id, *run.tokenizer.stop_ids) if token is not None
+    ]
     for sample, ids_T in zip(batch.samples, generated.ids, strict=False):
         is_stop_T = np.isin(ids_T, stops)
         answer = ids_T[: int(is_stop_T.argmax())] if is_stop_T.any() else ids_T
@@ -260,7 +310,8 @@ def _intervals(scores_by_task: Mapping[str, Sequence[float]]) -> dict[str, Inter
 
 def _summary(scores: Mapping[str, Mapping[str, Interval]]) -> str:
     lines = [
-        f"{mode}: " + ", ".join(f"{task} {interval.value:.0f}" for task, interval in intervals.items())
+        f"{mode}: "
+        + ", ".join(f"{task} {interval.value:.0f}" for task, interval in intervals.items())
         for mode, intervals in scores.items()
     ]
     return "; ".join(lines)

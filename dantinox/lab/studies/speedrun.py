@@ -1,7 +1,9 @@
-"""`dantinox speedrun`: pretraining, fine-tuning and reinforcement learning, in a folder with one run directory per stage.
+"""`dantinox speedrun`: pretraining, fine-tuning and reinforcement learning, in a folder with one
+run directory per stage.
 
-Each stage is a training run with a packaged config, as `dantinox train` starts it, in its own process. `speedrun.json` lists
-the finished stages and their times: the same command continues an interrupted speedrun and does not repeat finished stages.
+Each stage is a training run with a packaged config, as `dantinox train` starts it, in its own
+process. `speedrun.json` lists the finished stages and their times: the same command continues an
+interrupted speedrun and does not repeat finished stages.
 """
 
 import json
@@ -51,7 +53,8 @@ class Stage(NamedTuple):
 STAGES = (
     Stage(
         "base", "speedrun", {},
-        {"training.tokens_per_parameter": 0.05, "training.eval_tokens": 1024, "tokenizer.vocab_size": 300},
+        {"training.tokens_per_parameter": 0.05, "training.eval_tokens": 1024,
+         "tokenizer.vocab_size": 300},
     ),
     Stage(
         "sft", "speedrun_sft", {"training.lr": 0.5, "training.muon_lr": 0.5},
@@ -59,7 +62,8 @@ STAGES = (
     ),
     Stage(
         "grpo", "speedrun_grpo", {"training.lr": 1 / 64},
-        {"training.steps": 2, "training.warmup_steps": 1, "training.batch_size": 4, "training.eval_tokens": 256},
+        {"training.steps": 2, "training.warmup_steps": 1, "training.batch_size": 4,
+         "training.eval_tokens": 256},
     ),
 )  # fmt: skip
 BASE = STAGES[0].name
@@ -73,10 +77,12 @@ class SpeedrunRequest:
 
     Attributes:
       depth: `model.depth` of the model.
-      data: the text to pretrain on, as in `data.path`, or `huggingface:NAME[:CONFIGURATION]` for a dataset of the hub. None:
-        that of the config, the sources of the standard library.
-      sft_data: conversations to fine-tune on, as in `data.path`, together with sums. None: those of the config.
-      tokens_per_parameter: the length of pretraining, `training.tokens_per_parameter`. None: that of the config.
+      data: the text to pretrain on, as in `data.path`, or `huggingface:NAME[:CONFIGURATION]` for a
+        dataset of the hub. None: that of the config, the sources of the standard library.
+      sft_data: conversations to fine-tune on, as in `data.path`, together with sums. None: those of
+        the config.
+      tokens_per_parameter: the length of pretraining, `training.tokens_per_parameter`. None: that
+        of the config.
       smoke: train only a few steps per stage, to check that everything works.
     """
 
@@ -97,8 +103,8 @@ class StageResult:
       tokens: positions in all batches.
       flops: model FLOPs of the training steps, by `dantinox.model.flops.training_flops`.
       seconds: wall time, with start-up, compilation, evaluations and checkpoints.
-      val_loss, bits_per_byte, reward: of the best evaluation, whose weights the run keeps; `best_step` is its step. None if the
-        objective does not have it.
+      val_loss, bits_per_byte, reward: of the best evaluation, whose weights the run keeps;
+        `best_step` is its step. None if the objective does not have it.
     """
 
     name: str
@@ -139,7 +145,9 @@ def stage_settings(request: SpeedrunRequest, folder: Path, number: int) -> dict[
     else:
         base = flatten_config(load_run_config(RunDirectory(folder / BASE)))
         settings["training.init_from"] = str(folder / STAGES[number - 1].name)
-        settings |= {key: float(f"{share * float(str(base[key])):.3g}") for key, share in stage.rates.items()}
+        settings |= {
+            key: float(f"{share * float(str(base[key])):.3g}") for key, share in stage.rates.items()
+        }
     if stage.name == SFT and request.sft_data is not None:
         settings |= {"data.path": [request.sft_data, ADDITION], "data.mixture": [0.9, 0.1]}
     settings |= stage.smoke if request.smoke else {}
@@ -151,26 +159,39 @@ def stage_settings(request: SpeedrunRequest, folder: Path, number: int) -> dict[
 def train_command(config: str, settings: Mapping[str, Any], run_dir: Path) -> str:
     """Returns the command that trains a run."""
     short = {key: name for name, key in SHORT_NAMES.items()}
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
-    flags = [f"--{short.get(key, flat_name(key))} {shlex.quote(text)}" for key, text in texts.items()]
-    return " ".join([f"dantinox train --config {config}", *flags, f"--run_dir {shlex.quote(str(run_dir))}"])
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in settings.items()
+    }
+    flags = [
+        f"--{short.get(key, flat_name(key))} {shlex.quote(text)}" for key, text in texts.items()
+    ]
+    return " ".join(
+        [f"dantinox train --config {config}", *flags, f"--run_dir {shlex.quote(str(run_dir))}"]
+    )
 
 
 def run_speedrun(
-    folder: Path, request: SpeedrunRequest, train: TrainStage, progress: Callable[[str], None] = lambda line: None
+    folder: Path,
+    request: SpeedrunRequest,
+    train: TrainStage,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> list[StageResult]:
     """Trains the stages that are not finished yet, and returns the results of all.
 
     Args:
       folder: the folder of the speedrun; it must be new, empty, or of the same request.
-      train: trains a stage or resumes it in its directory; returns a sentence on what went wrong, or None.
+      train: trains a stage or resumes it in its directory; returns a sentence on what went wrong,
+        or None.
       progress: called with the command of each stage before it starts.
 
     Raises:
       UserError: the folder holds something else, another process uses it, or a stage failed.
       SystemExit: after SIGTERM or SIGINT, with the stage saved.
     """
-    load_training(STAGES[0].config, stage_settings(request, folder, 0))  # a wrong setting or path must leave no folder
+    load_training(
+        STAGES[0].config, stage_settings(request, folder, 0)
+    )  # a wrong setting or path must leave no folder
     if request.data is not None and not request.data.startswith(HUB):
         Corpus.open(request.data)
     if request.sft_data is not None:
@@ -186,7 +207,10 @@ def run_speedrun(
                 progress(f"{stage.name}: finished in {folder / stage.name}")
                 continue
             _train_stage(folder, request, number, train, progress, state)
-        return [_stage_result(folder, request, number, state["seconds"]) for number in range(len(STAGES))]
+        return [
+            _stage_result(folder, request, number, state["seconds"])
+            for number in range(len(STAGES))
+        ]
 
 
 def _train_stage(
@@ -201,13 +225,20 @@ def _train_stage(
     stage = STAGES[number]
     path = folder / STAGES[number].name
     run = RunDirectory(path)
-    if run.config.is_file():  # its saved settings, which a later version of the packaged config does not change
+    if (
+        run.config.is_file()
+    ):  # its saved settings, which a later version of the packaged config does not change
         config = load_run_config(run)
         command = f"dantinox train --resume --run_dir {shlex.quote(str(path))}"
     else:
-        later = next((other.name for other in STAGES[number + 1 :] if (folder / other.name).exists()), None)
+        later = next(
+            (other.name for other in STAGES[number + 1 :] if (folder / other.name).exists()), None
+        )
         if later is not None:
-            raise UserError(f"{folder / later} was trained on an earlier {path}, which is missing: remove {folder / later}")
+            raise UserError(
+                f"{folder / later} was trained on an earlier {path}, which is missing: remove"
+                f" {folder / later}"
+            )
         settings = stage_settings(request, folder, number)
         config = load_training(stage.config, settings)
         command = train_command(stage.config, settings, path)
@@ -226,16 +257,21 @@ def _train_stage(
 
 
 def _load_state(folder: Path, request: SpeedrunRequest) -> dict[str, Any]:
-    """Returns the state of a speedrun: the request, the finished stages and the seconds of each stage.
+    """Returns the state of a speedrun: the request, the finished stages and the seconds of each
+    stage.
 
     Raises:
-      UserError: the state cannot be read or is that of another request, or the folder has no state and is not empty.
+      UserError: the state cannot be read or is that of another request, or the folder has no state
+        and is not empty.
     """
     file = folder / STATE_FILE
     if not file.exists():
         unexpected = sorted(child.name for child in folder.iterdir() if child.name != ".lock")
         if unexpected:
-            raise UserError(f"{folder} is not empty and not a speedrun (it has {unexpected[0]}): choose another --run_dir")
+            raise UserError(
+                f"{folder} is not empty and not a speedrun (it has {unexpected[0]}): choose another"
+                " --run_dir"
+            )
         state = {"request": asdict(request), "finished": [], "seconds": {}}
         _save_state(folder, state)
         return state
@@ -249,7 +285,8 @@ def _load_state(folder: Path, request: SpeedrunRequest) -> dict[str, Any]:
     for name, value in asdict(request).items():
         if before.get(name) != value:
             raise UserError(
-                f"{folder} was started with {name} {quote(before.get(name))}, got {quote(value)}: choose another --run_dir"
+                f"{folder} was started with {name} {quote(before.get(name))}, got {quote(value)}:"
+                " choose another --run_dir"
             )
     return state
 
@@ -258,7 +295,9 @@ def _save_state(folder: Path, state: Mapping[str, Any]) -> None:
     atomic_write(folder / STATE_FILE, json.dumps(state, indent=1) + "\n")
 
 
-def _stage_result(folder: Path, request: SpeedrunRequest, number: int, seconds: Mapping[str, float]) -> StageResult:
+def _stage_result(
+    folder: Path, request: SpeedrunRequest, number: int, seconds: Mapping[str, float]
+) -> StageResult:
     """Reads the result of a finished stage from its logs and its summary."""
     stage = STAGES[number]
     run = RunDirectory(folder / STAGES[number].name)
@@ -268,18 +307,25 @@ def _stage_result(folder: Path, request: SpeedrunRequest, number: int, seconds: 
     best = best_evaluation(rows)
     if not best:
         measure = "val_reward" if rewarded else "val_loss"
-        raise UserError(f"{folder / stage.name} has no {measure} in {run.log(config).name}: remove it and repeat the command")
+        raise UserError(
+            f"{folder / stage.name} has no {measure} in {run.log(config).name}: remove it and"
+            " repeat the command"
+        )
     try:
         parameters = int(read_json(run.summary(config), MAX_JSON_BYTES)["parameters"])
     except (UserError, ValueError, KeyError, TypeError, OverflowError):
-        raise UserError(f"{run.summary(config)} is damaged: remove {run.path} and repeat the command") from None
+        raise UserError(
+            f"{run.summary(config)} is damaged: remove {run.path} and repeat the command"
+        ) from None
     model = config.trained_architecture(Tokenizer.load(run.tokenizer).vocab_size)
     steps = int(rows[-1]["step"])
     tokens = int(rows[-1]["tokens"])
     sequences = config.training.batch_size * (config.grpo.samples if rewarded else 1)
     return StageResult(
         name=stage.name,
-        command=train_command(stage.config, stage_settings(request, folder, number), folder / stage.name),
+        command=train_command(
+            stage.config, stage_settings(request, folder, number), folder / stage.name
+        ),
         parameters=parameters,
         steps=steps,
         tokens=tokens,

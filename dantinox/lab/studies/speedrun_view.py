@@ -15,7 +15,18 @@ from dantinox.lab.studies.local_tasks_view import format_interval
 from dantinox.lab.studies.speedrun import BASE, FINAL, REPORTS, STAGES, StageResult
 from dantinox.lab.studies.speedrun_evaluation import ANSWER_TOKENS, Sample, TaskResult
 from dantinox.machine import cpu_name
-from dantinox.report.document import Block, Details, Figure, Heading, Paragraph, Table, Verbatim, to_html, to_lines, to_markdown
+from dantinox.report.document import (
+    Block,
+    Details,
+    Figure,
+    Heading,
+    Paragraph,
+    Table,
+    Verbatim,
+    to_html,
+    to_lines,
+    to_markdown,
+)
 from dantinox.report.tables import Column, human_count, human_time
 from dantinox.run import RunDirectory, load_run_config
 
@@ -48,7 +59,9 @@ class Speedrun:
 
 
 def describe_device() -> str:
-    """Returns the devices of this machine, such as `8 × NVIDIA H100` or the CPU with its number of cores."""
+    """Returns the devices of this machine, such as `8 × NVIDIA H100` or the CPU with its number of
+    cores.
+    """
     devices = jax.devices()
     if devices[0].platform == "cpu":
         return f"{cpu_name()}, {os.cpu_count()} cores"
@@ -88,12 +101,17 @@ def _correct_answers(number: int, task: TaskResult) -> str:
 TASK_COLUMNS = [
     Column("task", "task", lambda task: task.task),
     Column("corpus", "corpus", lambda task: task.corpus),
-    *(Column(stage.name, stage.name, partial(_correct_answers, number)) for number, stage in enumerate(STAGES)),
+    *(
+        Column(stage.name, stage.name, partial(_correct_answers, number))
+        for number, stage in enumerate(STAGES)
+    ),
 ]
 
 
 def local_task_rows(studies: Mapping[str, LocalTaskStudy]) -> list[list[str]]:
-    """Returns rows of a task and the accuracy of each stage. The last row has the mean centered accuracy with its interval."""
+    """Returns rows of a task and the accuracy of each stage. The last row has the mean centered
+    accuracy with its interval.
+    """
     scores = list(zip(*(study.scores for study in studies.values()), strict=True))
     rows = [[row[0].task, *(f"{score.accuracy:.2f}" for score in row)] for row in scores]
     means = [format_interval(study.mean()) for study in studies.values()]
@@ -101,15 +119,21 @@ def local_task_rows(studies: Mapping[str, LocalTaskStudy]) -> list[list[str]]:
 
 
 def local_task_columns(studies: Mapping[str, LocalTaskStudy]) -> list[Column]:
-    return [Column(name, name, itemgetter(number)) for number, name in enumerate(["task", *studies])]
+    return [
+        Column(name, name, itemgetter(number)) for number, name in enumerate(["task", *studies])
+    ]
 
 
 def totals(speedrun: Speedrun) -> str:
-    """Returns a sentence with the time, tokens and FLOPs of all stages, and the cost if there is a price."""
+    """Returns a sentence with the time, tokens and FLOPs of all stages, and the cost if there is a
+    price.
+    """
     tokens = sum(stage.tokens for stage in speedrun.stages)
     flops = sum(stage.flops for stage in speedrun.stages)
     cost = _cost(speedrun.seconds, speedrun.price)
-    text = f"{human_time(speedrun.seconds)} in total, {human_count(tokens)} tokens, {flops:.2e} FLOPs"
+    text = (
+        f"{human_time(speedrun.seconds)} in total, {human_count(tokens)} tokens, {flops:.2e} FLOPs"
+    )
     return text + (f", cost {cost} at {speedrun.price:g} per hour" if cost is not None else "")
 
 
@@ -122,16 +146,17 @@ def speedrun_blocks(speedrun: Speedrun) -> Iterator[Block]:
     paths = [path] if isinstance(path, str) else path
     yield Heading(f"Speedrun at depth {model.num_blocks}", 1)
     yield Paragraph(
-        f"A model of width {model.dim} with {human_count(parameters)} parameters and a context of {model.max_context} tokens, "
-        f"pretrained on {', '.join(paths)}. {speedrun.device}."
+        f"A model of width {model.dim} with {human_count(parameters)} parameters and a context of"
+        f" {model.max_context} tokens, pretrained on {', '.join(paths)}. {speedrun.device}."
     )
     yield Paragraph(f"{totals(speedrun)}.")
     yield Heading("Stages")
     yield Table(stage_columns(speedrun.price), speedrun.stages)
     note = (
-        "Loss in nats per token and bits per byte are those of the best evaluation on held-out text; in fine-tuning, on "
-        "held-out answers. The reward is the mean reward of greedy answers to held-out problems. Tokens are positions in "
-        "batches. FLOPs are model FLOPs of the training steps. Time includes start-up, sampling and evaluations."
+        "Loss in nats per token and bits per byte are those of the best evaluation on held-out"
+        " text; in fine-tuning, on held-out answers. The reward is the mean reward of greedy"
+        " answers to held-out problems. Tokens are positions in batches. FLOPs are model FLOPs of"
+        " the training steps. Time includes start-up, sampling and evaluations."
     )
     yield Details([Paragraph(note)])
     for stage in speedrun.stages:
@@ -149,8 +174,8 @@ def speedrun_blocks(speedrun: Speedrun) -> Iterator[Block]:
     else:
         yield Table(local_task_columns(speedrun.local_tasks), local_task_rows(speedrun.local_tasks))
         note = (
-            "Accuracy in the tasks of `dantinox eval tasks RUN --tasks builtin`. Centered accuracy is 0 for random guesses and "
-            "1 for perfect answers; intervals cover 95 %."
+            "Accuracy in the tasks of `dantinox eval tasks RUN --tasks builtin`. Centered accuracy"
+            " is 0 for random guesses and 1 for perfect answers; intervals cover 95 %."
         )
         yield Details([Paragraph(note)])
     if speedrun.samples:
@@ -158,21 +183,33 @@ def speedrun_blocks(speedrun: Speedrun) -> Iterator[Block]:
             f"User:\n{sample.question}\n\nAssistant:\n{sample.answer}\n\nReference:\n{sample.reference}"
             for sample in speedrun.samples
         ]
-        note = "Greedy answers of the final model to held-out questions, each with the reference answer."
+        note = (
+            "Greedy answers of the final model to held-out questions, each with the reference"
+            " answer."
+        )
         yield Details([Heading("Chat"), Paragraph(note), *map(Verbatim, texts)])
     commands = [*(stage.command for stage in speedrun.stages), chat_command(speedrun)]
     yield Details([Heading("Commands"), Verbatim("\n".join(commands))])
 
 
 def chat_command(speedrun: Speedrun) -> str:
-    return f"dantinox chat {shlex.quote(str(speedrun.folder / FINAL))} --max_new_tokens {ANSWER_TOKENS}"
+    return (
+        f"dantinox chat {shlex.quote(str(speedrun.folder / FINAL))} --max_new_tokens"
+        f" {ANSWER_TOKENS}"
+    )
 
 
 def speedrun_files(speedrun: Speedrun) -> dict[str, Callable[[], str | bytes]]:
     """Returns file name → function that creates the content, for the two reports."""
     blocks = list(speedrun_blocks(speedrun))
     title = next(block.text for block in blocks if isinstance(block, Heading))
-    return dict(zip(REPORTS, (partial(to_markdown, blocks), partial(to_html, blocks, title, speedrun.folder)), strict=True))
+    return dict(
+        zip(
+            REPORTS,
+            (partial(to_markdown, blocks), partial(to_html, blocks, title, speedrun.folder)),
+            strict=True,
+        )
+    )
 
 
 def speedrun_lines(speedrun: Speedrun, width: int) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Diversity of texts, bootstrap confidence intervals, and likelihood at equal diversity.
 
-An n-gram is a sequence of n tokens. With a character vocabulary, tokens are characters. All measures of a single text depend on
-its length: compare only texts of equal length.
+An n-gram is a sequence of n tokens. With a character vocabulary, tokens are characters. All
+measures of a single text depend on its length: compare only texts of equal length.
 """
 
 import difflib
@@ -23,7 +23,9 @@ LARGE_MODEL = 10e6  # parameters; larger models get smaller studies by default
 BLEU_SMOOTHING = 0.1  # number of matches assumed for an n-gram order without a match
 
 Tokens = Sequence[int]
-MeasuresByPrompt = Mapping[str, np.ndarray]  # measure → one number per prompt `[P]`, each the mean over the prompt's samples
+MeasuresByPrompt = Mapping[
+    str, np.ndarray
+]  # measure → one number per prompt `[P]`, each the mean over the prompt's samples
 
 
 def select_names(names: Sequence[str] | None, known: Iterable[str], what: str) -> list[str]:
@@ -47,9 +49,9 @@ def select_names(names: Sequence[str] | None, known: Iterable[str], what: str) -
 def default_count(count: int, least: int, parameters: int) -> int:
     """Returns the default number of samples of a study.
 
-    This is `count` for models of up to `LARGE_MODEL` parameters. For larger models it falls in inverse proportion to the
-    parameters, down to `least`. A study of a model with 100 M parameters then takes minutes on a CPU, at the price of wider
-    intervals.
+    This is `count` for models of up to `LARGE_MODEL` parameters. For larger models it falls in
+    inverse proportion to the parameters, down to `least`. A study of a model with 100 M parameters
+    then takes minutes on a CPU, at the price of wider intervals.
     """
     return max(min(count, least), round(count * min(1.0, LARGE_MODEL / max(parameters, 1))))
 
@@ -60,13 +62,17 @@ def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
 
 
 def distinct(tokens: Tokens, n: int) -> float:
-    """Returns the share of distinct n-grams among all n-grams of one text; 1 without n-grams (Li et al. 2016, one sample)."""
+    """Returns the share of distinct n-grams among all n-grams of one text; 1 without n-grams (Li et
+    al. 2016, one sample).
+    """
     grams = ngrams(tokens, n)
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def repetition(tokens: Tokens, n: int) -> float:
-    """Returns the share of n-grams that occurred earlier in the text: 1 − distinct-n (seq-rep-n of Welleck et al. 2020)."""
+    """Returns the share of n-grams that occurred earlier in the text: 1 − distinct-n (seq-rep-n of
+    Welleck et al. 2020).
+    """
     return 1.0 - distinct(tokens, n)
 
 
@@ -83,12 +89,16 @@ TEXT_MEASURES: dict[str, Callable[[Tokens], float]] = {
 
 
 def self_bleu(samples: Sequence[Tokens]) -> float:
-    """Returns the mean BLEU-4 of each sample against all others; 1 if all samples are equal (Zhu et al. 2018).
+    """Returns the mean BLEU-4 of each sample against all others; 1 if all samples are equal (Zhu et
+    al. 2018).
 
-    BLEU uses clipped matches over all references, equal weights, and the brevity penalty of the reference nearest in length. An
-    order without a match counts as 0.1 matches (method 1 of Chen and Cherry 2014). Without a common token, BLEU is 0.
+    BLEU uses clipped matches over all references, equal weights, and the brevity penalty of the
+    reference nearest in length. An order without a match counts as 0.1 matches (method 1 of Chen
+    and Cherry 2014). Without a common token, BLEU is 0.
     """
-    return sum(_bleu(sample, [*samples[:i], *samples[i + 1 :]]) for i, sample in enumerate(samples)) / len(samples)
+    return sum(
+        _bleu(sample, [*samples[:i], *samples[i + 1 :]]) for i, sample in enumerate(samples)
+    ) / len(samples)
 
 
 def _bleu(sample: Tokens, others: Sequence[Tokens]) -> float:
@@ -135,33 +145,40 @@ def percentile_interval(values: Sequence[float] | np.ndarray) -> Interval:
 
 
 def mean_interval(values_P: np.ndarray) -> Interval:
-    """Returns the mean over prompts with its interval. Pass the differences of two methods for a paired interval."""
+    """Returns the mean over prompts with its interval. Pass the differences of two methods for a
+    paired interval.
+    """
     values_P = np.asarray(values_P, np.float64)
-    return percentile_interval([values_P[picked].mean() for picked in bootstrap_indices(len(values_P))])
+    return percentile_interval(
+        [values_P[picked].mean() for picked in bootstrap_indices(len(values_P))]
+    )
 
 
 def stratified_interval(strata: Sequence[np.ndarray]) -> Interval:
     """Returns the mean of the strata's means with its normal interval, ± 1.96 standard errors.
 
-    The values `[N]` of a stratum are independent draws, N at least 2. The strata are fixed, so their choice adds no variance.
-    Pass the differences of two methods for a paired interval.
+    The values `[N]` of a stratum are independent draws, N at least 2. The strata are fixed, so
+    their choice adds no variance. Pass the differences of two methods for a paired interval.
     """
     means = [float(np.mean(values)) for values in strata]
-    error = math.sqrt(sum(float(np.var(values, ddof=1)) / len(values) for values in strata)) / len(strata)
+    error = math.sqrt(sum(float(np.var(values, ddof=1)) / len(values) for values in strata)) / len(
+        strata
+    )
     value = sum(means) / len(means)
     half = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * error
     return Interval(value, value - half, value + half)
 
 
 def excess(method: MeasuresByPrompt, curve: Sequence[MeasuresByPrompt]) -> np.ndarray | None:
-    """Returns by how much `bits_per_byte` of a method exceeds a reference curve at the same `diversity`.
+    """Returns by how much `bits_per_byte` of a method exceeds a reference curve at the same
+    `diversity`.
 
     The result has shape `[1 + R]`: the value on the sample, then the values on R resamples.
 
     Args:
       method: measures of the method.
-      curve: measures of one sampling method at several settings. Between them, mean bits are interpolated over mean
-        diversity.
+      curve: measures of one sampling method at several settings. Between them, mean bits are
+        interpolated over mean diversity.
 
     Returns:
       None if the mean diversity of the method is outside the range of the curve.
@@ -182,7 +199,9 @@ def excess(method: MeasuresByPrompt, curve: Sequence[MeasuresByPrompt]) -> np.nd
 
 
 def verdict(difference: Interval) -> str:
-    """Returns whether the first of two methods is `better` or `worse` by a difference of bits; `same` if it may be 0."""
+    """Returns whether the first of two methods is `better` or `worse` by a difference of bits;
+    `same` if it may be 0.
+    """
     if difference.high < 0:
         return "better"
     return "worse" if difference.low > 0 else "same"

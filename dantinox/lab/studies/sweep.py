@@ -1,8 +1,9 @@
 """`dantinox sweep`: training runs that differ in a few settings, one after another.
 
-Each trial has its own run directory and its own process, so that all its memory, device memory included, is free when it ends.
-If a trial fails, even if the kernel kills it, the sweep records that and continues. `plan.json` lists the trials and how each
-ended, so that an interrupted sweep can continue.
+Each trial has its own run directory and its own process, so that all its memory, device memory
+included, is free when it ends. If a trial fails, even if the kernel kills it, the sweep records
+that and continues. `plan.json` lists the trials and how each ended, so that an interrupted sweep
+can continue.
 """
 
 import json
@@ -42,8 +43,8 @@ class TrialResult:
     Attributes:
       chosen: the settings of the trial.
       problem: a sentence on what went wrong; None if the trial finished.
-      val_loss, bits_per_byte, val_reward: of the best evaluation, whose step is `best_step`. The loss is in nats per token;
-        training with rewards has only the reward.
+      val_loss, bits_per_byte, val_reward: of the best evaluation, whose step is `best_step`. The
+        loss is in nats per token; training with rewards has only the reward.
       steps: number of steps of the run.
       ms_per_step: median over the run.
     """
@@ -60,14 +61,18 @@ class TrialResult:
 
     @property
     def loss(self) -> float | None:
-        """What the trials are ranked by, lowest first: the validation loss, or the validation reward times −1."""
+        """What the trials are ranked by, lowest first: the validation loss, or the validation
+        reward times −1.
+        """
         loss = evaluation_loss(asdict(self))
         return None if math.isnan(loss) else loss
 
 
 @dataclass(frozen=True)
 class SweepStudy:
-    """The trials that have ended, best first and failed trials last. `keys` are the settings in which they differ."""
+    """The trials that have ended, best first and failed trials last. `keys` are the settings in
+    which they differ.
+    """
 
     runs_dir: str
     keys: tuple[str, ...]
@@ -84,13 +89,15 @@ def run_sweep(
     """Trains the trials that have not been trained yet.
 
     Args:
-      train: trains or resumes a trial in its directory; returns a sentence on what went wrong, or None.
+      train: trains or resumes a trial in its directory; returns a sentence on what went wrong, or
+        None.
       progress: called with a line at the start and the end of each trial.
       retry: also rerun the trials that ended with a problem.
       on_result: called with the study so far each time a trial ends.
 
     Raises:
-      UserError: the directory contains another sweep, another process uses it, or a trial could not start.
+      UserError: the directory contains another sweep, another process uses it, or a trial could not
+        start.
       SystemExit: after SIGTERM or SIGINT, with the trial saved.
     """
     folder = _open_directory(sweep.runs_dir)
@@ -99,7 +106,9 @@ def run_sweep(
         for number, trial in enumerate(sweep.trials, 1):
             if trial.name in ended and not (retry and ended[trial.name]):
                 continue
-            chosen_values = ", ".join(f"{key} {quote(value)}" for key, value in trial.chosen.items())
+            chosen_values = ", ".join(
+                f"{key} {quote(value)}" for key, value in trial.chosen.items()
+            )
             progress(f"trial {number} of {len(sweep.trials)}: {chosen_values}")
             run = RunDirectory(folder.path / trial.name)
             problem = train(trial, run)
@@ -109,7 +118,11 @@ def run_sweep(
             _write_plan(sweep, folder, ended)
             result = trial_result(trial, run, problem)
             measured = {"val_loss": result.val_loss, "val_reward": result.val_reward}
-            texts = [f"{name} {value:.4f} at {result.best_step}" for name, value in measured.items() if value is not None]
+            texts = [
+                f"{name} {value:.4f} at {result.best_step}"
+                for name, value in measured.items()
+                if value is not None
+            ]
             progress(f"{trial.name}: {problem or ', '.join(texts) or 'no val_loss'}")
             on_result(_study(sweep, folder, ended))
     return _study(sweep, folder, ended)
@@ -117,8 +130,16 @@ def run_sweep(
 
 def _study(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> SweepStudy:
     known = [trial for trial in sweep.trials if trial.name in ended]
-    found = [trial_result(trial, RunDirectory(folder.path / trial.name), ended[trial.name]) for trial in known]
-    found.sort(key=lambda trial: (trial.problem is not None, math.inf if trial.loss is None else trial.loss))
+    found = [
+        trial_result(trial, RunDirectory(folder.path / trial.name), ended[trial.name])
+        for trial in known
+    ]
+    found.sort(
+        key=lambda trial: (
+            trial.problem is not None,
+            math.inf if trial.loss is None else trial.loss,
+        )
+    )
     return SweepStudy(str(sweep.runs_dir), sweep.keys, found)
 
 
@@ -147,7 +168,10 @@ def _open_directory(path: Path) -> RunDirectory:
         folder.path.mkdir(parents=True, exist_ok=True)
         unexpected = [child.name for child in folder.path.iterdir() if child.name != ".lock"]
     if unexpected and not (folder.path / PLAN_FILE).is_file():
-        raise UserError(f"{path} is not empty and not a sweep (it has {sorted(unexpected)[0]}): choose another runs_dir")
+        raise UserError(
+            f"{path} is not empty and not a sweep (it has {sorted(unexpected)[0]}): choose another"
+            " runs_dir"
+        )
     return folder
 
 
@@ -157,7 +181,8 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _load_plan(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:
-    """Writes the plan, or compares it with an existing one. Returns how the trials ended so far: name → problem or None.
+    """Writes the plan, or compares it with an existing one. Returns how the trials ended so far:
+    name → problem or None.
 
     Raises:
       UserError: the existing plan cannot be read, or differs.
@@ -172,25 +197,32 @@ def _load_plan(sweep: Sweep, folder: RunDirectory) -> dict[str, str | None]:
     now = {trial.name: _settings(trial.config) for trial in sweep.trials}
     for name, settings in trials.items():
         if name not in now:
-            raise UserError(f"the sweep in {folder.path} has {len(trials)} trials, but {sweep.source} has {len(now)}")
+            raise UserError(
+                f"the sweep in {folder.path} has {len(trials)} trials, but {sweep.source} has"
+                f" {len(now)}"
+            )
         for key in sorted({*settings, *now[name]}):
             old, new = (values.get(key, DEFAULTS.get(key)) for values in (settings, now[name]))
             if old != new:
                 raise UserError(
-                    f"{sweep.source} differs from the sweep in {folder.path}: {name} has {key} {quote(old)} there, "
-                    f"got {quote(new)} (choose another runs_dir)"
+                    f"{sweep.source} differs from the sweep in {folder.path}: {name} has {key}"
+                    f" {quote(old)} there, got {quote(new)} (choose another runs_dir)"
                 )
     _write_plan(sweep, folder, ended)
     return ended
 
 
 def _write_plan(sweep: Sweep, folder: RunDirectory, ended: dict[str, str | None]) -> None:
-    plan = {"trials": {trial.name: _settings(trial.config) for trial in sweep.trials}, "ended": ended}
+    plan = {
+        "trials": {trial.name: _settings(trial.config) for trial in sweep.trials},
+        "ended": ended,
+    }
     atomic_write(folder.path / PLAN_FILE, json.dumps(plan, indent=1) + "\n")
 
 
 def train_in_subprocess(prepare: Callable[[], None]) -> Callable[[Trial, RunDirectory], str | None]:
-    """Returns a function that trains a trial in a child process. The child saves and exits when this process ends.
+    """Returns a function that trains a trial in a child process. The child saves and exits when
+    this process ends.
 
     Args:
       prepare: a function at module level that the child calls first.
@@ -199,10 +231,14 @@ def train_in_subprocess(prepare: Callable[[], None]) -> Callable[[Trial, RunDire
     def train(trial: Trial, run: RunDirectory) -> str | None:
         _wait_for_previous_process(run)
         if not run.config.is_file():
-            shutil.rmtree(run.path, ignore_errors=True)  # a previous process was killed before it saved a config
+            shutil.rmtree(
+                run.path, ignore_errors=True
+            )  # a previous process was killed before it saved a config
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_train_in_child, args=(trial.config, run.path, prepare, sender))
+        process = context.Process(
+            target=_train_in_child, args=(trial.config, run.path, prepare, sender)
+        )
         received: list[int] = []
 
         def forward(number: int, _: Any) -> None:
@@ -210,7 +246,11 @@ def train_in_subprocess(prepare: Callable[[], None]) -> Callable[[Trial, RunDire
             if process.pid is not None:
                 os.kill(process.pid, number)
 
-        handled = [number for number in SIGNAL_EXIT_CODES.values() if signal.getsignal(number) is not signal.SIG_IGN]
+        handled = [
+            number
+            for number in SIGNAL_EXIT_CODES.values()
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
         previous = {number: signal.signal(number, forward) for number in handled}
         try:
             process.start()
@@ -236,7 +276,9 @@ def train_in_subprocess(prepare: Callable[[], None]) -> Callable[[Trial, RunDire
 
 
 def _describe_end(code: int) -> str:
-    """Returns a sentence on a process that ended with an exit code other than 0, which is −N for the signal N."""
+    """Returns a sentence on a process that ended with an exit code other than 0, which is −N for
+    the signal N.
+    """
     if code == -signal.SIGKILL:
         return "the process was killed, perhaps because memory ran out"
     if code < 0:
@@ -257,15 +299,21 @@ def _wait_for_previous_process(run: RunDirectory) -> None:
             time.sleep(0.2)
 
 
-def _train_in_child(config: Config, path: Path, prepare: Callable[[], None], sender: Connection) -> None:
-    """Runs in the child process. Without `setsid`, the child would receive Ctrl-C twice, which would abort its save."""
+def _train_in_child(
+    config: Config, path: Path, prepare: Callable[[], None], sender: Connection
+) -> None:
+    """Runs in the child process. Without `setsid`, the child would receive Ctrl-C twice, which
+    would abort its save.
+    """
     os.setsid()
 
     def exit_with_parent(parent: Any) -> None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=exit_with_parent, args=(multiprocessing.parent_process(),), daemon=True).start()
+    threading.Thread(
+        target=exit_with_parent, args=(multiprocessing.parent_process(),), daemon=True
+    ).start()
     try:
         prepare()
         from dantinox.training import launch
@@ -276,7 +324,9 @@ def _train_in_child(config: Config, path: Path, prepare: Callable[[], None], sen
 
         run = RunDirectory(path)
         if isinstance(error.__cause__, NonFiniteLoss) and not run.config.is_file():
-            path.mkdir(exist_ok=True)  # `launch` removes a run without a checkpoint, but this is the result of a trial
+            path.mkdir(
+                exist_ok=True
+            )  # `launch` removes a run without a checkpoint, but this is the result of a trial
             save_config(run, config)
         sender.send_bytes(str(error).encode())
         sys.exit(2)

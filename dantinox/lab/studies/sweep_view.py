@@ -15,8 +15,11 @@ from dantinox.report.tables import CSV, MARKDOWN, TEXT, Column
 ALL = "#0072b2"
 BEST = "#d55e00"
 WRONG = "#888888"
-OUTLIER_FACTOR = 8  # the plot clips losses that are further from the best than this multiple of the median distance
-LOG_SCALE_RATIO = 20  # an axis is logarithmic if its largest value is at least this multiple of its smallest
+# The plot clips losses that are further from the best than this multiple of the median distance.
+OUTLIER_FACTOR = 8
+LOG_SCALE_RATIO = (
+    20  # an axis is logarithmic if its largest value is at least this multiple of its smallest
+)
 LOSSES = [
     Column("val_loss", "val loss", lambda trial: trial.val_loss, ".4f"),
     Column("bits_per_byte", "bits/byte", lambda trial: trial.bits_per_byte),
@@ -44,19 +47,27 @@ def format_value(value: Any) -> str:
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
     """Returns the names of the settings, without their section where this is unambiguous."""
     names = [key.partition(".")[2] for key in keys]
-    return {key: name if names.count(name) == 1 else key for key, name in zip(keys, names, strict=True)}
+    return {
+        key: name if names.count(name) == 1 else key for key, name in zip(keys, names, strict=True)
+    }
 
 
 def _setting_columns(key: str, heading: str) -> list[Column]:
     """Returns the columns of a setting: for readers, and in CSV with the value as in YAML."""
     return [
-        Column(key, heading, lambda trial: format_value(trial.chosen[key]), outputs=(TEXT, MARKDOWN)),
+        Column(
+            key, heading, lambda trial: format_value(trial.chosen[key]), outputs=(TEXT, MARKDOWN)
+        ),
         Column(key, "", lambda trial: _csv_value(trial.chosen[key]), outputs=(CSV,)),
     ]
 
 
 def _csv_value(value: Any) -> Any:
-    return value if isinstance(value, int | float | str) and not isinstance(value, bool) else quote(value)
+    return (
+        value
+        if isinstance(value, int | float | str) and not isinstance(value, bool)
+        else quote(value)
+    )
 
 
 def sweep_blocks(study: SweepStudy) -> Iterator[Block]:
@@ -70,7 +81,8 @@ def sweep_blocks(study: SweepStudy) -> Iterator[Block]:
 
 
 def draw_sweep(study: SweepStudy) -> bytes:
-    """Plots the best validation loss of every trial over each setting. Outliers and failed trials are at the upper edge.
+    """Plots the best validation loss of every trial over each setting. Outliers and failed trials
+    are at the upper edge.
 
     Rewards are plotted in the same way, upside down.
     """
@@ -94,7 +106,9 @@ def draw_sweep(study: SweepStudy) -> bytes:
         figure.axes[0].yaxis.set_major_formatter(lambda loss, _: f"{-loss:g}")
     outside = "▼ below" if rewards else "▲ above"
     figure.suptitle(f"★ best   {outside} the plot   × failed", fontsize=8, color=WRONG)
-    figure.supylabel("best val reward" if rewards else "best val loss (nats per token)", fontsize=10)
+    figure.supylabel(
+        "best val reward" if rewards else "best val loss (nats per token)", fontsize=10
+    )
     return to_png(figure)
 
 
@@ -121,14 +135,23 @@ def _draw(axes: Any, study: SweepStudy, key: str, top: float) -> None:
     for position, trial in zip(positions, study.trials, strict=True):
         if not _is_within_axes(trial, top):
             outside = "^" if trial.val_reward is None else "v"
-            axes.scatter(position, top, color=WRONG, s=28, marker="x" if trial.problem else outside, clip_on=False)
+            axes.scatter(
+                position,
+                top,
+                color=WRONG,
+                s=28,
+                marker="x" if trial.problem else outside,
+                clip_on=False,
+            )
     axes.set_ylim(top=top)
     axes.set_xlabel(_short_names(study.keys)[key])
     style_axes(axes)
 
 
 def _axis_positions(values: Sequence[Any]) -> tuple[list[float], list[str]]:
-    """Returns the axis position of each value, and tick labels: numbers are positions, other values get indices and labels."""
+    """Returns the axis position of each value, and tick labels: numbers are positions, other values
+    get indices and labels.
+    """
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return list(values), []
     names = list(dict.fromkeys(map(format_value, values)))

@@ -20,14 +20,20 @@ MAX_LIMIT = 10**9
 
 
 class ApiKeys:
-    """The keys that a server accepts, and the usage of each. Without keys the server accepts every client.
+    """The keys that a server accepts, and the usage of each. Without keys the server accepts every
+    client.
 
     Attributes:
       path: the file of the keys; None if the keys do not come from a file.
       usage: the usage of each key by its name.
     """
 
-    def __init__(self, keys: Sequence[ApiKey] = (), path: Path | None = None, clock: Callable[[], int] = time.monotonic_ns):
+    def __init__(
+        self,
+        keys: Sequence[ApiKey] = (),
+        path: Path | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ):
         self.path = path
         self._clock = clock
         self.usage = dict[str, KeyUsage]()
@@ -47,11 +53,15 @@ class ApiKeys:
         self.usage = usage
 
     def usage_of(self, key: ApiKey) -> KeyUsage:
-        """Returns the usage of a key; of a key that has been removed meanwhile, usage that nothing else reads."""
+        """Returns the usage of a key; of a key that has been removed meanwhile, usage that nothing
+        else reads.
+        """
         return self.usage.get(key.name) or KeyUsage(key, self._clock)
 
     def find(self, secrets: Sequence[bytes]) -> ApiKey | None:
-        """Returns the key that one of `secrets` is. The time does not depend on the position or the content of a key."""
+        """Returns the key that one of `secrets` is. The time does not depend on the position or the
+        content of a key.
+        """
         found = None
         for secret in secrets:
             digest = hashlib.sha256(secret).digest()
@@ -67,11 +77,12 @@ def single_key(secret: str, name: str = "default") -> ApiKey:
 
 
 def read_keys(path: str | Path) -> tuple[ApiKey, ...]:
-    """Reads a file of keys, in YAML or JSON: an object with the list `keys`, whose entries have the fields `FIELDS`.
+    """Reads a file of keys, in YAML or JSON: an object with the list `keys`, whose entries have the
+    fields `FIELDS`.
 
     Raises:
-      UserError: the file cannot be read, has no keys or more than `MAX_KEYS`, a field is missing or wrong, or two keys have the
-        same value or name. The message contains no key.
+      UserError: the file cannot be read, has no keys or more than `MAX_KEYS`, a field is missing or
+        wrong, or two keys have the same value or name. The message contains no key.
     """
     path = Path(path)
     tree, _ = read_yaml(path, ("keys",), "keys file")
@@ -81,7 +92,9 @@ def read_keys(path: str | Path) -> tuple[ApiKey, ...]:
     keys = [_read_key(entry, f"keys[{number}] of {path}") for number, entry in enumerate(entries)]
     for what in ("name", "digest"):
         values = [getattr(key, what) for key in keys]
-        second = next((number for number, value in enumerate(values) if value in values[:number]), None)
+        second = next(
+            (number for number, value in enumerate(values) if value in values[:number]), None
+        )
         if second is not None:
             first = values.index(values[second])
             shown = "name" if what == "name" else "key"
@@ -94,23 +107,39 @@ def _read_key(entry: object, where: str) -> ApiKey:
         raise UserError(f"{where} must be an object with the fields {', '.join(FIELDS)}")
     unknown = next((name for name in entry if name not in FIELDS), None)
     if unknown is not None:
-        raise UserError(f"{where} has the unknown field {escape_name(unknown)}: the fields are {', '.join(FIELDS)}")
+        raise UserError(
+            f"{where} has the unknown field {escape_name(unknown)}: the fields are"
+            f" {', '.join(FIELDS)}"
+        )
     name = entry.get("name")
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.@-]{1,64}", name):
-        raise UserError(f"name of {where} must be 1 to 64 letters, digits or characters of _.@-, got {quote(name)}")
+        raise UserError(
+            f"name of {where} must be 1 to 64 letters, digits or characters of _.@-, got"
+            f" {quote(name)}"
+        )
     limits: dict[str, int | None] = {}
     for field in LIMITS:
         value = entry.get(field)
         if value is not None and (type(value) is not int or not 1 <= value <= MAX_LIMIT):
-            raise UserError(f"{field} of {where} must be an integer in [1, 10^9], or null, got {quote(value)}")
+            raise UserError(
+                f"{field} of {where} must be an integer in [1, 10^9], or null, got {quote(value)}"
+            )
         limits[field] = value
     admin = entry.get("admin", False)
     if not isinstance(admin, bool):
         raise UserError(f"admin of {where} must be true or false, got {quote(admin)}")
     models = entry.get("models")
-    if models is not None and not (isinstance(models, list) and models and all(isinstance(one, str) for one in models)):
+    if models is not None and not (
+        isinstance(models, list) and models and all(isinstance(one, str) for one in models)
+    ):
         raise UserError(f"models of {where} must be a list of names, or null, got {quote(models)}")
-    return ApiKey(name, _read_digest(entry, where), **limits, admin=admin, models=None if models is None else tuple(models))
+    return ApiKey(
+        name,
+        _read_digest(entry, where),
+        **limits,
+        admin=admin,
+        models=None if models is None else tuple(models),
+    )
 
 
 def _read_digest(entry: Mapping[str, object], where: str) -> bytes:
@@ -119,7 +148,9 @@ def _read_digest(entry: Mapping[str, object], where: str) -> bytes:
     if (secret is None) == (digest is None):
         raise UserError(f"{where} must have either key or sha256")
     if secret is not None:
-        if not isinstance(secret, str) or not SECRET.fullmatch(secret):  # YAML reads 12345678 as a number
+        if not isinstance(secret, str) or not SECRET.fullmatch(
+            secret
+        ):  # YAML reads 12345678 as a number
             raise UserError(f"key of {where} must be a string of {SECRET_RULE}")
         return hashlib.sha256(secret.encode()).digest()
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):

@@ -1,4 +1,6 @@
-"""Functions that run work on a bounded number of threads, and a filter that limits the rate of log lines."""
+"""Functions that run work on a bounded number of threads, and a filter that limits the rate of log
+lines.
+"""
 
 import asyncio
 import logging
@@ -21,12 +23,20 @@ async def run_in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Returns the result of `work`, run on a thread if its input of `size` bytes or characters is large."""
-    return await run_in_thread(work, *args, **kwargs) if size > THREAD_THRESHOLD else work(*args, **kwargs)
+    """Returns the result of `work`, run on a thread if its input of `size` bytes or characters is
+    large.
+    """
+    return (
+        await run_in_thread(work, *args, **kwargs)
+        if size > THREAD_THRESHOLD
+        else work(*args, **kwargs)
+    )
 
 
 class Throttle(logging.Filter):
-    """Passes each distinct line once per `LOG_SECONDS`, and at most `LOG_LINES` distinct lines in that time."""
+    """Passes each distinct line once per `LOG_SECONDS`, and at most `LOG_LINES` distinct lines in
+    that time.
+    """
 
     def __init__(self) -> None:
         super().__init__()

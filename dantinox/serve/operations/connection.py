@@ -9,14 +9,21 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from dantinox.serve.errors import error_object, http_error
-from dantinox.serve.operations.limits import IDLE_SECONDS, MAX_CONNECTIONS, MAX_CONNECTIONS_OF_ADDRESS, MAX_REFUSED, Limits
+from dantinox.serve.operations.limits import (
+    IDLE_SECONDS,
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_OF_ADDRESS,
+    MAX_REFUSED,
+    Limits,
+)
 
 
 class ConnectionTable:
-    """The open connections of a server, and the limits of their number, in total and from one address.
+    """The open connections of a server, and the limits of their number, in total and from one
+    address.
 
-    At a limit, a new connection replaces the one that has waited longest for a complete request. If there is none, the new
-    connection is refused: its first request gets an error.
+    At a limit, a new connection replaces the one that has waited longest for a complete request. If
+    there is none, the new connection is refused: its first request gets an error.
     """
 
     def __init__(self) -> None:
@@ -26,7 +33,9 @@ class ConnectionTable:
         self.waiting: dict[H11Protocol, float] = {}
 
     def admit(self, connection: H11Protocol, address: str, now: float) -> bool:
-        """Admits a connection, in place of a waiting one if necessary, or refuses it; returns whether it is admitted."""
+        """Admits a connection, in place of a waiting one if necessary, or refuses it; returns
+        whether it is admitted.
+        """
         of_address = [*self.admitted.values()].count(address) >= MAX_CONNECTIONS_OF_ADDRESS
         if of_address or len(self.admitted) >= MAX_CONNECTIONS:
             oldest = self._oldest_idle(now - IDLE_SECONDS, address if of_address else None)
@@ -39,7 +48,9 @@ class ConnectionTable:
         return True
 
     def _oldest_idle(self, latest: float, address: str | None) -> H11Protocol | None:
-        """Returns the connection that waits longest, since `latest` or before; with an address, of those from it."""
+        """Returns the connection that waits longest, since `latest` or before; with an address, of
+        those from it.
+        """
         for connection, since in self.waiting.items():
             if since <= latest and address in (None, self.admitted[connection]):
                 return connection
@@ -63,14 +74,19 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
         super().connection_made(transport)
-        # `pause_writing` is then called for every byte that cannot be sent at once, also for the last ones of a response.
+        # `pause_writing` is then called for every byte that cannot be sent at once, also for the
+        # last ones of a response.
         self.transport.set_write_buffer_limits(high=0)
         if not self.table.admit(self, self.client[0] if self.client else "", self.loop.time()):
-            self.app_state = {**self.app_state, "overloaded": True}  # a copy: other connections share the original
+            self.app_state = {
+                **self.app_state,
+                "overloaded": True,
+            }  # a copy: other connections share the original
             if len(self.table.refused) > MAX_REFUSED:
                 self.transport.abort()
                 return
-        # Nagle's algorithm delays a small write until the client acknowledges the previous one, which can take over 40 ms.
+        # Nagle's algorithm delays a small write until the client acknowledges the previous one,
+        # which can take over 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._time_head()
 
@@ -83,9 +99,15 @@ class Connection(H11Protocol):
         hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
         error = http_error("head_too_large" if hint == 431 else "malformed")
         data = json.dumps(error_object(error)).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(data))), ("connection", "close")]
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(data))),
+            ("connection", "close"),
+        ]
         events = (
-            h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status]),
+            h11.Response(
+                status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status]
+            ),
             h11.Data(data=data),
             h11.EndOfMessage(),
         )
@@ -98,7 +120,9 @@ class Connection(H11Protocol):
         self._time_head()
 
     def _time_head(self) -> None:
-        """Runs a timer while a request head is expected. Bytes of an incomplete head do not reset it."""
+        """Runs a timer while a request head is expected. Bytes of an incomplete head do not reset
+        it.
+        """
         state = self.conn.their_state
         if state is not self._waits_for and self in self.table.admitted:
             self._waits_for = state
@@ -107,7 +131,9 @@ class Connection(H11Protocol):
                 self.table.waiting[self] = self.loop.time()
         if state is h11.IDLE and not self.transport.is_closing():
             if self._head_timer is None:
-                self._head_timer = self.loop.call_later(self.limits.receive_seconds, self.timeout_keep_alive_handler)
+                self._head_timer = self.loop.call_later(
+                    self.limits.receive_seconds, self.timeout_keep_alive_handler
+                )
         elif self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -133,8 +159,8 @@ class Connection(H11Protocol):
 def connection_protocol(limits: Limits) -> type[H11Protocol]:
     """Returns the protocol class of a server, for `uvicorn.Config(http=…)`.
 
-    Timeouts apply to the first request of a connection, to an incomplete request head, and to a client that stops reading.
-    uvicorn's option `h11_max_incomplete_event_size` limits the size of an incomplete head; `middleware.Guard` limits that of a
-    complete head.
+    Timeouts apply to the first request of a connection, to an incomplete request head, and to a
+    client that stops reading. uvicorn's option `h11_max_incomplete_event_size` limits the size of
+    an incomplete head; `middleware.Guard` limits that of a complete head.
     """
     return type("Connection", (Connection,), {"table": ConnectionTable(), "limits": limits})

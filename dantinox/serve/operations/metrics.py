@@ -36,14 +36,23 @@ COUNTERS = {
     "embedded_tokens": "tokens of embedded texts",
     "compilations": "programs compiled after the warm-up",
 }
-# Counters of each key: metric → help, additional label, and the label's value → name in `KeyUsage.counts`.
+# Counters of each key: metric → help, additional label, and the label's value → name in
+# `KeyUsage.counts`.
 KEY_COUNTERS: dict[str, tuple[str, str | None, dict[str, str]]] = {
     "key_requests": ("requests of each key", None, {"": "requests"}),
-    "key_tokens": ("tokens of each key: prompt, new", "kind", {"prompt": "prompt_tokens", "new": "new_tokens"}),
+    "key_tokens": (
+        "tokens of each key: prompt, new",
+        "kind",
+        {"prompt": "prompt_tokens", "new": "new_tokens"},
+    ),
     "key_refused": (
         "requests of each key that exceeded its limit: requests, tokens, concurrent",
         "limit",
-        {"requests": "refused_requests", "tokens": "refused_tokens", "concurrent": "refused_concurrent"},
+        {
+            "requests": "refused_requests",
+            "tokens": "refused_tokens",
+            "concurrent": "refused_concurrent",
+        },
     ),
 }
 
@@ -68,7 +77,8 @@ class Metrics:
 
         Args:
           engine: the engine, or the pool of several models.
-          models: returns the state of each of several models by name; None: the server has one model.
+          models: returns the state of each of several models by name; None: the server has one
+            model.
         """
         self._engine = engine
         self._options = options or Options()
@@ -77,7 +87,10 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.responses = Counter(
-            "dantinox_responses", "HTTP responses by path and status", ("path", "status"), registry=self.registry
+            "dantinox_responses",
+            "HTTP responses by path and status",
+            ("path", "status"),
+            registry=self.registry,
         )
         self._first = Histogram(
             "dantinox_first_token_seconds",
@@ -127,27 +140,37 @@ class Metrics:
                 gauge.add_metric(values, getattr(one.prefixes, name))
             yield gauge
         evicted = CounterMetricFamily(
-            "dantinox_prefix_block_evictions", "blocks of the prefix cache that were replaced by others", labels=label
+            "dantinox_prefix_block_evictions",
+            "blocks of the prefix cache that were replaced by others",
+            labels=label,
         )
         for values, one in found.items():
             evicted.add_metric(values, one.prefixes.evictions)
         yield evicted
-        yield GaugeMetricFamily("dantinox_ready", "1 if requests are accepted, else 0", float(status.state == "ready"))
+        yield GaugeMetricFamily(
+            "dantinox_ready", "1 if requests are accepted, else 0", float(status.state == "ready")
+        )
         for name, text in COUNTERS.items():
             counter = CounterMetricFamily(f"dantinox_{name}", text, labels=label)
             for values, one in found.items():
                 counter.add_metric(values, one.counters.get(name, 0))
             yield counter
-        reloads = CounterMetricFamily("dantinox_reloads", "reloads of keys and weights: success, failure", labels=("result",))
+        reloads = CounterMetricFamily(
+            "dantinox_reloads", "reloads of keys and weights: success, failure", labels=("result",)
+        )
         for result in ("success", "failure"):
             reloads.add_metric((result,), self._options.reloader.counts[result])
         yield reloads
         yield from self._collect_keys()
 
     def _collect_keys(self) -> Iterator[Metric]:
-        """Yields the metrics of each key. The label has only names of current keys, so `MAX_KEYS` bounds their number."""
+        """Yields the metrics of each key. The label has only names of current keys, so `MAX_KEYS`
+        bounds their number.
+        """
         usage = self._options.keys.usage
-        running = GaugeMetricFamily("dantinox_key_running", "requests of each key that are being answered", labels=("key",))
+        running = GaugeMetricFamily(
+            "dantinox_key_running", "requests of each key that are being answered", labels=("key",)
+        )
         for name, one in usage.items():
             running.add_metric((name,), one.running)
         yield running

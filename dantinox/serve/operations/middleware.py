@@ -1,7 +1,8 @@
-"""Middleware: hosts, origins, API keys, limits of bodies, request ids, logs, and cancellation when the client disconnects.
+"""Middleware: hosts, origins, API keys, limits of bodies, request ids, logs, and cancellation when
+the client disconnects.
 
-A route receives a complete body. If the connection is lost, the task of the route is cancelled, so a route only needs a
-`finally` that cancels its response stream.
+A route receives a complete body. If the connection is lost, the task of the route is cancelled, so
+a route only needs a `finally` that cancels its response stream.
 """
 
 import asyncio
@@ -34,12 +35,15 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "cache-control": "no-store",
 }
-ABSOLUTE_FORM = re.compile(r"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)  # of a request target, without its query
+ABSOLUTE_FORM = re.compile(
+    r"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL
+)  # of a request target, without its query
 HOST_HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:\d{1,5})?")
 
 
 class Guard:
-    """ASGI middleware that checks requests, counts and logs them, and adds headers to their responses.
+    """ASGI middleware that checks requests, counts and logs them, and adds headers to their
+    responses.
 
     Args:
       app: the application.
@@ -47,7 +51,8 @@ class Guard:
       metrics: counts the responses.
       paths: paths with their own counter; all others are counted as `other`.
       public: paths that need no API key.
-      unlimited: paths whose POST requests do not count as requests of a key. GET requests never count.
+      unlimited: paths whose POST requests do not count as requests of a key. GET requests never
+        count.
       format_error: returns the error response for a path.
     """
 
@@ -76,14 +81,18 @@ class Guard:
 
         scope = _origin_form(scope)
         began = time.monotonic()
-        named = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        named = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         record = new_record(scope["method"], scope["path"], named)
         record.route = record.path if record.path in self._paths else None
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                self._metrics.responses.labels(record.route or "other", str(message["status"])).inc()
+                self._metrics.responses.labels(
+                    record.route or "other", str(message["status"])
+                ).inc()
                 message = _with_headers(message, record)
             await send(message)
 
@@ -94,7 +103,9 @@ class Guard:
             self._report(record)
 
     def _report(self, record: RequestRecord) -> None:
-        """Exports the trace of a complete request, and logs its line. An error in this does not affect the response."""
+        """Exports the trace of a complete request, and logs its line. An error in this does not
+        affect the response.
+        """
         trace_id = None
         try:
             trace_id = self._options.export_trace(record)
@@ -102,7 +113,9 @@ class Guard:
             log.exception("the trace of a request could not be exported")
         log_request(record, trace_id)
 
-    async def _respond(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
+    async def _respond(
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
+    ) -> None:
         try:
             record.key = self._check_head(scope)
             body = await self._read_body(scope, receive)
@@ -156,8 +169,9 @@ class Guard:
     def _check_host_and_origin(self, scope: Scope) -> None:
         """Raises RequestError for a request that a web page of another site may have sent.
 
-        Such a page can send requests through DNS rebinding, or as cross-origin requests, which have an effect although the page
-        cannot read the responses. Browsers send the page's origin in the header Origin.
+        Such a page can send requests through DNS rebinding, or as cross-origin requests, which have
+        an effect although the page cannot read the responses. Browsers send the page's origin in
+        the header Origin.
         """
         hosts = _header_values(scope["headers"], b"host")
         host = hosts[0].lower() if len(hosts) == 1 else ""
@@ -181,7 +195,8 @@ class Guard:
         headers = dict(scope["headers"])
         too_large = http_error("body_too_large", limits.max_body)
         declared = int(headers.get(b"content-length", 0))  # h11 has checked the digits
-        # A sender that expects `100 Continue` has sent nothing yet. Others get the error only when their body has been read.
+        # A sender that expects `100 Continue` has sent nothing yet. Others get the error only when
+        # their body has been read.
         most = limits.max_body if b"expect" in headers else limits.max_body * DRAIN_FACTOR
         if declared > most:
             raise too_large
@@ -206,8 +221,12 @@ class Guard:
             raise too_large
         return bytes(body)
 
-    async def _run_while_connected(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Runs the application and cancels it if the connection is lost before the response is complete."""
+    async def _run_while_connected(
+        self, scope: Scope, body: bytes, receive: Receive, send: Send
+    ) -> None:
+        """Runs the application and cancels it if the connection is lost before the response is
+        complete.
+        """
         disconnected = asyncio.Event()
         messages = [body]
         complete = False
@@ -225,14 +244,18 @@ class Guard:
 
         async def forward(message: Message) -> None:
             nonlocal complete
-            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+            complete = message["type"] == "http.response.body" and not message.get(
+                "more_body", False
+            )
             await send(message)
 
         work = asyncio.ensure_future(self._app(scope, replay, forward))
         watching = asyncio.ensure_future(watch())
         try:
             await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if complete or work.done():  # uvicorn also reports a disconnect after a complete response
+            if (
+                complete or work.done()
+            ):  # uvicorn also reports a disconnect after a complete response
                 await work
         finally:
             for task in (work, watching):
@@ -241,21 +264,31 @@ class Guard:
 
 
 def _with_headers(message: Message, record: RequestRecord) -> Message:
-    """Returns the start of a response with the headers of every response that it does not have yet."""
+    """Returns the start of a response with the headers of every response that it does not have
+    yet.
+    """
     headers = HEADERS | {"x-request-id": record.id}
     if record.usage is not None:
         headers |= record.usage.headers()
     present = {name.lower() for name, _ in message["headers"]}
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return {**message, "headers": [*message["headers"], *(field for field in encoded if field[0] not in present)]}
+    return {
+        **message,
+        "headers": [*message["headers"], *(field for field in encoded if field[0] not in present)],
+    }
 
 
 def _origin_form(scope: Scope) -> Scope:
-    """Returns a scope whose target is a path. A target with scheme and host replaces the Host header (RFC 9112, 3.2.2)."""
+    """Returns a scope whose target is a path. A target with scheme and host replaces the Host
+    header (RFC 9112, 3.2.2).
+    """
     found = ABSOLUTE_FORM.fullmatch(scope["path"])
     if found is None:
         return scope
-    head = [(b"host", found[1].encode()), *(field for field in scope["headers"] if field[0] != b"host")]
+    head = [
+        (b"host", found[1].encode()),
+        *(field for field in scope["headers"] if field[0] != b"host"),
+    ]
     raw_path = b"/" + scope["raw_path"].partition(b"://")[2].partition(b"/")[2]
     return {**scope, "path": found[2] or "/", "raw_path": raw_path, "headers": head}
 
@@ -265,7 +298,9 @@ def _header_values(head: Sequence[tuple[bytes, bytes]], wanted: bytes) -> list[s
 
 
 def _secrets(head: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
-    """Returns the keys in the headers `Authorization: Bearer KEY` and `x-api-key: KEY`; a repeated header counts as absent."""
+    """Returns the keys in the headers `Authorization: Bearer KEY` and `x-api-key: KEY`; a repeated
+    header counts as absent.
+    """
     found: list[bytes] = []
     authorization = [value for name, value in head if name == b"authorization"]
     if len(authorization) == 1:

@@ -1,7 +1,8 @@
-"""Rate limits of one API key: exact token buckets, the number of running requests, and the `x-ratelimit-*` headers.
+"""Rate limits of one API key: exact token buckets, the number of running requests, and the
+`x-ratelimit-*` headers.
 
-A token bucket of `per_minute` tokens starts full and gains `per_minute` tokens a minute, continuously, up to `per_minute`. See
-Tanenbaum, *Computer Networks*, section "Traffic shaping".
+A token bucket of `per_minute` tokens starts full and gains `per_minute` tokens a minute,
+continuously, up to `per_minute`. See Tanenbaum, *Computer Networks*, section "Traffic shaping".
 """
 
 import math
@@ -39,7 +40,8 @@ class ApiKey:
 class TokenBucket:
     """A token bucket in integer arithmetic. All times are nanoseconds of one monotonic clock.
 
-    The level is counted in units of 1 / `MINUTE` token, so that each nanosecond adds exactly `per_minute` units.
+    The level is counted in units of 1 / `MINUTE` token, so that each nanosecond adds exactly
+    `per_minute` units.
     """
 
     def __init__(self, per_minute: int, now: int):
@@ -53,7 +55,9 @@ class TokenBucket:
         self._updated = max(now, self._updated)
 
     def take(self, tokens: int, now: int) -> int:
-        """Takes `tokens` if the bucket holds as many. Returns 0, or the nanoseconds after which it will hold them."""
+        """Takes `tokens` if the bucket holds as many. Returns 0, or the nanoseconds after which it
+        will hold them.
+        """
         self._refill(now)
         missing = tokens * MINUTE - self._level
         if missing > 0:
@@ -62,7 +66,9 @@ class TokenBucket:
         return 0
 
     def put_back(self, tokens: int, now: int) -> None:
-        """Returns tokens that were taken and not used; a negative number takes tokens, below zero if necessary."""
+        """Returns tokens that were taken and not used; a negative number takes tokens, below zero
+        if necessary.
+        """
         self._refill(now)
         self._level = min(self.per_minute * MINUTE, self._level + tokens * MINUTE)
 
@@ -85,12 +91,19 @@ class TokenBucket:
 
 
 class RateLimited(RequestError):
-    """A limit of the key is exceeded. Another attempt after `nanoseconds` is allowed if no other request intervenes."""
+    """A limit of the key is exceeded. Another attempt after `nanoseconds` is allowed if no other
+    request intervenes.
+    """
 
     def __init__(self, message: str, nanoseconds: int):
         seconds = max(1, math.ceil(nanoseconds / NANOSECONDS))
-        headers = {"retry-after": str(seconds), "retry-after-ms": str(max(1, math.ceil(nanoseconds / 1_000_000)))}
-        super().__init__(429, f"{message}: try again in {seconds} s", code="rate_limit_exceeded", headers=headers)
+        headers = {
+            "retry-after": str(seconds),
+            "retry-after-ms": str(max(1, math.ceil(nanoseconds / 1_000_000))),
+        }
+        super().__init__(
+            429, f"{message}: try again in {seconds} s", code="rate_limit_exceeded", headers=headers
+        )
 
 
 class KeyUsage:
@@ -98,8 +111,8 @@ class KeyUsage:
 
     Attributes:
       running: number of requests that are being answered.
-      counts: `requests`, `prompt_tokens`, `new_tokens`, and the requests refused by each limit: `refused_requests`,
-        `refused_tokens`, `refused_concurrent`.
+      counts: `requests`, `prompt_tokens`, `new_tokens`, and the requests refused by each limit:
+        `refused_requests`, `refused_tokens`, `refused_concurrent`.
     """
 
     def __init__(self, key: ApiKey, clock: Callable[[], int]):
@@ -115,7 +128,10 @@ class KeyUsage:
         """Applies new limits. Requests and tokens of the last minute still count."""
         self._key = key
         now = self._clock()
-        for kind, rate in (("requests", key.requests_per_minute), ("tokens", key.tokens_per_minute)):
+        for kind, rate in (
+            ("requests", key.requests_per_minute),
+            ("tokens", key.tokens_per_minute),
+        ):
             if rate is None:
                 self._buckets.pop(kind, None)
             elif kind in self._buckets:
@@ -127,17 +143,24 @@ class KeyUsage:
         """Counts the beginning of a request; call `end` once after it.
 
         Raises:
-          RateLimited: too many requests are running, or too many have begun in the last minute. Such a request is not counted.
+          RateLimited: too many requests are running, or too many have begun in the last minute.
+            Such a request is not counted.
         """
         name = self._key.name
         most = self._key.concurrent_requests
         if most is not None and self.running >= most:
             self.counts["refused_concurrent"] += 1
-            raise RateLimited(f"the key {name} already has {self.running} running requests, and its limit is {most}", 0)
+            raise RateLimited(
+                f"the key {name} already has {self.running} running requests, and its limit is"
+                f" {most}",
+                0,
+            )
         bucket = self._buckets.get("requests")
         if bucket is not None and (wait := bucket.take(1, self._clock())):
             self.counts["refused_requests"] += 1
-            raise RateLimited(f"the key {name} has used its {bucket.per_minute} requests per minute", wait)
+            raise RateLimited(
+                f"the key {name} has used its {bucket.per_minute} requests per minute", wait
+            )
         self.running += 1
         self.counts["requests"] += 1
 
@@ -162,9 +185,15 @@ class KeyUsage:
         rate = bucket.per_minute
         if tokens > rate:
             self.counts["refused_tokens"] += 1
-            message = f"prompts and answers can have {tokens:,} tokens, but the key {name} has {rate:,} tokens per minute"
+            message = (
+                f"prompts and answers can have {tokens:,} tokens, but the key {name} has {rate:,}"
+                " tokens per minute"
+            )
             raise RequestError(
-                400, f"{message}: shorten the prompt or lower max_tokens", param="max_tokens", code="too_many_tokens"
+                400,
+                f"{message}: shorten the prompt or lower max_tokens",
+                param="max_tokens",
+                code="too_many_tokens",
             )
         if wait := bucket.take(tokens, self._clock()):
             self.counts["refused_tokens"] += 1
@@ -179,7 +208,9 @@ class KeyUsage:
             self._buckets["tokens"].put_back(reserved - prompt - new, self._clock())
 
     def headers(self) -> dict[str, str]:
-        """Returns OpenAI's headers of a response: each limit, what remains of it, and the time until all of it remains."""
+        """Returns OpenAI's headers of a response: each limit, what remains of it, and the time
+        until all of it remains.
+        """
         found = dict[str, str]()
         now = self._clock()
         for kind, bucket in self._buckets.items():
@@ -190,7 +221,9 @@ class KeyUsage:
 
 
 def format_duration(nanoseconds: int) -> str:
-    """Formats a duration as OpenAI does: `20ms`, `8.64s`, `1m0s`. It is rounded up to milliseconds."""
+    """Formats a duration as OpenAI does: `20ms`, `8.64s`, `1m0s`. It is rounded up to
+    milliseconds.
+    """
     milliseconds = -(-nanoseconds // 1_000_000)
     minutes, rest = divmod(milliseconds, 60_000)
     if milliseconds < 1000:

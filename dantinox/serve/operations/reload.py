@@ -16,7 +16,8 @@ ReloadWeights = Callable[[], Awaitable[bool]]
 
 
 class Reloader:
-    """Rereads the file of the keys, and then the weights. After an error the server keeps all it had before.
+    """Rereads the file of the keys, and then the weights. After an error the server keeps all it
+    had before.
 
     Attributes:
       counts: number of reloads by their result, `success` or `failure`.
@@ -35,21 +36,29 @@ class Reloader:
         self.counts = Counter[str]()
 
     async def run(self) -> dict[str, JSON]:
-        """Reloads once; a second call waits for the first one. Returns the number of keys, and whether the weights are new.
+        """Reloads once; a second call waits for the first one. Returns the number of keys, and
+        whether the weights are new.
 
-        A reload that has begun continues if this call is cancelled, so that a lost connection does not leave it half done.
+        A reload that has begun continues if this call is cancelled, so that a lost connection does
+        not leave it half done.
 
         Raises:
           UserError: a file cannot be used. Neither the keys nor the weights have changed.
         """
         task = asyncio.ensure_future(self._run())
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the error is logged already
+        task.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # the error is logged already
         return await asyncio.shield(task)
 
     async def _run(self) -> dict[str, JSON]:
         async with self._lock:
             try:
-                keys = None if self._keys.path is None else await run_in_thread(read_keys, self._keys.path)
+                keys = (
+                    None
+                    if self._keys.path is None
+                    else await run_in_thread(read_keys, self._keys.path)
+                )
                 new_weights = self._reload_weights is not None and await self._reload_weights()
             except Exception as error:
                 self.counts["failure"] += 1
@@ -59,7 +68,11 @@ class Reloader:
             if keys is not None:
                 self._keys.replace(keys)
             self.counts["success"] += 1
-            log.info("reloaded: %d keys, weights %s", len(self._keys), "replaced" if new_weights else "unchanged")
+            log.info(
+                "reloaded: %d keys, weights %s",
+                len(self._keys),
+                "replaced" if new_weights else "unchanged",
+            )
             return {"keys": len(self._keys), "new_weights": new_weights}
 
     async def run_after_signal(self) -> None:

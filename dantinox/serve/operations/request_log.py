@@ -1,4 +1,6 @@
-"""Logs of the server: one line per request and all other messages, in one format, as text or JSON."""
+"""Logs of the server: one line per request and all other messages, in one format, as text or
+JSON.
+"""
 
 import datetime
 import json
@@ -28,11 +30,12 @@ def log_request(record: RequestRecord, trace_id: str | None = None) -> None:
 
 
 def request_fields(record: RequestRecord) -> dict[str, object]:
-    """Returns the fields of a request's log line. A request without generations has no fields about slots and new tokens.
+    """Returns the fields of a request's log line. A request without generations has no fields about
+    slots and new tokens.
 
-    The times are seconds: `queued_seconds` until the last prompt has a slot, `first_token_seconds` until the first token of any
-    prompt, both from the arrival of the prompt at the engine, and `seconds` from the arrival of the request to the end of its
-    response.
+    The times are seconds: `queued_seconds` until the last prompt has a slot, `first_token_seconds`
+    until the first token of any prompt, both from the arrival of the prompt at the engine, and
+    `seconds` from the arrival of the request to the end of its response.
     """
     fields: dict[str, object] = {
         "request_id": record.id,
@@ -48,7 +51,11 @@ def request_fields(record: RequestRecord) -> dict[str, object]:
         return fields
     stats = [generation.stats for generation in record.generations]
     first = [one.first_token_seconds for one in stats if one.new_tokens]
-    reasons = {reason: None for one in record.generations for _, reason in sorted(one.finish_reasons.items())}
+    reasons = {
+        reason: None
+        for one in record.generations
+        for _, reason in sorted(one.finish_reasons.items())
+    }
     return fields | {
         "cached_tokens": sum(one.reused_tokens for one in stats),
         "new_tokens": record.new_tokens,
@@ -59,7 +66,9 @@ def request_fields(record: RequestRecord) -> dict[str, object]:
 
 
 def _fields_of(record: logging.LogRecord) -> Mapping[str, object]:
-    """Returns the additional fields of a log record; a message of a running request has the request's id."""
+    """Returns the additional fields of a log record; a message of a running request has the
+    request's id.
+    """
     fields: Mapping[str, object] | None = getattr(record, "fields", None)
     if fields is not None:
         return fields
@@ -90,25 +99,41 @@ class JSONFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a log record as a line `TIME LEVEL message name=value …`; the lines of a traceback follow it."""
+    """Formats a log record as a line `TIME LEVEL message name=value …`; the lines of a traceback
+    follow it.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = {name: value for name, value in _fields_of(record).items() if name not in ("method", "path", "status")}
+        fields = {
+            name: value
+            for name, value in _fields_of(record).items()
+            if name not in ("method", "path", "status")
+        }
         shown = "".join(f" {name}={value}" for name, value in fields.items() if value is not None)
-        line = f"{_time(record)} {record.levelname} {_one_line(record.getMessage())}{_one_line(shown)}"
+        line = (
+            f"{_time(record)} {record.levelname} {_one_line(record.getMessage())}{_one_line(shown)}"
+        )
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def _one_line(text: str) -> str:
-    """Escapes control characters, so that a client cannot add lines or terminal commands to the log."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    """Escapes control characters, so that a client cannot add lines or terminal commands to the
+    log.
+    """
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
 
 
-FORMATTERS: dict[str, Callable[[], logging.Formatter]] = {"text": TextFormatter, "json": JSONFormatter}
+FORMATTERS: dict[str, Callable[[], logging.Formatter]] = {
+    "text": TextFormatter,
+    "json": JSONFormatter,
+}
 
 
 def configure_logging(log_format: str) -> None:
-    """Writes the messages of all libraries, warnings of Python, and one line per request to standard error in one format.
+    """Writes the messages of all libraries, warnings of Python, and one line per request to
+    standard error in one format.
 
     Args:
       log_format: one of `LOG_FORMATS`.

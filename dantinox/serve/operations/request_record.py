@@ -1,6 +1,8 @@
-"""`RequestRecord`: the identity, key, generations and times of one HTTP request, for logs, metrics and traces.
+"""`RequestRecord`: the identity, key, generations and times of one HTTP request, for logs, metrics
+and traces.
 
-The middleware creates the record. Code that runs in the task of the request reads it with `current_record()`.
+The middleware creates the record. Code that runs in the task of the request reads it with
+`current_record()`.
 """
 
 import contextlib
@@ -15,7 +17,9 @@ from dantinox.generation.request import GenerationRequest, RequestStats
 from dantinox.serve.operations.rate_limits import ApiKey, KeyUsage
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-CLIENT_CLOSED = 499  # the status in logs of a request whose client disconnected before the response; nginx uses the same
+# The status in logs of a request whose client disconnected before the response; nginx uses the
+# same.
+CLIENT_CLOSED = 499
 
 
 @dataclass
@@ -50,7 +54,8 @@ class RequestRecord:
       generations: the generation requests that the engine has accepted.
       processed_tokens: prompt tokens that are processed without a generation request.
       status: HTTP status; `CLIENT_CLOSED` until the response begins.
-      started, seconds: time of arrival in nanoseconds since the epoch, and seconds until the end of the response.
+      started, seconds: time of arrival in nanoseconds since the epoch, and seconds until the end of
+        the response.
     """
 
     id: str
@@ -70,8 +75,8 @@ class RequestRecord:
 
     @contextlib.contextmanager
     def tokens(self, most: int) -> Iterator[None]:
-        """Reserves `most` tokens of the key's limit in the block. After it, the tokens that the block has used count: those of
-        new `generations`, and those added to `processed_tokens`.
+        """Reserves `most` tokens of the key's limit in the block. After it, the tokens that the
+        block has used count: those of new `generations`, and those added to `processed_tokens`.
 
         Raises:
           RateLimited, RequestError: as `KeyUsage.reserve_tokens`.
@@ -85,11 +90,15 @@ class RequestRecord:
         try:
             yield
         finally:
-            self.usage.settle_tokens(reserved, self.prompt_tokens - prompt_before, self.new_tokens - new_before)
+            self.usage.settle_tokens(
+                reserved, self.prompt_tokens - prompt_before, self.new_tokens - new_before
+            )
 
     @property
     def prompt_tokens(self) -> int:
-        return self.processed_tokens + sum(generation.stats.prompt_tokens for generation in self.generations)
+        return self.processed_tokens + sum(
+            generation.stats.prompt_tokens for generation in self.generations
+        )
 
     @property
     def new_tokens(self) -> int:
@@ -100,7 +109,9 @@ _current: ContextVar[RequestRecord | None] = ContextVar("request", default=None)
 
 
 def current_record() -> RequestRecord:
-    """Returns the record of the request that this task answers; outside of a request, a new record."""
+    """Returns the record of the request that this task answers; outside of a request, a new
+    record.
+    """
     return _current.get() or RequestRecord("-")
 
 
@@ -111,7 +122,9 @@ def new_record(method: str, path: str, headers: dict[str, str]) -> RequestRecord
       headers: the headers of the request, with names in lower case.
     """
     given = headers.get("x-request-id", "")
-    trace_headers: dict[str, str] = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+    trace_headers: dict[str, str] = {
+        name: headers[name] for name in ("traceparent", "tracestate") if name in headers
+    }
     request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
     record = RequestRecord(request_id, method, path, trace_headers=trace_headers)
     _current.set(record)

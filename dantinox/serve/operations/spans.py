@@ -1,8 +1,10 @@
-"""OpenTelemetry traces: the spans of each request, with the attributes of the semantic conventions for generative AI.
+"""OpenTelemetry traces: the spans of each request, with the attributes of the semantic conventions
+for generative AI.
 
-A request is a span of kind server. Each of its prompts is a child span `chat MODEL` or `text_completion MODEL`, with three
-children: `queue` until the prompt has a slot, `prefill` until its first token, and `decode` until its end. The spans are
-created when the request is complete, from the times of its record, so tracing costs nothing while tokens are generated.
+A request is a span of kind server. Each of its prompts is a child span `chat MODEL` or
+`text_completion MODEL`, with three children: `queue` until the prompt has a slot, `prefill` until
+its first token, and `decode` until its end. The spans are created when the request is complete,
+from the times of its record, so tracing costs nothing while tokens are generated.
 
 Source of the names: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
@@ -36,8 +38,8 @@ SETTINGS = {
 def make_provider() -> "TracerProvider":
     """Returns a provider that sends spans to a collector with OTLP over HTTP.
 
-    The environment variables of OpenTelemetry configure it: `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_SERVICE_NAME`,
-    `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_TRACES_SAMPLER` and others.
+    The environment variables of OpenTelemetry configure it: `OTEL_EXPORTER_OTLP_ENDPOINT`,
+    `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_TRACES_SAMPLER` and others.
 
     Raises:
       UserError: OpenTelemetry is not installed.
@@ -48,23 +50,28 @@ def make_provider() -> "TracerProvider":
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     own = Resource({"service.name": "dantinox", "service.version": __version__})
-    provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
+    provider = TracerProvider(
+        resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+    )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 
 
 def close_provider(provider: "TracerProvider") -> None:
-    """Sends the remaining spans, for at most `FLUSH_SECONDS`: a collector that does not answer must not delay the end."""
+    """Sends the remaining spans, for at most `FLUSH_SECONDS`: a collector that does not answer must
+    not delay the end.
+    """
     thread = threading.Thread(target=provider.shutdown, daemon=True)
     thread.start()
     thread.join(FLUSH_SECONDS)
 
 
 def trace_exporter(provider: "TracerProvider") -> Callable[[RequestRecord], str | None]:
-    """Returns a function that creates the spans of a complete request and returns the id of their trace.
+    """Returns a function that creates the spans of a complete request and returns the id of their
+    trace.
 
-    The client's `traceparent` is the parent, and decides whether the trace is sampled. Probes (`/health`, `/metrics`) have no
-    spans.
+    The client's `traceparent` is the parent, and decides whether the trace is sampled. Probes
+    (`/health`, `/metrics`) have no spans.
     """
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -77,9 +84,18 @@ def trace_exporter(provider: "TracerProvider") -> Callable[[RequestRecord], str 
             return None
         end = record.started + round(record.seconds * 1e9)
 
-        def span(name: str, start: int, end: int, parent: Any, attributes: Mapping[str, Any], kind: Any = None) -> Any:
+        def span(
+            name: str,
+            start: int,
+            end: int,
+            parent: Any,
+            attributes: Mapping[str, Any],
+            kind: Any = None,
+        ) -> Any:
             """Creates a span and returns its context, the parent of further spans."""
-            made = tracer.start_span(name, parent, kind or trace.SpanKind.INTERNAL, attributes, start_time=start)
+            made = tracer.start_span(
+                name, parent, kind or trace.SpanKind.INTERNAL, attributes, start_time=start
+            )
             if attributes.get("error.type"):
                 made.set_status(trace.StatusCode.ERROR)
             made.end(end)
@@ -97,10 +113,16 @@ def trace_exporter(provider: "TracerProvider") -> Callable[[RequestRecord], str 
         for generation in record.generations:
             times = _times(generation, end)
             name = f"{record.operation} {record.model}"
-            parent = span(name, times[0], times[-1], request, generation_attributes(record, generation))
-            for phase, start, stop in zip(("queue", "prefill", "decode"), times, times[1:], strict=False):
+            parent = span(
+                name, times[0], times[-1], request, generation_attributes(record, generation)
+            )
+            for phase, start, stop in zip(
+                ("queue", "prefill", "decode"), times, times[1:], strict=False
+            ):
                 span(phase, start, stop, parent, {})
-        trace_id: str = trace.format_trace_id(trace.get_current_span(request).get_span_context().trace_id)
+        trace_id: str = trace.format_trace_id(
+            trace.get_current_span(request).get_span_context().trace_id
+        )
         return trace_id
 
     return export
@@ -123,7 +145,9 @@ def _http_attributes(record: RequestRecord) -> dict[str, Any]:
 
 
 def generation_attributes(record: RequestRecord, generation: Generation) -> dict[str, Any]:
-    """Returns the attributes of one prompt: model, settings, tokens and finish reasons; no prompt and no generated text."""
+    """Returns the attributes of one prompt: model, settings, tokens and finish reasons; no prompt
+    and no generated text.
+    """
     section = generation.request.config.generation
     stats = generation.stats
     settings = {name: getattr(section, key) for key, name in SETTINGS.items()}
@@ -137,13 +161,16 @@ def generation_attributes(record: RequestRecord, generation: Generation) -> dict
         "gen_ai.usage.input_tokens": stats.prompt_tokens,
         "gen_ai.usage.output_tokens": stats.new_tokens,
         "gen_ai.usage.cache_read.input_tokens": stats.reused_tokens,
-        "gen_ai.response.finish_reasons": [reason for _, reason in sorted(generation.finish_reasons.items())],
+        "gen_ai.response.finish_reasons": [
+            reason for _, reason in sorted(generation.finish_reasons.items())
+        ],
         **{name: value for name, value in settings.items() if value is not None},
     }
 
 
 def _times(generation: Generation, end: int) -> list[int]:
-    """Returns when a prompt arrived, got its slot and had its first token, as far as it came, and then when it ended.
+    """Returns when a prompt arrived, got its slot and had its first token, as far as it came, and
+    then when it ended.
 
     All are nanoseconds since the epoch, in increasing order; `end` is the end of the whole request.
     """

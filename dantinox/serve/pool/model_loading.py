@@ -20,14 +20,18 @@ log = logging.getLogger("dantinox.serve")
 
 
 class OpenModel(NamedTuple):
-    """A loaded model: its engine, its chat template, and the function that loads its weights again if they have changed."""
+    """A loaded model: its engine, its chat template, and the function that loads its weights again
+    if they have changed.
+    """
 
     engine: AsyncEngine
     template: ChatTemplate | None
     reload_weights: ReloadWeights
 
 
-def open_model(spec: ModelSpec, loras: Mapping[str, Path] | None = None, memory: int | None = None) -> OpenModel:
+def open_model(
+    spec: ModelSpec, loras: Mapping[str, Path] | None = None, memory: int | None = None
+) -> OpenModel:
     """Loads a model and creates its engine, which is not started and has allocated no caches.
 
     Args:
@@ -35,19 +39,29 @@ def open_model(spec: ModelSpec, loras: Mapping[str, Path] | None = None, memory:
       memory: as in `EngineOptions`.
 
     Raises:
-      UserError: a file is missing or damaged, a setting is invalid, or the memory is too small for one slot.
+      UserError: a file is missing or damaged, a setting is invalid, or the memory is too small for
+        one slot.
     """
     directory = open_run(spec.run_dir, check=False)
     loras = spec.loras if loras is None else loras
     config = overlay(load_run_config(directory), spec.settings, "command line")
     run = load(spec.run_dir, config.generation.tensor_parallel, loras)
-    template = ChatTemplate.from_name(spec.chat_template, run.tokenizer) if spec.chat_template is not None else None
+    template = (
+        ChatTemplate.from_name(spec.chat_template, run.tokenizer)
+        if spec.chat_template is not None
+        else None
+    )
     if template is None and (path := find_chat_template(directory)) is not None:
         template = ChatTemplate.load(path, run.tokenizer)
     form = reply_format(template, run.tokenizer, spec.tool_format)  # raises for an unknown name
-    if spec.tool_format == "auto" and template is not None and find_tool_format(template.source) is None:
+    if (
+        spec.tool_format == "auto"
+        and template is not None
+        and find_tool_format(template.source) is None
+    ):
         log.info(
-            "%s: the chat template shows no known notation of tool calls, so that of %s is used (set --tool_format)",
+            "%s: the chat template shows no known notation of tool calls, so that of %s is used"
+            " (set --tool_format)",
             spec.name,
             form.name,
         )

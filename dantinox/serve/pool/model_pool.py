@@ -1,16 +1,19 @@
-"""`ModelPool`: the models of one server, loaded when a request needs them, within a bound on their number and memory.
+"""`ModelPool`: the models of one server, loaded when a request needs them, within a bound on their
+number and memory.
 
-    pool = ModelPool([ModelSpec("small", Path("runs/small")), ModelSpec("large", Path("runs/large"))], memory=12 * 10**9)
+    specs = [ModelSpec("small", Path("runs/small")), ModelSpec("large", Path("runs/large"))]
+    pool = ModelPool(specs, memory=12 * 10**9)
     async with pool.use("large") as member:
         ...  # the model is loaded, and stays loaded inside the block
 
-All state belongs to the event loop. One task loads the models that requests wait for, one after the other, in the order of
-the first request for each; the work of a load runs in a thread. Before a load, the task unloads the models that have not been
-used for the longest time, but never one that a request uses. A load continues if its requests are cancelled.
+All state belongs to the event loop. One task loads the models that requests wait for, one after the
+other, in the order of the first request for each; the work of a load runs in a thread. Before a
+load, the task unloads the models that have not been used for the longest time, but never one that a
+request uses. A load continues if its requests are cancelled.
 
-The memory of a model is that of its weights and caches (`SlotBatch.memory_bytes`). It is measured when the weights are loaded
-and before the caches are allocated; until then, the size of the file of the weights, or the measurement of an earlier load,
-stands for it.
+The memory of a model is that of its weights and caches (`SlotBatch.memory_bytes`). It is measured
+when the weights are loaded and before the caches are allocated; until then, the size of the file of
+the weights, or the measurement of an earlier load, stands for it.
 """
 
 import asyncio
@@ -29,7 +32,11 @@ from starlette.types import ASGIApp
 from dantinox.config import UserError
 from dantinox.platform import release_free_memory
 from dantinox.serve.errors import Unavailable
-from dantinox.serve.operations.limits import LOAD_RETRY_SECONDS, MAX_QUEUED_REQUESTS, MODEL_WAIT_SECONDS
+from dantinox.serve.operations.limits import (
+    LOAD_RETRY_SECONDS,
+    MAX_QUEUED_REQUESTS,
+    MODEL_WAIT_SECONDS,
+)
 from dantinox.serve.pool.model_loading import OpenModel
 from dantinox.serve.pool.model_specs import ModelSpec
 from dantinox.serve.response_stream import Status
@@ -47,7 +54,9 @@ class _Abandoned(Exception):
 class OpenFunction(Protocol):
     """Loads a model, as `open_model` does; called in a thread."""
 
-    def __call__(self, spec: ModelSpec, loras: Mapping[str, Path] | None, memory: int | None) -> OpenModel: ...
+    def __call__(
+        self, spec: ModelSpec, loras: Mapping[str, Path] | None, memory: int | None
+    ) -> OpenModel: ...
 
 
 @dataclass(eq=False)
@@ -56,9 +65,10 @@ class Member:
 
     Attributes:
       spec: what it is.
-      state: `unloaded`, `loading`, `waiting` (its weights are loaded, and it needs room for its caches), `loaded`, `unloading`,
-        or `failed` after a failure of its engine.
-      opened, service, app: the loaded model, its service, and the application that answers its requests.
+      state: `unloaded`, `loading`, `waiting` (its weights are loaded, and it needs room for its
+        caches), `loaded`, `unloading`, or `failed` after a failure of its engine.
+      opened, service, app: the loaded model, its service, and the application that answers its
+        requests.
       file_size: bytes of the file of its weights; 0: unknown.
       size: bytes that count towards the bound while it is not unloaded.
       users: requests that use it.
@@ -107,15 +117,24 @@ class Member:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can be unloaded: no request uses it, and none that waited for its load is about to use it."""
-        return not self.users and (self.state == "failed" or (self.state == "loaded" and not self.waiting))
+        """Whether it can be unloaded: no request uses it, and none that waited for its load is
+        about to use it.
+        """
+        return not self.users and (
+            self.state == "failed" or (self.state == "loaded" and not self.waiting)
+        )
 
     def status(self) -> Status:
         """Returns the state of its engine. The counters include those of earlier loads."""
         if self.opened is None or self.state == "unloading":
-            return Status(self.state, "", slots=0, busy=0, queued=0, queue=0, context=0, counters=self.past)
+            return Status(
+                self.state, "", slots=0, busy=0, queued=0, queue=0, context=0, counters=self.past
+            )
         status = self.opened.engine.status()
-        counters = {name: status.counters.get(name, 0) + self.past[name] for name in {*status.counters, *self.past}}
+        counters = {
+            name: status.counters.get(name, 0) + self.past[name]
+            for name in {*status.counters, *self.past}
+        }
         return Status(**{**vars(status), "counters": counters})
 
 
@@ -123,7 +142,8 @@ class ModelPool:
     """Implements `RunnableEngine` for several models.
 
     Attributes:
-      members: the models by name; the first one is loaded at the start and answers requests without a name.
+      members: the models by name; the first one is loaded at the start and answers requests without
+        a name.
       default: the first model.
       max_models, memory: the most models loaded together, and the most bytes; None: no bound.
       attach: returns the service and the application of a loaded model.
@@ -165,7 +185,9 @@ class ModelPool:
         self._preloaded: OpenModel | None = None
         self._state = "loading"
         self._doing = "loading the first model"
-        self._waits = 0  # how often a request began to wait for a model that no other request waited for
+        self._waits = (
+            0  # how often a request began to wait for a model that no other request waited for
+        )
         self.peak = 0
         self._loader: asyncio.Task[None] | None = None
         self._timers = set[asyncio.TimerHandle]()
@@ -183,8 +205,8 @@ class ModelPool:
         """Loads a model if necessary, and keeps it loaded inside the block.
 
         Raises:
-          Unavailable: the model cannot be loaded, too many requests wait for it, all loaded models stayed in use, or the server
-            is stopping.
+          Unavailable: the model cannot be loaded, too many requests wait for it, all loaded models
+            stayed in use, or the server is stopping.
         """
         member = self.members[name]
         await self._wait_until_loaded(member)
@@ -206,7 +228,9 @@ class ModelPool:
         if time.monotonic() < member.retry:
             raise Unavailable(member.error)
         if member.waiting >= self._queue:
-            raise Unavailable(f"too many requests wait for the model {member.name}: try again later")
+            raise Unavailable(
+                f"too many requests wait for the model {member.name}: try again later"
+            )
         failures = member.failures
         began = time.monotonic()
         if not member.waiting:
@@ -222,7 +246,10 @@ class ModelPool:
                 until = max(began, member.since) + self._wait
                 seconds = None if member.state == "loading" else until - time.monotonic()
                 if seconds is not None and seconds <= 0:
-                    raise Unavailable(f"the model {member.name} cannot be loaded now: all loaded models are in use")
+                    raise Unavailable(
+                        f"the model {member.name} cannot be loaded now: all loaded models are"
+                        " in use"
+                    )
                 await self._change(seconds)
         finally:
             member.waiting -= 1
@@ -247,12 +274,16 @@ class ModelPool:
         self._changes.discard(change)
 
     def keep(self, member: Member, seconds: float | None) -> None:
-        """Unloads a model if no request has used it for `seconds` from now on; None: keeps it until its room is needed."""
+        """Unloads a model if no request has used it for `seconds` from now on; None: keeps it until
+        its room is needed.
+        """
         member.keep_until = None if seconds is None else time.monotonic() + seconds
         if seconds is not None:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(seconds, self._on_timer)
-            self._timers = {one for one in self._timers if one.when() > loop.time() and not one.cancelled()} | {timer}
+            self._timers = {
+                one for one in self._timers if one.when() > loop.time() and not one.cancelled()
+            } | {timer}
 
     def _on_timer(self) -> None:
         self._start_loader()
@@ -277,7 +308,11 @@ class ModelPool:
                 expired = member.keep_until is not None and member.keep_until <= now
                 if expired and member.state == "loaded" and member.is_idle:
                     await self._unload(member)
-            wanted = [m for m in self.members.values() if m.waiting and m.state in ("unloaded", "failed") and m.retry <= now]
+            wanted = [
+                m
+                for m in self.members.values()
+                if m.waiting and m.state in ("unloaded", "failed") and m.retry <= now
+            ]
             if not wanted:
                 return
             await self._load(min(wanted, key=lambda member: member.wanted))
@@ -306,7 +341,9 @@ class ModelPool:
             member.retry = time.monotonic() + LOAD_RETRY_SECONDS
             known = isinstance(error, UserError | Unavailable)
             log.error("the model %s cannot be loaded: %s", member.name, error, exc_info=not known)
-            member.error = f"the model {member.name} cannot be loaded: see the server's log"  # the error may have paths
+            member.error = (  # the error may have paths
+                f"the model {member.name} cannot be loaded: see the server's log"
+            )
             if isinstance(error, Unavailable):
                 member.error = error.message
         finally:
@@ -352,7 +389,8 @@ class ModelPool:
             self._notify()
 
     async def _make_room(self, member: Member, size: int) -> bool:
-        """Unloads models until `size` bytes fit for `member`. Returns whether a request still waits for it.
+        """Unloads models until `size` bytes fit for `member`. Returns whether a request still waits
+        for it.
 
         Raises:
           Unavailable: the model is larger than the memory.
@@ -370,7 +408,9 @@ class ModelPool:
         return True
 
     def _fits(self, member: Member, size: int) -> bool:
-        others = [one for one in self.members.values() if one is not member and one.state != "unloaded"]
+        others = [
+            one for one in self.members.values() if one is not member and one.state != "unloaded"
+        ]
         if self.max_models is not None and len(others) >= self.max_models:
             return False
         return self.memory is None or sum(one.size for one in others) + size <= self.memory
@@ -401,12 +441,14 @@ class ModelPool:
         self._notify()
 
     async def reload_weights(self) -> bool:
-        """Loads the weights of every loaded model again if their file has changed; returns whether one has.
+        """Loads the weights of every loaded model again if their file has changed; returns whether
+        one has.
 
         A model that is not loaded reads its new files when it is loaded.
 
         Raises:
-          UserError: the new weights of a model cannot be used. That model keeps its old weights; the others are reloaded.
+          UserError: the new weights of a model cannot be used. That model keeps its old weights;
+            the others are reloaded.
         """
         changed = False
         errors = []
@@ -439,8 +481,8 @@ class ModelPool:
         size = self._preloaded.engine.memory_bytes
         if self.memory is not None and size > self.memory:
             raise UserError(
-                f"the model {self.default.name} {self._too_large(size)}: set fewer --slots, a shorter --context or a smaller "
-                "--prefix_cache"
+                f"the model {self.default.name} {self._too_large(size)}: set fewer --slots, a"
+                " shorter --context or a smaller --prefix_cache"
             )
         return self._preloaded
 
@@ -462,7 +504,9 @@ class ModelPool:
         self._notify()
 
     def status(self) -> Status:
-        """Returns the state of the server, and sums over the loaded models; the context is that of the first one."""
+        """Returns the state of the server, and sums over the loaded models; the context is that of
+        the first one.
+        """
         found = [member.status() for member in self.members.values()]
         counters: Counter[str] = Counter()
         for one in found:
@@ -483,7 +527,9 @@ class ModelPool:
         return {name: member.status() for name, member in self.members.items()}
 
     async def drain(self, seconds: float) -> None:
-        """Stops accepting requests, and returns when all accepted ones are complete. After `seconds`, cancels the rest."""
+        """Stops accepting requests, and returns when all accepted ones are complete. After
+        `seconds`, cancels the rest.
+        """
         self._state = "draining"
         self._doing = "it accepts no more requests"
         self._notify()

@@ -1,4 +1,6 @@
-"""`ModelSpec`: a model that a server can load; and the file of `--models`. This module does not import jax."""
+"""`ModelSpec`: a model that a server can load; and the file of `--models`. This module does not
+import jax.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +14,8 @@ from dantinox.files import escape_name, quote, wrap_os_errors
 from dantinox.run import find_chat_template, load_run_config, open_run
 
 MAX_MODELS = 100  # of one server
-# Whole numbers in the file of `--models` → their smallest and largest value. They replace the flags of the same names.
+# Whole numbers in the file of `--models` → their smallest and largest value. They replace the flags
+# of the same names.
 NUMBERS = {"slots": (1, 1024), "context": (2, 2**31 - 1), "prefix_cache": (0, 2**24)}
 FIELDS = ("run_dir", "lora", "chat_template", *NUMBERS, "settings")
 
@@ -57,26 +60,36 @@ def file_bytes(spec: ModelSpec) -> int:
 
 
 def check_model_name(name: str, where: str) -> str:
-    """Returns a name of a model if it is allowed, else raises a UserError; `where` names its source."""
+    """Returns a name of a model if it is allowed, else raises a UserError; `where` names its
+    source.
+    """
     if not name.strip() or not name.isprintable() or len(name) > 200:
-        raise UserError(f"{where} must be a printable name of at most 200 characters, got {quote(name)}")
+        raise UserError(
+            f"{where} must be a printable name of at most 200 characters, got {quote(name)}"
+        )
     return name
 
 
 def check_names(names: list[str]) -> None:
-    """Raises a UserError for a name that appears twice, or that could also mean a model with an adapter."""
+    """Raises a UserError for a name that appears twice, or that could also mean a model with an
+    adapter.
+    """
     for number, name in enumerate(names):
         if name in names[:number]:
             raise UserError(f"two models have the name {quote(name)}")
         other = next((other for other in names if name.startswith(f"{other}:")), None)
         if other is not None:
-            raise UserError(f"the model name {quote(name)} could also mean an adapter of {quote(other)}: use another name")
+            raise UserError(
+                f"the model name {quote(name)} could also mean an adapter of {quote(other)}: use"
+                " another name"
+            )
     if len(names) > MAX_MODELS:
         raise UserError(f"a server must have at most {MAX_MODELS} models, got {len(names)}")
 
 
 def read_models(path: Path) -> dict[str, dict[str, Any]]:
-    """Reads a file of models, in YAML or JSON: the object `models` maps each name to an object with the fields `FIELDS`.
+    """Reads a file of models, in YAML or JSON: the object `models` maps each name to an object with
+    the fields `FIELDS`.
 
     Raises:
       UserError: the file cannot be read, or a field is missing or wrong.
@@ -84,8 +97,13 @@ def read_models(path: Path) -> dict[str, dict[str, Any]]:
     tree, _ = read_yaml(path, ("models",), "models file")
     models = tree.get("models")
     if set(tree) != {"models"} or not isinstance(models, dict) or not models:
-        raise UserError(f"{path} must have one object, models, that maps names of models to their fields")
-    return {check_model_name(name, f"a model of {path}"): _read_model(one, f"{name} in {path}") for name, one in models.items()}
+        raise UserError(
+            f"{path} must have one object, models, that maps names of models to their fields"
+        )
+    return {
+        check_model_name(name, f"a model of {path}"): _read_model(one, f"{name} in {path}")
+        for name, one in models.items()
+    }
 
 
 def _read_model(entry: object, where: str) -> dict[str, Any]:
@@ -96,17 +114,31 @@ def _read_model(entry: object, where: str) -> dict[str, Any]:
         raise UserError(f"{where} must be the path of a run directory, or an object with run_dir")
     unknown = next((name for name in entry if name not in FIELDS), None)
     if unknown is not None:
-        raise UserError(f"{where} has the unknown field {escape_name(unknown)}: the fields are {', '.join(FIELDS)}")
+        raise UserError(
+            f"{where} has the unknown field {escape_name(unknown)}: the fields are"
+            f" {', '.join(FIELDS)}"
+        )
     found: dict[str, Any] = {name: value for name, value in entry.items() if value is not None}
     for name, (low, high) in NUMBERS.items():
         if name in found and (type(found[name]) is not int or not low <= found[name] <= high):
-            raise UserError(f"{name} of {where} must be an integer in [{low}, {high}], got {quote(found[name])}")
-    for name, example in (("lora", "an object that maps names to paths"), ("settings", "an object of settings")):
+            raise UserError(
+                f"{name} of {where} must be an integer in [{low}, {high}], got {quote(found[name])}"
+            )
+    for name, example in (
+        ("lora", "an object that maps names to paths"),
+        ("settings", "an object of settings"),
+    ):
         if not isinstance(found.get(name, {}), dict):
             raise UserError(f"{name} of {where} must be {example}, got {quote(found[name])}")
     if not isinstance(found.get("chat_template", ""), str):
-        raise UserError(f"chat_template of {where} must be a name or a path, got {quote(found['chat_template'])}")
+        raise UserError(
+            f"chat_template of {where} must be a name or a path, got"
+            f" {quote(found['chat_template'])}"
+        )
     loras = found.get("lora", {})
     if not all(isinstance(one, str) for one in loras.values()):
         raise UserError(f"lora of {where} must map names to paths, got {quote(loras)}")
-    return found | {"run_dir": Path(found["run_dir"]), "lora": {name: Path(one) for name, one in loras.items()}}
+    return found | {
+        "run_dir": Path(found["run_dir"]),
+        "lora": {name: Path(one) for name, one in loras.items()},
+    }

@@ -1,7 +1,9 @@
-"""The ASGI application of a server with several models: it passes each request to the application of its model.
+"""The ASGI application of a server with several models: it passes each request to the application
+of its model.
 
-A request names its model in the field `model` of its body, or in its URL (`?model=NAME`); without a name it means the first
-model. `/v1/models`, `/api/tags` and `/api/ps` list all models and load none.
+A request names its model in the field `model` of its body, or in its URL (`?model=NAME`); without a
+name it means the first model. `/v1/models`, `/api/tags` and `/api/ps` list all models and load
+none.
 """
 
 import time
@@ -28,11 +30,17 @@ from dantinox.serve.protocols.keep_alive import keep_seconds
 from dantinox.serve.protocols.openai import about_model, model_entry
 from dantinox.serve.service import Service, check_aliases, forbidden_model, key_allows, shown_names
 
-LIST_PATHS = ("/v1/models", "/v1/models/{id:path}", "/api/tags", "/api/ps")  # routes of this module instead of a model's
+LIST_PATHS = (
+    "/v1/models",
+    "/v1/models/{id:path}",
+    "/api/tags",
+    "/api/ps",
+)  # routes of this module instead of a model's
 
 
 def make_pool_app(pool: ModelPool, options: Options) -> ASGIApp:
-    """Returns the ASGI application that serves the models of a pool over all protocols. It loads the first model.
+    """Returns the ASGI application that serves the models of a pool over all protocols. It loads
+    the first model.
 
     Raises:
       UserError: the first model cannot be loaded, or an alias is not a name of a model.
@@ -44,8 +52,15 @@ def make_pool_app(pool: ModelPool, options: Options) -> ASGIApp:
     def attach(member: Member, opened: OpenModel) -> tuple[Service, ASGIApp]:
         names = [member.name, *(f"{member.name}:{lora}" for lora in opened.engine.loras)]
         aliases = {alias: name for alias, name in options.aliases.items() if name in names}
-        service = Service(opened.engine, replace(options, template=opened.template, aliases=aliases), metrics)
-        routes = [route for protocol in PROTOCOLS if protocol.needs_model for route in protocol.routes(service)]
+        service = Service(
+            opened.engine, replace(options, template=opened.template, aliases=aliases), metrics
+        )
+        routes = [
+            route
+            for protocol in PROTOCOLS
+            if protocol.needs_model
+            for route in protocol.routes(service)
+        ]
         return service, make_router(routes)
 
     pool.attach = attach
@@ -57,7 +72,9 @@ def make_pool_app(pool: ModelPool, options: Options) -> ASGIApp:
             if not protocol.needs_model:
                 routes.append(route)
             elif route.path not in LIST_PATHS:
-                routes.append(Route(route.path, dispatch, methods=sorted(route.methods or ()) or None))
+                routes.append(
+                    Route(route.path, dispatch, methods=sorted(route.methods or ()) or None)
+                )
     return guarded(make_router(routes), {route.path for route in routes}, options, metrics)
 
 
@@ -79,7 +96,8 @@ class Directory:
         check_aliases(self._aliases, self._own_names())
         self._created = int(time.time())
         self._started = ollama.now()
-        # What is known of each model from its last load, by name: fields of `/v1/models` and of `/api/tags`.
+        # What is known of each model from its last load, by name: fields of `/v1/models` and of
+        # `/api/tags`.
         self._openai_fields: dict[str, dict[str, JSON]] = {}
         self._ollama_fields: dict[str, dict[str, JSON]] = {}
 
@@ -87,7 +105,8 @@ class Directory:
         return [name for member in self.pool.members.values() for name in member.names]
 
     def find(self, name: str | None) -> Member:
-        """Returns the model that a name means, alone or with an adapter; None: the first model that the key may use.
+        """Returns the model that a name means, alone or with an adapter; None: the first model that
+        the key may use.
 
         Raises:
           RequestError: 404, this server has no model of that name, or the key may not use it.
@@ -101,7 +120,9 @@ class Directory:
         resolved = self._aliases.get(name, name)
         found = next((member for member in members if resolved in member.names), None)
         if found is None:
-            raise http_error("model", resolved[:60], shown_names(self._allowed_names()), param="model")
+            raise http_error(
+                "model", resolved[:60], shown_names(self._allowed_names()), param="model"
+            )
         if not self._is_allowed(resolved):
             raise forbidden_model(resolved)
         return found
@@ -130,7 +151,9 @@ class Directory:
 
         async def models(request: Request) -> Response:
             """Lists the models with their adapters and aliases, and whether they are loaded."""
-            return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._allowed_names()]})
+            return JSONResponse(
+                {"object": "list", "data": [self._entry(name) for name in self._allowed_names()]}
+            )
 
         async def one_model(request: Request) -> Response:
             """Describes a model, or a model with an adapter; 404 for another name."""
@@ -140,7 +163,10 @@ class Directory:
 
         async def tags(request: Request) -> Response:
             """Lists the models."""
-            found = [await self._describe(member) | {"modified_at": self._started} for member in self._allowed_members()]
+            found = [
+                await self._describe(member) | {"modified_at": self._started}
+                for member in self._allowed_members()
+            ]
             return JSONResponse({"models": found})
 
         async def running(request: Request) -> Response:
@@ -148,7 +174,10 @@ class Directory:
             found = []
             for member in [one for one in self._allowed_members() if one.state == "loaded"]:
                 known = await self._describe(member)
-                known |= {"size": member.size, "size_vram": 0 if jax.default_backend() == "cpu" else member.size}
+                known |= {
+                    "size": member.size,
+                    "size_vram": 0 if jax.default_backend() == "cpu" else member.size,
+                }
                 known |= {"context_length": member.status().context, "expires_at": _expiry(member)}
                 found.append(known)
             return JSONResponse({"models": found})
@@ -164,21 +193,32 @@ class Directory:
         member = self.find(name)
         if member.service is not None:
             self._openai_fields[member.name] = about_model(member.service)
-        entry = model_entry(name, root, member.name, self._created) | self._openai_fields.get(member.name, {})
+        entry = model_entry(name, root, member.name, self._created) | self._openai_fields.get(
+            member.name, {}
+        )
         return entry | {"status": {"value": _shown_state(member)}}
 
     async def _describe(self, member: Member) -> dict[str, JSON]:
         if (service := member.service) is not None:
             self._ollama_fields[member.name] = await run_in_thread(ollama.describe, service)
-        return dict(self._ollama_fields.get(member.name) or ollama.unknown_model(member.name, member.file_size))
+        return dict(
+            self._ollama_fields.get(member.name)
+            or ollama.unknown_model(member.name, member.file_size)
+        )
 
 
 def _shown_state(member: Member) -> str:
-    return {"loaded": "loaded", "loading": "loading", "waiting": "loading"}.get(member.state, "unloaded")
+    return {"loaded": "loaded", "loading": "loading", "waiting": "loading"}.get(
+        member.state, "unloaded"
+    )
 
 
 def _expiry(member: Member) -> str:
-    return ollama.NEVER if member.keep_until is None else ollama.now(member.keep_until - time.monotonic())
+    return (
+        ollama.NEVER
+        if member.keep_until is None
+        else ollama.now(member.keep_until - time.monotonic())
+    )
 
 
 class _Dispatcher:
@@ -198,7 +238,9 @@ class _Dispatcher:
             body = parsed if isinstance(parsed, dict) else {}
             scope = {**scope, PARSED_BODY: parsed}
         given = protocol.model_of(body)
-        name = given if isinstance(given, str) else request.query_params.get("model")  # a model checks other types
+        name = (
+            given if isinstance(given, str) else request.query_params.get("model")
+        )  # a model checks other types
         if protocol.routes is ollama.routes and name is not None:
             name = ollama.untagged(name, self._names())
         member = self._directory.find(name)
@@ -235,16 +277,30 @@ class _PoolCollector:
 
     def collect(self) -> Iterator[Metric]:
         members = self._pool.members.values()
-        loaded = GaugeMetricFamily("dantinox_model_loaded", "1 if a model is loaded, else 0", labels=("model",))
-        size = GaugeMetricFamily("dantinox_model_bytes", "bytes of the weights and caches of a loaded model", labels=("model",))
-        waiting = GaugeMetricFamily("dantinox_model_waiting", "requests that wait for the load of a model", labels=("model",))
+        loaded = GaugeMetricFamily(
+            "dantinox_model_loaded", "1 if a model is loaded, else 0", labels=("model",)
+        )
+        size = GaugeMetricFamily(
+            "dantinox_model_bytes",
+            "bytes of the weights and caches of a loaded model",
+            labels=("model",),
+        )
+        waiting = GaugeMetricFamily(
+            "dantinox_model_waiting",
+            "requests that wait for the load of a model",
+            labels=("model",),
+        )
         for member in members:
             loaded.add_metric((member.name,), float(member.state == "loaded"))
             size.add_metric((member.name,), 0 if member.state == "unloaded" else member.size)
             waiting.add_metric((member.name,), member.waiting)
         yield from (loaded, size, waiting)
-        loads = CounterMetricFamily("dantinox_model_loads", "loads of models: success, failure", labels=("model", "result"))
-        unloads = CounterMetricFamily("dantinox_model_unloads", "models that were unloaded", labels=("model",))
+        loads = CounterMetricFamily(
+            "dantinox_model_loads", "loads of models: success, failure", labels=("model", "result")
+        )
+        unloads = CounterMetricFamily(
+            "dantinox_model_unloads", "models that were unloaded", labels=("model",)
+        )
         for member in members:
             for result, count in (("success", member.loads), ("failure", member.failures)):
                 loads.add_metric((member.name, result), count)

@@ -16,10 +16,12 @@ from dantinox.serve.async_engine import AsyncEngine
 
 
 def weight_reloader(engine: AsyncEngine, run_dir: Path) -> Callable[[], Awaitable[bool]]:
-    """Returns a function that loads the weights of a run again if their file has changed, and returns whether it has.
+    """Returns a function that loads the weights of a run again if their file has changed, and
+    returns whether it has.
 
-    The new weights are loaded beside the old ones. The function raises a UserError if the run cannot be loaded, has another
-    architecture or tokenizer, or does not fit into the free memory; the engine then keeps the old weights.
+    The new weights are loaded beside the old ones. The function raises a UserError if the run
+    cannot be loaded, has another architecture or tokenizer, or does not fit into the free memory;
+    the engine then keeps the old weights.
     """
     loaded = _file_state(run_dir)
 
@@ -31,7 +33,10 @@ def weight_reloader(engine: AsyncEngine, run_dir: Path) -> Callable[[], Awaitabl
         needed = tree_bytes(nnx.state(engine.run.model))
         free = available_bytes(jax.devices()[0])
         if free is not None and needed > free:
-            raise UserError(f"the new weights need {needed / 1e9:.1f} GB beside the old ones, but {free / 1e9:.1f} GB are free")
+            raise UserError(
+                f"the new weights need {needed / 1e9:.1f} GB beside the old ones, but"
+                f" {free / 1e9:.1f} GB are free"
+            )
         await engine.replace_weights(await asyncio.to_thread(load, run_dir))
         loaded = found
         return True

@@ -20,7 +20,8 @@ log = logging.getLogger("dantinox.serve")
 MAX_ALTERNATIVES = 20  # maximum number of alternatives reported with a token
 PARSED_BODY = "dantinox.body"  # key in the scope of a request whose body has been parsed already
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a message that are text
-# Unsupported fields of OpenAI's API that would change the response → their values that are accepted, as they have no effect.
+# Unsupported fields of OpenAI's API that would change the response → their values that are
+# accepted, as they have no effect.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "suffix": ("",),
@@ -35,10 +36,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class StrictBody(BaseModel):
-    """An object in a body. A null field counts as absent, values are not converted, and `model_extra` has the unknown fields.
+    """An object in a body. A null field counts as absent, values are not converted, and
+    `model_extra` has the unknown fields.
 
-    `unsupported` maps each unsupported field that would change the response to its values that are accepted, because they have
-    no effect. `ignored` has the fields of the protocol that have no effect here; docs/serving_fields.md lists them.
+    `unsupported` maps each unsupported field that would change the response to its values that are
+    accepted, because they have no effect. `ignored` has the fields of the protocol that have no
+    effect here; docs/serving_fields.md lists them.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
@@ -59,7 +62,8 @@ def to_tuple(value: Any) -> Any:
 
 
 def part_texts(value: Any, kinds: Collection[str] = TEXT_PARTS) -> list[str] | None:
-    """Returns the texts of content that is a string or a list of text parts, or None for other content.
+    """Returns the texts of content that is a string or a list of text parts, or None for other
+    content.
 
     Args:
       kinds: the types of the parts.
@@ -86,7 +90,12 @@ def _message_text(value: Any) -> str:
 
 
 def content_text(
-    value: Any, where: str, kinds: Collection[str] = TEXT_PARTS, *, separator: str = "", parts: str = "parts"
+    value: Any,
+    where: str,
+    kinds: Collection[str] = TEXT_PARTS,
+    *,
+    separator: str = "",
+    parts: str = "parts",
 ) -> str:
     """Returns the text of content that is a string or a list of text parts.
 
@@ -147,7 +156,9 @@ Alternatives = Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)]
 BodyType = TypeVar("BodyType", bound=StrictBody)
 
 
-async def parse_body(request: Request, kind: type[BodyType], *, may_be_empty: bool = False) -> BodyType:
+async def parse_body(
+    request: Request, kind: type[BodyType], *, may_be_empty: bool = False
+) -> BodyType:
     """Parses and validates the body of a request.
 
     Args:
@@ -155,7 +166,8 @@ async def parse_body(request: Request, kind: type[BodyType], *, may_be_empty: bo
       may_be_empty: treat a request without a body as an empty object.
 
     Raises:
-      RequestError: 415, the media type is not JSON in UTF-8; 400, the body is not JSON or not valid.
+      RequestError: 415, the media type is not JSON in UTF-8; 400, the body is not JSON or not
+        valid.
     """
     data = await request.body()
     if not data and may_be_empty:
@@ -185,9 +197,16 @@ def validate_body(kind: type[BodyType], data: JSON) -> BodyType:
         raise RequestError(400, f"the body must be a JSON object, got {quote(data)}")
     for name, harmless in kind.unsupported.items():
         if data.get(name) is not None and data[name] not in harmless:
-            raise RequestError(400, f"{name} is not supported by this server: remove it", param=name, code="unsupported")
+            raise RequestError(
+                400,
+                f"{name} is not supported by this server: remove it",
+                param=name,
+                code="unsupported",
+            )
     try:
-        return kind.model_validate({name: value for name, value in data.items() if value is not None})
+        return kind.model_validate(
+            {name: value for name, value in data.items() if value is not None}
+        )
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
     param = ".".join(escape_name(str(part)) for part in first["loc"][:4])
@@ -208,7 +227,8 @@ def warn_unknown(body: StrictBody, *known: str) -> None:
 
 
 def parse_json(data: bytes) -> JSON:
-    """Parses JSON strictly: UTF-8, finite numbers, no duplicate keys, at most `MAX_DEPTH` nested lists and objects.
+    """Parses JSON strictly: UTF-8, finite numbers, no duplicate keys, at most `MAX_DEPTH` nested
+    lists and objects.
 
     Raises:
       RequestError: 400, the body is not valid; the message has the reason.
@@ -242,13 +262,17 @@ def _reject_constant(word: str) -> float:
 
 def _parse_float(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
-        raise RequestError(400, f"the body has the number {escape_name(digits)}, which is too large")
+        raise RequestError(
+            400, f"the body has the number {escape_name(digits)}, which is too large"
+        )
     return number
 
 
 def _parse_int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise RequestError(400, f"the body has the number {escape_name(digits)}, which is too large")
+        raise RequestError(
+            400, f"the body has the number {escape_name(digits)}, which is too large"
+        )
     return int(digits)
 
 

@@ -25,7 +25,8 @@ def with_fim_ends(service: Service, config: Config, name: str) -> Config:
 async def fill_in_middle(
     model: LoadedModel, prefixes: Sequence[str | list[int]], suffix: str, name: str = "prompt"
 ) -> list[list[int]]:
-    """Returns the token ids of a prompt for each prefix, given as text or ids; `name` is the field of the prefixes.
+    """Returns the token ids of a prompt for each prefix, given as text or ids; `name` is the field
+    of the prefixes.
 
     Raises:
       RequestError: 400, a text cannot be encoded, or an id is not in the vocabulary.

@@ -1,4 +1,6 @@
-"""The field `keep_alive` of Ollama's API: how long a model stays loaded after a request. Source: Ollama's API documentation."""
+"""The field `keep_alive` of Ollama's API: how long a model stays loaded after a request. Source:
+Ollama's API documentation.
+"""
 
 import re
 from typing import NamedTuple
@@ -6,7 +8,15 @@ from typing import NamedTuple
 from dantinox.files import quote
 from dantinox.serve.errors import JSON, RequestError
 
-UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}  # of Go's durations
+UNITS = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+}  # of Go's durations
 DURATION = re.compile(r"-?(\d{1,9}(\.\d{1,9})?(ns|us|µs|ms|s|m|h))+")
 MAX_SECONDS = 10.0**7
 
@@ -18,7 +28,8 @@ class KeepAlive(NamedTuple):
 
 
 def keep_seconds(value: JSON) -> KeepAlive | None:
-    """Returns what a value of `keep_alive` means: seconds, or a duration such as `5m`; null: nothing is given.
+    """Returns what a value of `keep_alive` means: seconds, or a duration such as `5m`; null:
+    nothing is given.
 
     Raises:
       RequestError: 400, the value is neither.
@@ -31,8 +42,12 @@ def keep_seconds(value: JSON) -> KeepAlive | None:
         seconds = float(value)  # type: ignore[arg-type]
     elif isinstance(value, str) and len(value) <= 64 and DURATION.fullmatch(value):
         parts = re.findall(r"([\d.]+)(ns|us|µs|ms|s|m|h)", value)
-        seconds = sum(float(number) * UNITS[unit] for number, unit in parts) * (-1 if value.startswith("-") else 1)
+        seconds = sum(float(number) * UNITS[unit] for number, unit in parts) * (
+            -1 if value.startswith("-") else 1
+        )
     if seconds is None:
-        message = f"keep_alive must be a number of seconds or a duration such as 5m, got {quote(value)}"
+        message = (
+            f"keep_alive must be a number of seconds or a duration such as 5m, got {quote(value)}"
+        )
         raise RequestError(400, message, param="keep_alive")
     return KeepAlive(None if seconds < 0 or seconds > MAX_SECONDS else seconds)

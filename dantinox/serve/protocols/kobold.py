@@ -30,7 +30,12 @@ from dantinox.serve.protocols.kobold_bodies import (
     SchemaBody,
     default_length,
 )
-from dantinox.serve.protocols.kobold_prompt import MIN_TOKENS, Placeholders, fit_to_context, split_stops
+from dantinox.serve.protocols.kobold_prompt import (
+    MIN_TOKENS,
+    Placeholders,
+    fit_to_context,
+    split_stops,
+)
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.server_sent_events import named_event
 from dantinox.serve.protocols.token_text import check_ids, healed
@@ -38,15 +43,43 @@ from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer
 
 KOBOLDAI_VERSION = "1.2.5"  # supported version of KoboldAI's API
-KOBOLDCPP_VERSION = "1.74"  # supported version of KoboldCpp's API: the lowest for which Lite enables all features
-MISSING_FEATURES = ("txt2img", "vision", "audio", "transcribe", "multiplayer", "websearch", "tts", "savedata")
+# Supported version of KoboldCpp's API: the lowest for which Lite enables all features.
+KOBOLDCPP_VERSION = "1.74"
+MISSING_FEATURES = (
+    "txt2img",
+    "vision",
+    "audio",
+    "transcribe",
+    "multiplayer",
+    "websearch",
+    "tts",
+    "savedata",
+)
 # Clients poll these paths while they read a stream.
 UNLIMITED = ("/api/extra/generate/check", "/api/extra/abort", "/api/extra/last_logprobs")
 MAX_FINISHED = 64  # number of finished generations that are kept
 KEEP_SECONDS = 600.0  # for which a finished generation is kept
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "loop": "length", "cancelled": "length"}
-STOP_REASON_NUMBERS = {None: -1, "length": 0, "loop": 0, "cancelled": 0, "eos": 1, "stop": 2}  # finish reason → `stop_reason`
-ERROR_TYPES = {400: "bad_input", 401: "unauthorized", 429: "service_unavailable", 503: "service_unavailable"}
+FINISH_REASONS = {
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "loop": "length",
+    "cancelled": "length",
+}
+STOP_REASON_NUMBERS = {
+    None: -1,
+    "length": 0,
+    "loop": 0,
+    "cancelled": 0,
+    "eos": 1,
+    "stop": 2,
+}  # finish reason → `stop_reason`
+ERROR_TYPES = {
+    400: "bad_input",
+    401: "unauthorized",
+    429: "service_unavailable",
+    503: "service_unavailable",
+}
 
 
 def format_error(error: RequestError) -> dict[str, JSON]:
@@ -56,7 +89,9 @@ def format_error(error: RequestError) -> dict[str, JSON]:
 
 
 def model_of(body: Mapping[str, JSON]) -> JSON:
-    """Returns None: clients of KoboldAI send names of other servers, so only the URL of a request selects a model."""
+    """Returns None: clients of KoboldAI send names of other servers, so only the URL of a request
+    selects a model.
+    """
     return None
 
 
@@ -67,11 +102,15 @@ def routes(service: Service) -> list[Route]:
 
     async def whole(request: Request) -> Reply:
         """Continues a prompt and returns the results together."""
-        return await parse(service, placeholders, generations, await parse_body(request, GenerateBody), False)
+        return await parse(
+            service, placeholders, generations, await parse_body(request, GenerateBody), False
+        )
 
     async def streamed(request: Request) -> Reply:
         """Continues a prompt and streams the text as server-sent events."""
-        return await parse(service, placeholders, generations, await parse_body(request, GenerateBody), True)
+        return await parse(
+            service, placeholders, generations, await parse_body(request, GenerateBody), True
+        )
 
     return [
         *_info_routes(service),
@@ -84,7 +123,11 @@ def routes(service: Service) -> list[Route]:
 
 
 async def parse(
-    service: Service, placeholders: Placeholders, generations: "Generations", body: GenerateBody, stream: bool
+    service: Service,
+    placeholders: Placeholders,
+    generations: "Generations",
+    body: GenerateBody,
+    stream: bool,
 ) -> Reply:
     """Converts a body of `/generate` to a generation request.
 
@@ -92,7 +135,11 @@ async def parse(
       RequestError, UserError: the body cannot be served.
     """
     if stream and (body.n or 1) > 1:
-        raise RequestError(400, f"n must be 1 in a stream, got {body.n}: /api/v1/generate returns several results", param="n")
+        raise RequestError(
+            400,
+            f"n must be 1 in a stream, got {body.n}: /api/v1/generate returns several results",
+            param="n",
+        )
     model = service.model
     base = service.engine.settings({}).generation
     has_lora = isinstance(body.model, str) and body.model.startswith(f"{service.engine.name}:")
@@ -101,25 +148,37 @@ async def parse(
     prompt = body.prompt or ""
     stops = body.stop_sequence or ()
     ends: frozenset[int] = frozenset()
-    if body.replace_instruct_placeholders is not False and any("{{[" in text for text in (memory, prompt, *stops)):
-        ends, memory, prompt, stops = await run_in_thread(placeholders.fill_all, memory, prompt, stops)
+    if body.replace_instruct_placeholders is not False and any(
+        "{{[" in text for text in (memory, prompt, *stops)
+    ):
+        ends, memory, prompt, stops = await run_in_thread(
+            placeholders.fill_all, memory, prompt, stops
+        )
     settings = body.settings(base) | await run_in_thread(_bans, model.tokenizer, base, body)
     config = service.settings(settings | _stop_settings(model.tokenizer, base, body, stops, ends))
     context = min(service.context, max(body.max_context_length or service.context, MIN_TOKENS))
     requested = config.generation.max_new_tokens
     try:
-        found, new = await run_sized(len(memory) + len(prompt), fit_to_context, model, memory, prompt, requested, context)
+        found, new = await run_sized(
+            len(memory) + len(prompt), fit_to_context, model, memory, prompt, requested, context
+        )
     except UserError as error:
         raise RequestError(400, str(error), param="prompt") from None
     config = with_generation(config, max_new_tokens=new, n=1 if stream else config.generation.n)
     logprobs = min(MAX_ALTERNATIVES, model.tokenizer.vocab_size) if body.logprobs else None
-    request = GenerationRequest(tuple(found), config, logprobs=logprobs, constraint=body.constraint(), lora=lora)
+    request = GenerationRequest(
+        tuple(found), config, logprobs=logprobs, constraint=body.constraint(), lora=lora
+    )
     (request,) = await healed(model, [request])
     return Generation(model.tokenizer, generations, body.genkey or "", request, stream)
 
 
 def _stop_settings(
-    tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody, stops: Sequence[str], ends: frozenset[int]
+    tokenizer: Tokenizer,
+    base: GenerationSection,
+    body: GenerateBody,
+    stops: Sequence[str],
+    ends: frozenset[int],
 ) -> dict[str, Any]:
     """Returns the settings of what ends an answer.
 
@@ -143,9 +202,11 @@ def _stop_settings(
 
 
 def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> dict[str, Any]:
-    """Returns the settings of banned tokens and biases, including the bans of the server's settings.
+    """Returns the settings of banned tokens and biases, including the bans of the server's
+    settings.
 
-    A string of one character bans every token that contains it. A longer string is banned with backtracking.
+    A string of one character bans every token that contains it. A longer string is banned with
+    backtracking.
     """
     texts = body.banned_tokens or ()
     ids = list(body.custom_token_bans or ())
@@ -160,7 +221,9 @@ def _bans(tokenizer: Tokenizer, base: GenerationSection, body: GenerateBody) -> 
     if strings := [text for text in texts if len(text) > 1]:
         found["banned_strings"] = [*base.banned_strings, *strings]
     if body.logit_bias is not None:
-        check_ids(tokenizer, [int(key[:10]) for key in body.logit_bias if is_digits(key)], "logit_bias")
+        check_ids(
+            tokenizer, [int(key[:10]) for key in body.logit_bias if is_digits(key)], "logit_bias"
+        )
         found["logit_bias"] = body.logit_bias
     return found
 
@@ -174,14 +237,24 @@ class Generation(Reply):
     Attributes:
       key: the client's `genkey`, "" without one.
       request: the generation request.
-      texts, tokens, reasons: text, number of tokens and finish reason (None while it runs) of each sample.
+      texts, tokens, reasons: text, number of tokens and finish reason (None while it runs) of each
+        sample.
       records: records of the first sample's tokens, if log-probabilities are requested.
       ended: time of its end, as returned by `time.monotonic`; None while it runs.
     """
 
-    truncate_on_error: ClassVar[bool] = True  # Lite recognizes a failed stream by the missing final chunk
+    truncate_on_error: ClassVar[bool] = (
+        True  # Lite recognizes a failed stream by the missing final chunk
+    )
 
-    def __init__(self, tokenizer: Tokenizer, generations: "Generations", key: str, request: GenerationRequest, stream: bool):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        generations: "Generations",
+        key: str,
+        request: GenerationRequest,
+        stream: bool,
+    ):
         super().__init__([request], stream)
         samples = request.config.generation.n
         self.key = key
@@ -212,7 +285,10 @@ class Generation(Reply):
         prompt_tokens = len(self.request.ids)
         results: list[JSON] = []
         for text, tokens, reason in zip(self.texts, self.tokens, self.reasons, strict=True):
-            known: dict[str, JSON] = {"text": text, "finish_reason": FINISH_REASONS[reason or "length"]}
+            known: dict[str, JSON] = {
+                "text": text,
+                "finish_reason": FINISH_REASONS[reason or "length"],
+            }
             known |= {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
             if not results:  # of the first sample only
                 known["logprobs"] = self.logprobs()
@@ -244,8 +320,8 @@ class Generation(Reply):
 class Generations:
     """The running and the recently finished generations, which other requests can query or abort.
 
-    A request without a key must not see another client's generation. Therefore it finds a generation only if exactly one is
-    running and this one has no key.
+    A request without a key must not see another client's generation. Therefore it finds a
+    generation only if exactly one is running and this one has no key.
     """
 
     def __init__(self) -> None:
@@ -261,7 +337,9 @@ class Generations:
         self._kept = [*self._recent(), generation]
 
     def find(self, key: str, *, live: bool = False) -> list[Generation]:
-        """Returns the generations of a key, the newest last. With `live`, returns only generations that are running."""
+        """Returns the generations of a key, the newest last. With `live`, returns only generations
+        that are running.
+        """
         self._kept = self._recent()
         running = [one for one in self._kept if one.ended is None]
         if not key:
@@ -292,10 +370,19 @@ class Generations:
 
 
 def _info_routes(service: Service) -> list[Route]:
-    """Returns the routes that describe the server. Paths of KoboldAI's API exist under `v1` and `latest`."""
+    """Returns the routes that describe the server. Paths of KoboldAI's API exist under `v1` and
+    `latest`.
+    """
     engine = service.engine
-    about: dict[str, JSON] = {"result": "KoboldCpp", "version": KOBOLDCPP_VERSION, "protected": bool(service.options.keys)}
-    about |= dict.fromkeys(MISSING_FEATURES, False) | {"embeddings": True, "guidance": engine.status().slots > 1}
+    about: dict[str, JSON] = {
+        "result": "KoboldCpp",
+        "version": KOBOLDCPP_VERSION,
+        "protected": bool(service.options.keys),
+    }
+    about |= dict.fromkeys(MISSING_FEATURES, False) | {
+        "embeddings": True,
+        "guidance": engine.status().slots > 1,
+    }
     about["server"] = f"DantinoX {__version__}"
 
     def route(path: str, content: Callable[[], JSON], purpose: str) -> Route:
@@ -311,21 +398,42 @@ def _info_routes(service: Service) -> list[Route]:
     length = "Returns the maximum context length in tokens."
     versioned: dict[str, tuple[Callable[[], JSON], str]] = {
         "model": (lambda: {"result": engine.name}, "Returns the name of the model."),
-        "info/version": (lambda: {"result": KOBOLDAI_VERSION}, "Returns the version of KoboldAI's API."),
+        "info/version": (
+            lambda: {"result": KOBOLDAI_VERSION},
+            "Returns the version of KoboldAI's API.",
+        ),
         "config/max_context_length": (context, length),
         "config/max_length": (
             lambda: {"value": default_length(engine.settings({}).generation)},
             "Returns the default number of new tokens.",
         ),
-        "config/soft_prompt": (lambda: {"value": ""}, "Returns an empty name: soft prompts are not supported."),
-        "config/soft_prompts_list": (lambda: {"values": []}, "Returns an empty list: soft prompts are not supported."),
+        "config/soft_prompt": (
+            lambda: {"value": ""},
+            "Returns an empty name: soft prompts are not supported.",
+        ),
+        "config/soft_prompts_list": (
+            lambda: {"values": []},
+            "Returns an empty list: soft prompts are not supported.",
+        ),
     }
     return [
-        *(route(f"/api/{version}/{path}", *answer) for path, answer in versioned.items() for version in ("v1", "latest")),
-        route("/api/extra/version", lambda: about, "Returns the supported version of KoboldCpp's API and its features."),
+        *(
+            route(f"/api/{version}/{path}", *answer)
+            for path, answer in versioned.items()
+            for version in ("v1", "latest")
+        ),
+        route(
+            "/api/extra/version",
+            lambda: about,
+            "Returns the supported version of KoboldCpp's API and its features.",
+        ),
         route("/api/extra/true_max_context_length", context, length),
-        route("/api/extra/preloadstory", dict, "Returns an empty object: stories are not preloaded."),
-        route("/sdapi/v1/sd-models", list, "Returns an empty list: image models are not supported."),
+        route(
+            "/api/extra/preloadstory", dict, "Returns an empty object: stories are not preloaded."
+        ),
+        route(
+            "/sdapi/v1/sd-models", list, "Returns an empty list: image models are not supported."
+        ),
     ]
 
 
@@ -345,7 +453,9 @@ def _token_routes(tokenizer: Tokenizer) -> list[Route]:
         """Returns the text of token ids."""
         ids = (await parse_body(request, IdsBody)).ids
         check_ids(tokenizer, ids, "ids")
-        return JSONResponse({"result": await run_sized(len(ids), tokenizer.decode, ids), "success": True})
+        return JSONResponse(
+            {"result": await run_sized(len(ids), tokenizer.decode, ids), "success": True}
+        )
 
     async def convert(request: Request) -> Response:
         """Returns a JSON schema as text, which the field `grammar` accepts."""
@@ -358,7 +468,10 @@ def _token_routes(tokenizer: Tokenizer) -> list[Route]:
 
     return [
         Route("/api/extra/json_to_grammar", convert, methods=["POST"]),
-        *(Route(f"/api/extra/{name}", count, methods=["POST"]) for name in ("tokencount", "tokenize")),
+        *(
+            Route(f"/api/extra/{name}", count, methods=["POST"])
+            for name in ("tokencount", "tokenize")
+        ),
         Route("/api/extra/detokenize", decode, methods=["POST"]),
     ]
 
@@ -367,7 +480,11 @@ def _generation_routes(service: Service, generations: Generations) -> list[Route
     """Returns the routes that query or abort the generations of other requests."""
 
     async def find(request: Request, live: bool = False) -> list[Generation]:
-        body = await parse_body(request, KeyBody, may_be_empty=True) if request.method == "POST" else KeyBody()
+        body = (
+            await parse_body(request, KeyBody, may_be_empty=True)
+            if request.method == "POST"
+            else KeyBody()
+        )
         return generations.find(body.genkey or "", live=live)
 
     async def check(request: Request) -> Response:
@@ -439,7 +556,9 @@ def _perf(service: Service, generations: Generations) -> dict[str, JSON]:
 
 
 def _generation_statistics(one: Generation) -> dict[str, JSON]:
-    """Returns the fields of `NO_GENERATION` for a generation; times are in seconds, and speeds in tokens per second."""
+    """Returns the fields of `NO_GENERATION` for a generation; times are in seconds, and speeds in
+    tokens per second.
+    """
     stats = one.streams[0].stats
     seed = one.request.config.generation.seed
     prefill = max(stats.first_token_seconds - stats.queued_seconds, 0.0)

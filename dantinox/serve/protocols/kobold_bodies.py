@@ -55,7 +55,9 @@ def _to_ids(value: Any) -> Any:
 
 def _check_bans(texts: tuple[str, ...]) -> tuple[str, ...]:
     if len(texts) > MAX_BANS or any(len(text) > MAX_BAN_LENGTH for text in texts):
-        raise ValueError(f"must have at most {MAX_BANS} strings of at most {MAX_BAN_LENGTH} characters")
+        raise ValueError(
+            f"must have at most {MAX_BANS} strings of at most {MAX_BAN_LENGTH} characters"
+        )
     return texts
 
 
@@ -65,7 +67,9 @@ Key = Annotated[str, Field(max_length=MAX_KEY_LENGTH)]
 
 
 def default_length(base: GenerationSection) -> int:
-    """Returns the number of new tokens of a request without `max_length`: KoboldAI's, unless the settings have another."""
+    """Returns the number of new tokens of a request without `max_length`: KoboldAI's, unless the
+    settings have another.
+    """
     changed = base.max_new_tokens != GenerationSection.model_fields["max_new_tokens"].default
     return base.max_new_tokens if changed else DEFAULT_LENGTH
 
@@ -113,7 +117,8 @@ class SchemaBody(StrictBody):
 
 
 class GenerateBody(SamplingOptions):
-    """The body of `/generate` and `/generate/stream`. Every key of `generation` and `router` is an additional field.
+    """The body of `/generate` and `/generate/stream`. Every key of `generation` and `router` is an
+    additional field.
 
     Attributes:
       prompt: text to continue.
@@ -128,13 +133,15 @@ class GenerateBody(SamplingOptions):
       singleline: end the answer before its first line break.
       bypass_eos: continue after the EOS token.
       ban_eos_token: never sample the EOS token.
-      replace_instruct_placeholders: false keeps the placeholders in prompt, memory and stop strings.
+      replace_instruct_placeholders: false keeps the placeholders in prompt, memory and stop
+        strings.
       logprobs: report log-probabilities.
       grammar: GBNF grammar or JSON schema of the answer.
       model: `MODEL:NAME` selects an adapter; every other name has no effect, as clients send any.
       lora: name of the adapter; null uses the model without one.
       rep_pen: repetition penalty; the largest of the fields for it applies.
-      rep_pen_range: number of last tokens that the repetition penalty covers; 0 disables the penalties.
+      rep_pen_range: number of last tokens that the repetition penalty covers; 0 disables the
+        penalties.
       rep_pen_slope: slope of the repetition penalty over its range.
       tfs: mass of tail-free sampling; 1 disables it.
       nsigma: standard deviations below the largest logit that are kept; 0 disables it.
@@ -171,14 +178,20 @@ class GenerateBody(SamplingOptions):
     memory: str | None = None
     n: Annotated[int, Integer, Field(ge=1, le=MAX_SAMPLES)] | None = None
     max_context_length: Size | None = None
-    max_length: Size | None = Field(None, validation_alias=AliasChoices("max_length", "max_new_tokens"))
+    max_length: Size | None = Field(
+        None, validation_alias=AliasChoices("max_length", "max_new_tokens")
+    )
     genkey: Key | None = None
     sampler_seed: Seed | None = Field(None, validation_alias=AliasChoices("sampler_seed", "seed"))
-    stop_sequence: Texts | None = Field(None, validation_alias=AliasChoices("stop_sequence", "stop"))
+    stop_sequence: Texts | None = Field(
+        None, validation_alias=AliasChoices("stop_sequence", "stop")
+    )
     trim_stop: bool | None = None
     singleline: bool | None = None
     bypass_eos: bool | None = None
-    ban_eos_token: bool | None = Field(None, validation_alias=AliasChoices("ban_eos_token", "use_default_badwordsids"))
+    ban_eos_token: bool | None = Field(
+        None, validation_alias=AliasChoices("ban_eos_token", "use_default_badwordsids")
+    )
     replace_instruct_placeholders: bool | None = None
     logprobs: bool | None = None
     grammar: str | None = None
@@ -192,9 +205,15 @@ class GenerateBody(SamplingOptions):
     nsigma: Number | None = None
     sampler_order: Annotated[list[Annotated[int, Integer]], Field(max_length=7)] | None = None
 
-    banned_tokens: Bans | None = Field(None, validation_alias=AliasChoices("banned_tokens", "banned_strings"))
-    custom_token_bans: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_to_ids)] | None = None
-    logit_bias: Annotated[dict[str, Number | None], BeforeValidator(lambda biases: biases or {})] | None = None
+    banned_tokens: Bans | None = Field(
+        None, validation_alias=AliasChoices("banned_tokens", "banned_strings")
+    )
+    custom_token_bans: (
+        Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_to_ids)] | None
+    ) = None
+    logit_bias: (
+        Annotated[dict[str, Number | None], BeforeValidator(lambda biases: biases or {})] | None
+    ) = None
 
     def constraint(self) -> Constraint | None:
         """Returns the grammar of the answer, or None."""
@@ -206,14 +225,19 @@ class GenerateBody(SamplingOptions):
     def settings(self, base: GenerationSection) -> dict[str, object]:
         """Returns the settings of the request, for `EngineProtocol.settings`.
 
-        Values that disable a step in KoboldCpp disable it here, and parameters of a disabled step are omitted. Settings without
-        a KoboldCpp name keep their names. With the entropy router, the KoboldCpp fields for temperature and truncation are
-        ignored, but those for penalties apply.
+        Values that disable a step in KoboldCpp disable it here, and parameters of a disabled step
+        are omitted. Settings without a KoboldCpp name keep their names. With the entropy router,
+        the KoboldCpp fields for temperature and truncation are ignored, but those for penalties
+        apply.
 
         Args:
           base: the generation settings of the server.
         """
-        extra = {name: value for name, value in (self.model_extra or {}).items() if name in REQUEST_KEYS.keys() - ALIASES}
+        extra = {
+            name: value
+            for name, value in (self.model_extra or {}).items()
+            if name in REQUEST_KEYS.keys() - ALIASES
+        }
         strategy = extra.get("strategy", base.strategy)
         found = self.sampling_settings(base, strategy)
         if found.get("repetition_slope") == 1:

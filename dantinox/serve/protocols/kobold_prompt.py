@@ -1,4 +1,6 @@
-"""Prompts of the KoboldAI protocol: placeholders, tokenization, truncation to the context, stop sequences."""
+"""Prompts of the KoboldAI protocol: placeholders, tokenization, truncation to the context, stop
+sequences.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,17 +11,24 @@ from dantinox.generation import LoadedModel
 from dantinox.serve.errors import RequestError
 from dantinox.text import ChatTemplate, Tokenizer
 
-MIN_TOKENS = 16  # smallest `max_context_length`, and smallest number of prompt tokens kept after a long memory
+# Smallest `max_context_length`, and smallest number of prompt tokens kept after a long memory.
+MIN_TOKENS = 16
 PLACEHOLDER = re.compile(r"\n?\{\{\[(INPUT|OUTPUT|SYSTEM|INPUT_END|OUTPUT_END|SYSTEM_END)\]\}\}\n?")
 # The tags of a model without a chat template, as in KoboldCpp.
-DEFAULT_TAGS = {"INPUT": "\n### Instruction:\n", "OUTPUT": "\n### Response:\n", "SYSTEM": "\n### Instruction:\n"}
+DEFAULT_TAGS = {
+    "INPUT": "\n### Instruction:\n",
+    "OUTPUT": "\n### Response:\n",
+    "SYSTEM": "\n### Instruction:\n",
+}
 MARKERS = ("first-5dd0a1", "second-5dd0a1", "third-5dd0a1")  # texts that no template contains
 
 
 class Placeholders:
-    """Replaces instruction placeholders such as `{{[INPUT]}}` with tags of a chat template or with KoboldCpp's default tags.
+    """Replaces instruction placeholders such as `{{[INPUT]}}` with tags of a chat template or with
+    KoboldCpp's default tags.
 
-    Placeholders for the end of a turn become empty, because the tag of the next turn also ends the previous turn.
+    Placeholders for the end of a turn become empty, because the tag of the next turn also ends the
+    previous turn.
     """
 
     def __init__(self, template: ChatTemplate | None):
@@ -45,11 +54,14 @@ class Placeholders:
 
         return PLACEHOLDER.sub(tag, text)
 
-    def fill_all(self, memory: str, prompt: str, stops: Sequence[str]) -> tuple[frozenset[int], str, str, tuple[str, ...]]:
+    def fill_all(
+        self, memory: str, prompt: str, stops: Sequence[str]
+    ) -> tuple[frozenset[int], str, str, tuple[str, ...]]:
         """Replaces the placeholders in all texts.
 
         Returns:
-          The token ids that end a turn (none if the texts have no placeholders), memory, prompt and stop strings.
+          The token ids that end a turn (none if the texts have no placeholders), memory, prompt and
+          stop strings.
         """
         has_placeholder = any(map(PLACEHOLDER.search, (memory, prompt, *stops)))
         ends = self._template.end_ids if self._template and has_placeholder else frozenset()
@@ -62,10 +74,15 @@ class Placeholders:
         if template is None:
             return DEFAULT_TAGS | {"FIRST": DEFAULT_TAGS["INPUT"]}
         roles = ("user", "assistant", "user")
-        messages = [{"role": role, "content": text} for role, text in zip(roles, MARKERS, strict=True)]
+        messages = [
+            {"role": role, "content": text} for role, text in zip(roles, MARKERS, strict=True)
+        ]
         parts = re.split("|".join(MARKERS), template.text(messages, generation_prompt=True))
         if len(parts) != 4:
-            raise UserError(f"{template.name} changes the text of messages: instruction placeholders cannot be replaced")
+            raise UserError(
+                f"{template.name} changes the text of messages: instruction placeholders cannot be"
+                " replaced"
+            )
         first, _, turn, answer = parts
         return {"FIRST": first, "INPUT": turn, "OUTPUT": answer, "SYSTEM": _system_tag(template)}
 
@@ -80,12 +97,14 @@ def _system_tag(template: ChatTemplate) -> str:
     return before if found else ""
 
 
-def fit_to_context(run: LoadedModel, memory: str, prompt: str, new: int, context: int) -> tuple[list[int], int]:
+def fit_to_context(
+    run: LoadedModel, memory: str, prompt: str, new: int, context: int
+) -> tuple[list[int], int]:
     """Returns the token ids to continue, and the number of new tokens.
 
-    The requested number of new tokens is reserved first, but a long text keeps at least half of the context, because some
-    clients request more tokens than the context has. If the text is too long, the beginning of the prompt is dropped, not the
-    memory.
+    The requested number of new tokens is reserved first, but a long text keeps at least half of the
+    context, because some clients request more tokens than the context has. If the text is too long,
+    the beginning of the prompt is dropped, not the memory.
 
     Args:
       run: the loaded model.
@@ -99,7 +118,9 @@ def fit_to_context(run: LoadedModel, memory: str, prompt: str, new: int, context
       RequestError: 400, the memory alone is too long.
     """
     tokenizer = run.tokenizer
-    memory_ids = tokenizer.encode(memory, parse_special=True)  # names of special tokens become these tokens, as in KoboldCpp
+    memory_ids = tokenizer.encode(
+        memory, parse_special=True
+    )  # names of special tokens become these tokens, as in KoboldCpp
     prompt_ids = tokenizer.encode(prompt, parse_special=True)
     if not memory_ids and not prompt_ids:
         memory_ids = run.prompt_ids("")
@@ -107,7 +128,10 @@ def fit_to_context(run: LoadedModel, memory: str, prompt: str, new: int, context
         memory_ids = [*tokenizer.ids_before_text, *memory_ids]
     min_prompt = min(len(prompt_ids), MIN_TOKENS)
     if len(memory_ids) + min_prompt >= context:
-        message = f"the memory has {len(memory_ids):,} tokens and the context is {context:,}: shorten the memory"
+        message = (
+            f"the memory has {len(memory_ids):,} tokens and the context is {context:,}: shorten the"
+            " memory"
+        )
         raise RequestError(400, message, param="memory")
     max_text = min(max(context - new, context // 2), context - 1)
     ids = memory_ids
@@ -118,7 +142,9 @@ def fit_to_context(run: LoadedModel, memory: str, prompt: str, new: int, context
 
 
 def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Splits stop strings into texts and token ids. A string that starts with a special token's name becomes the token's id."""
+    """Splits stop strings into texts and token ids. A string that starts with a special token's
+    name becomes the token's id.
+    """
     texts: list[str] = []
     ids: list[int] = []
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)

@@ -1,4 +1,5 @@
-"""Routes of the llama.cpp server: `/completion`, `/infill`, `/props` and `/slots`, for editors, SillyTavern and other clients.
+"""Routes of the llama.cpp server: `/completion`, `/infill`, `/props` and `/slots`, for editors,
+SillyTavern and other clients.
 
 Source: the documentation of the llama.cpp server.
 """
@@ -38,12 +39,20 @@ from dantinox.serve.service import Reply, Service
 from dantinox.text import Tokenizer
 from dantinox.text.fill_in_middle import fim_ids
 
-STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "loop": "limit", "cancelled": "limit"}
-SUFFIX_SHARE = 4  # a long suffix gets at most 1 / SUFFIX_SHARE of the space for the texts around the gap
+STOP_TYPES = {
+    "eos": "eos",
+    "stop": "word",
+    "length": "limit",
+    "loop": "limit",
+    "cancelled": "limit",
+}
+SUFFIX_SHARE = (
+    4  # a long suffix gets at most 1 / SUFFIX_SHARE of the space for the texts around the gap
+)
 # Fields that choose a slot, or describe how llama.cpp stores or computes, and change no text.
 IGNORED = (
-    "id_slot", "cache_prompt", "timings_per_token", "return_progress", "n_keep", "n_cache_reuse", "n_indent", "min_keep",
-    "t_max_prompt_ms", "sse_ping_interval", "model", "api_key",
+    "id_slot", "cache_prompt", "timings_per_token", "return_progress", "n_keep", "n_cache_reuse",
+    "n_indent", "min_keep", "t_max_prompt_ms", "sse_ping_interval", "model", "api_key",
 )  # fmt: skip
 
 
@@ -59,8 +68,8 @@ def _to_part(value: Any) -> str | int:
 def _to_prompts(value: Any) -> list[list[str | int]]:
     """Converts a prompt to a list of prompts, each a list of texts and token ids.
 
-    As in llama.cpp, a list of texts, or a list that contains lists or objects, has several prompts. Any other list is one
-    prompt.
+    As in llama.cpp, a list of texts, or a list that contains lists or objects, has several prompts.
+    Any other list is one prompt.
     """
     if type(value) is int:  # a token id may be a part of a prompt, but is not a prompt
         raise ValueError("must be a string, a list of strings and token ids, or a list of these")
@@ -75,17 +84,26 @@ def _to_prompts(value: Any) -> list[list[str | int]]:
 
 
 def _to_bias(value: Any) -> Any:
-    """Converts the pairs `[[token, bias], …]` to an object; the bias `false` becomes null, which bans the token."""
+    """Converts the pairs `[[token, bias], …]` to an object; the bias `false` becomes null, which
+    bans the token.
+    """
     pairs = [*value.items()] if isinstance(value, dict) else value
     if not isinstance(pairs, list):
         return value
-    if any(not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in (int, str) for pair in pairs):
+    if any(
+        not isinstance(pair, list | tuple) or len(pair) != 2 or type(pair[0]) not in (int, str)
+        for pair in pairs
+    ):
         raise ValueError("must be an object, or a list of pairs of a token and a number")
     return {str(token): None if bias is False else bias for token, bias in pairs}
 
 
-def _token_biases(tokenizer: Tokenizer, biases: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Returns biases by token id. A text that is not an id biases each of its tokens; biases of one token are added."""
+def _token_biases(
+    tokenizer: Tokenizer, biases: Mapping[str, float | None]
+) -> dict[str, float | None]:
+    """Returns biases by token id. A text that is not an id biases each of its tokens; biases of one
+    token are added.
+    """
     found: dict[str, float | None] = {}
     for text, bias in biases.items():
         tokens = [text] if is_digits(text) else tokenizer.encode(text, parse_special=True)
@@ -96,17 +114,23 @@ def _token_biases(tokenizer: Tokenizer, biases: Mapping[str, float | None]) -> d
 
 
 class LlamaBody(LlamaOptions):
-    """Fields of `/completion` and `/infill`. Every key of `generation` and `router` is an additional field.
+    """Fields of `/completion` and `/infill`. Every key of `generation` and `router` is an
+    additional field.
 
     Attributes:
       stream: send the answer as server-sent events while it is generated.
-      logit_bias: numbers added to the logits of tokens, as an object or as pairs; `false` bans a token.
+      logit_bias: numbers added to the logits of tokens, as an object or as pairs; `false` bans a
+        token.
       n_cmpl: number of answers to each prompt; `n` is another name.
       n_probs: number of alternatives reported with each token; 0 reports none.
-      samplers: names of llama.cpp's samplers in their order, or their characters; the samplers that it does not name are off.
-      t_max_predict_ms: the answer ends after this time since its first token, once it has a line break; 0 or -1 sets no limit.
-      return_tokens: report the token ids of an answer that is not streamed; a stream always has them.
-      response_fields: the only fields of the response; `timings/predicted_n` is the field of an object.
+      samplers: names of llama.cpp's samplers in their order, or their characters; the samplers that
+        it does not name are off.
+      t_max_predict_ms: the answer ends after this time since its first token, once it has a line
+        break; 0 or -1 sets no limit.
+      return_tokens: report the token ids of an answer that is not streamed; a stream always has
+        them.
+      response_fields: the only fields of the response; `timings/predicted_n` is the field of an
+        object.
       grammar: GBNF grammar of the answer.
       json_schema: JSON schema of the answer.
     """
@@ -138,7 +162,11 @@ class LlamaBody(LlamaOptions):
           RequestError: 400, the body has both a grammar and a schema.
         """
         if self.grammar and self.json_schema is not None:
-            raise RequestError(400, "grammar and json_schema both constrain the answer: use one of them", param="json_schema")
+            raise RequestError(
+                400,
+                "grammar and json_schema both constrain the answer: use one of them",
+                param="json_schema",
+            )
         if self.grammar:
             return Constraint("gbnf", self.grammar)
         if self.json_schema is not None:
@@ -150,8 +178,8 @@ class LlamaCompletionBody(LlamaBody):
     """The body of `/completion`.
 
     Attributes:
-      prompt: a string, or a list of strings and token ids in any order; a list of these, or of strings alone, has several
-        prompts. Names of special tokens become these tokens.
+      prompt: a string, or a list of strings and token ids in any order; a list of these, or of
+        strings alone, has several prompts. Names of special tokens become these tokens.
     """
 
     prompt: Annotated[list[Any], BeforeValidator(_to_prompts)] = Field([[""]])
@@ -212,7 +240,10 @@ def routes(service: Service) -> list[Route]:
     async def slots(request: Request) -> Response:
         """Lists the slots of the engine."""
         status = service.engine.status()
-        found = [{"id": slot, "n_ctx": status.context, "is_processing": slot < status.busy} for slot in range(status.slots)]
+        found = [
+            {"id": slot, "n_ctx": status.context, "is_processing": slot < status.busy}
+            for slot in range(status.slots)
+        ]
         return JSONResponse(found)
 
     return [
@@ -240,19 +271,24 @@ async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply
             if isinstance(part, int):
                 ids.append(part)
             else:
-                encode_part = model.prompt_ids if number == 0 else tokenizer.encode  # only the first part gets a BOS token
+                encode_part = (
+                    model.prompt_ids if number == 0 else tokenizer.encode
+                )  # only the first part gets a BOS token
                 ids += encode_part(part, parse_special=True)
         return ids or model.prompt_ids("")
 
     characters = sum(len(part) for part in every_part if isinstance(part, str))
-    prompts = await _encode("prompt", characters + len(every_part), lambda: [encode(parts) for parts in body.prompt])
+    prompts = await _encode(
+        "prompt", characters + len(every_part), lambda: [encode(parts) for parts in body.prompt]
+    )
     return await _reply(service, body, await _settings(service, body), prompts)
 
 
 async def parse_infill(service: Service, body: InfillBody) -> Reply:
     """Converts a body of `/infill` to a generation request.
 
-    The texts keep the tokens nearest to the gap. They have the space in the context that the new tokens leave, at least half.
+    The texts keep the tokens nearest to the gap. They have the space in the context that the new
+    tokens leave, at least half.
 
     Raises:
       RequestError, UserError: the body cannot be served.
@@ -265,23 +301,36 @@ async def parse_infill(service: Service, body: InfillBody) -> Reply:
         start = tokenizer.ids_before_text
         answer = tokenizer.encode(body.prompt) if body.prompt else []
         extra = "".join(f"{file.text}\n" for file in body.input_extra)
-        room = max(service.context - new_tokens - len(start) - len(answer) - 4, 0)  # at most four tokens mark the parts
+        room = max(
+            service.context - new_tokens - len(start) - len(answer) - 4, 0
+        )  # at most four tokens mark the parts
         prefix_ids = tokenizer.encode(extra + body.input_prefix)
         suffix = body.input_suffix
         suffix_ids = tokenizer.encode(suffix) if suffix else []
         if len(prefix_ids) + len(suffix_ids) > room:
-            kept = min(len(suffix_ids), max(room // SUFFIX_SHARE, room - len(prefix_ids)))  # at least what the prefix leaves
+            kept = min(
+                len(suffix_ids), max(room // SUFFIX_SHARE, room - len(prefix_ids))
+            )  # at least what the prefix leaves
             suffix = tokenizer.decode(suffix_ids[:kept]) if kept else ""
             prefix_ids = prefix_ids[max(0, len(prefix_ids) - (room - kept)) :]
         return [*start, *fim_ids(tokenizer, prefix_ids, suffix), *answer]
 
-    texts = (body.input_prefix, body.input_suffix, body.prompt, *(file.text for file in body.input_extra))
+    texts = (
+        body.input_prefix,
+        body.input_suffix,
+        body.prompt,
+        *(file.text for file in body.input_extra),
+    )
     size = sum(map(len, texts))
-    return await _reply(service, body, config, await _encode("input_prefix", size, lambda: [encode()]))
+    return await _reply(
+        service, body, config, await _encode("input_prefix", size, lambda: [encode()])
+    )
 
 
 async def _encode(param: str, size: int, encode: Callable[[], list[list[int]]]) -> list[list[int]]:
-    """Encodes prompts of this size; a text that cannot be encoded is an error of the field `param`."""
+    """Encodes prompts of this size; a text that cannot be encoded is an error of the field
+    `param`.
+    """
     try:
         return await run_sized(size, encode)
     except UserError as error:
@@ -293,20 +342,29 @@ async def _settings(service: Service, body: LlamaBody) -> Config:
     base = service.engine.settings({}).generation
     found = body.settings(base, service.context)
     # The entropy router chooses the samplers itself, and mirostat disables all others.
-    has_samplers = found.get("strategy", base.strategy) != "entropy" and not found.get("mirostat", base.mirostat)
+    has_samplers = found.get("strategy", base.strategy) != "entropy" and not found.get(
+        "mirostat", base.mirostat
+    )
     if body.samplers is not None and has_samplers:
         found |= sampler_settings(body.samplers)
     if body.logit_bias is not None:
         size = sum(map(len, body.logit_bias))
-        found["logit_bias"] = await run_sized(size, _token_biases, service.tokenizer, body.logit_bias)
+        found["logit_bias"] = await run_sized(
+            size, _token_biases, service.tokenizer, body.logit_bias
+        )
     return with_generation(service.settings(found), n=body.n_cmpl or 1)
 
 
-async def _reply(service: Service, body: LlamaBody, config: Config, prompts: Sequence[Sequence[int]]) -> Reply:
+async def _reply(
+    service: Service, body: LlamaBody, config: Config, prompts: Sequence[Sequence[int]]
+) -> Reply:
     service.check_lengths(prompts, "prompt")
     constraint = body.constraint()
     logprobs = min(body.n_probs, service.tokenizer.vocab_size) if body.n_probs else None
-    requests = [GenerationRequest(tuple(ids), config, logprobs=logprobs, constraint=constraint) for ids in prompts]
+    requests = [
+        GenerationRequest(tuple(ids), config, logprobs=logprobs, constraint=constraint)
+        for ids in prompts
+    ]
     return LlamaReply(service, await healed(service.model, requests), body)
 
 
@@ -329,7 +387,9 @@ class _Answer:
 
 
 class LlamaReply(Reply):
-    """The answers to `/completion` or `/infill`; a complete response with several answers is a list."""
+    """The answers to `/completion` or `/infill`; a complete response with several answers is a
+    list.
+    """
 
     def __init__(self, service: Service, requests: Sequence[GenerationRequest], body: LlamaBody):
         super().__init__(requests, bool(body.stream))
@@ -374,16 +434,24 @@ class LlamaReply(Reply):
         index = self._add(number, delta)
         content = self._content(index, delta.text)
         self._answers[index].records = []
-        return data_event({"index": index, **content, "stop": False}) if delta.text or delta.tokens else b""
+        return (
+            data_event({"index": index, **content, "stop": False})
+            if delta.text or delta.tokens
+            else b""
+        )
 
     def format_end(self) -> bytes:
-        return b"".join(data_event(self._selected(self._last(index))) for index in range(len(self._answers)))
+        return b"".join(
+            data_event(self._selected(self._last(index))) for index in range(len(self._answers))
+        )
 
     def format_stream_error(self, error: RequestError) -> bytes:
         return data_event(error_object(error))
 
     def _content(self, index: int, text: str) -> dict[str, JSON]:
-        """Returns a text and the token ids since the last event, with their log-probabilities if they are requested."""
+        """Returns a text and the token ids since the last event, with their log-probabilities if
+        they are requested.
+        """
         records = self._answers[index].records
         request = self.requests[index // self._samples]
         known: dict[str, JSON] = {"content": text, "tokens": [record["id"] for record in records]}
@@ -392,7 +460,9 @@ class LlamaReply(Reply):
         entries = ChatLogprobs(self._tokenizer, request, "")(records)["content"]
         for record, entry in zip(records, entries, strict=True):
             entry["id"] = record["id"]
-            for other, alternative in zip(record.get("alternatives", ()), entry["top_logprobs"], strict=True):
+            for other, alternative in zip(
+                record.get("alternatives", ()), entry["top_logprobs"], strict=True
+            ):
                 alternative["id"] = other["id"]
         return known | {"completion_probabilities": entries}
 
@@ -403,7 +473,9 @@ class LlamaReply(Reply):
         request = self.requests[number]
         stats = self.streams[number].stats
         prompt_tokens = len(request.ids)
-        new_tokens = stats.new_tokens if self._samples == 1 else answer.token_count  # `stats` counts all samples together
+        new_tokens = (
+            stats.new_tokens if self._samples == 1 else answer.token_count
+        )  # `stats` counts all samples together
         first = stats.first_token_seconds if stats.new_tokens else stats.seconds
         stop_type = STOP_TYPES[answer.reason]
         return {
@@ -429,20 +501,28 @@ class LlamaReply(Reply):
             "tokens_predicted": new_tokens,
             "tokens_evaluated": prompt_tokens,
             "timings": {
-                **_timings("prompt", prompt_tokens - stats.reused_tokens, first - stats.queued_seconds),
+                **_timings(
+                    "prompt", prompt_tokens - stats.reused_tokens, first - stats.queued_seconds
+                ),
                 **_timings("predicted", new_tokens, stats.seconds - first),
             },
         }
 
     def _prompt_text(self, number: int) -> str:
-        """Returns the text of a prompt with the names of its special tokens; its answers share it."""
+        """Returns the text of a prompt with the names of its special tokens; its answers share
+        it.
+        """
         if number not in self._prompt_texts:
             detokenizer = self._tokenizer.detokenizer(self._tokenizer.special_ids)
-            self._prompt_texts[number] = detokenizer.push(self.requests[number].ids) + detokenizer.flush()
+            self._prompt_texts[number] = (
+                detokenizer.push(self.requests[number].ids) + detokenizer.flush()
+            )
         return self._prompt_texts[number]
 
     def _selected(self, response: dict[str, JSON]) -> dict[str, JSON]:
-        """Returns the `response_fields` of a response; fields that it does not have are left out."""
+        """Returns the `response_fields` of a response; fields that it does not have are left
+        out.
+        """
         if self._body.response_fields is None:
             return response
         found: dict[str, JSON] = {}

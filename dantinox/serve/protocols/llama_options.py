@@ -12,7 +12,15 @@ from dantinox.config.request_overlay import REQUEST_KEYS
 from dantinox.files import escape_name, quote
 from dantinox.serve.errors import RequestError
 from dantinox.serve.protocols.bodies import to_tuple
-from dantinox.serve.protocols.sampling_options import AtLeastZero, Integer, Number, Option, Range, SamplingOptions, Seed
+from dantinox.serve.protocols.sampling_options import (
+    AtLeastZero,
+    Integer,
+    Number,
+    Option,
+    Range,
+    SamplingOptions,
+    Seed,
+)
 
 log = logging.getLogger("dantinox.serve")
 
@@ -32,12 +40,19 @@ SAMPLERS: dict[str, tuple[tuple[str, ...], dict[str, float]]] = {
     "top_p": (("top_p",), {"top_p": 1.0}),
     "min_p": (("min_p",), {"min_p": 0.0}),
     "xtc": (("xtc",), {"xtc_probability": 0.0}),
-    "temperature": (("dynamic_temperature", "temperature"), {"temperature": 1.0, "dynatemp_low": 1.0, "dynatemp_high": 1.0}),
+    "temperature": (
+        ("dynamic_temperature", "temperature"),
+        {"temperature": 1.0, "dynatemp_low": 1.0, "dynatemp_high": 1.0},
+    ),
     "adaptive_p": (("adaptive_p",), {"adaptive_target": -1.0}),
 }
 # Name or alias of a sampler, in lower case → the sampler.
 SAMPLER_NAMES = {
-    **{variant: name for name in SAMPLERS for variant in (name, name.replace("_", "-"), name.replace("_", ""))},
+    **{
+        variant: name
+        for name in SAMPLERS
+        for variant in (name, name.replace("_", "-"), name.replace("_", ""))
+    },
     "typical_p": "typ_p",
     "typical-p": "typ_p",
     "typical": "typ_p",
@@ -47,18 +62,21 @@ SAMPLER_NAMES = {
 }
 # The character of each sampler in llama.cpp's string form of the list.
 SAMPLER_CHARACTERS = {
-    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p", "x": "xtc",
-    "t": "temperature", "a": "adaptive_p",
+    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p",
+    "m": "min_p", "x": "xtc", "t": "temperature", "a": "adaptive_p",
 }  # fmt: skip
 
 # Option → the setting whose value it has in a response, for options that need no conversion.
 REPORTED_OPTIONS = {
-    "n_predict": "max_new_tokens", "dynatemp_exponent": "dynatemp_exponent", "top_k": "top_k", "top_p": "top_p",
-    "min_p": "min_p", "typical_p": "typical", "tfs_z": "tail_free", "top_n_sigma": "top_n_sigma",
-    "xtc_probability": "xtc_probability", "xtc_threshold": "xtc_threshold", "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty", "dry_multiplier": "dry_multiplier",
-    "dry_base": "dry_base", "dry_allowed_length": "dry_allowed_length", "mirostat": "mirostat", "mirostat_tau": "mirostat_tau",
-    "mirostat_eta": "mirostat_eta", "adaptive_target": "adaptive_target", "adaptive_decay": "adaptive_decay",
+    "n_predict": "max_new_tokens", "dynatemp_exponent": "dynatemp_exponent", "top_k": "top_k",
+    "top_p": "top_p", "min_p": "min_p", "typical_p": "typical", "tfs_z": "tail_free",
+    "top_n_sigma": "top_n_sigma", "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold", "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+    "dry_multiplier": "dry_multiplier", "dry_base": "dry_base",
+    "dry_allowed_length": "dry_allowed_length", "mirostat": "mirostat",
+    "mirostat_tau": "mirostat_tau", "mirostat_eta": "mirostat_eta",
+    "adaptive_target": "adaptive_target", "adaptive_decay": "adaptive_decay",
     "ignore_eos": "ignore_eos",
 }  # fmt: skip
 RANDOM_SEED = 2**32 - 1  # llama.cpp reports this number for a random seed
@@ -70,7 +88,8 @@ class LlamaOptions(SamplingOptions):
     Attributes:
       num_predict: maximum number of new tokens; -1 and -2: as many as fit into the context.
       tfs_z: mass of tail-free sampling; 1 disables it.
-      top_n_sigma: standard deviations below the largest logit that are kept; 0 and below disable it.
+      top_n_sigma: standard deviations below the largest logit that are kept; 0 and below disable
+        it.
       repeat_last_n: number of last tokens that the penalties cover; 0 disables them, -1 covers all.
       frequency_penalty: number to subtract for each time that a token occurs in prompt and answer.
       seed: seed of the sampler; a negative value chooses a random seed.
@@ -97,7 +116,8 @@ class LlamaOptions(SamplingOptions):
     stop: Annotated[tuple[str, ...], BeforeValidator(to_tuple)] | None = None
 
     def settings(self, base: GenerationSection, context: int) -> dict[str, object]:
-        """Returns the settings of the request, for `EngineProtocol.settings`. Parameters of a disabled step are omitted.
+        """Returns the settings of the request, for `EngineProtocol.settings`. Parameters of a
+        disabled step are omitted.
 
         Args:
           base: the generation settings of the server.
@@ -110,7 +130,9 @@ class LlamaOptions(SamplingOptions):
         if extra.get("n", 1) != 1:
             raise RequestError(400, f"n must be 1 in this API, got {quote(extra['n'])}", param="n")
         names = REQUEST_KEYS.keys() - type(self).model_fields.keys()
-        known = {name: value for name, value in extra.items() if name in names and value is not None}
+        known = {
+            name: value for name, value in extra.items() if name in names and value is not None
+        }
         found = self.sampling_settings(base, known.get("strategy", base.strategy)) | known
         if self.num_predict is not None:
             found["max_new_tokens"] = context if self.num_predict < 0 else self.num_predict
@@ -130,34 +152,54 @@ class LlamaOptions(SamplingOptions):
 
 
 def sampler_settings(names: Sequence[str] | str) -> dict[str, object]:
-    """Returns the settings for a list of llama.cpp's samplers: their order, with the samplers that are not listed disabled.
+    """Returns the settings for a list of llama.cpp's samplers: their order, with the samplers that
+    are not listed disabled.
 
-    Unknown names have no effect, and neither has the repetition of a sampler; both are logged. Steps that llama.cpp does not
-    have follow in their usual order, and `adaptive_p` is always the last.
+    Unknown names have no effect, and neither has the repetition of a sampler; both are logged.
+    Steps that llama.cpp does not have follow in their usual order, and `adaptive_p` is always the
+    last.
 
     Args:
-      names: the names of the samplers, or a string with a character of `SAMPLER_CHARACTERS` for each.
+      names: the names of the samplers, or a string with a character of `SAMPLER_CHARACTERS` for
+        each.
     """
     listed: list[str] = []
     for name in names:
-        found = SAMPLER_CHARACTERS.get(name) if isinstance(names, str) else SAMPLER_NAMES.get(name.lower())
+        found = (
+            SAMPLER_CHARACTERS.get(name)
+            if isinstance(names, str)
+            else SAMPLER_NAMES.get(name.lower())
+        )
         if found is None or found in listed:
             reason = "unknown" if found is None else "listed twice"
-            log.warning("a request has the sampler %s in samplers, which is %s and has no effect", escape_name(name), reason)
+            log.warning(
+                "a request has the sampler %s in samplers, which is %s and has no effect",
+                escape_name(name),
+                reason,
+            )
         else:
             listed.append(found)
     order = [step for name in listed for step in SAMPLERS[name][0] if step != LAST_STEP]
     order += [name for name in order_names() if name not in (*order, "mirostat", LAST_STEP)]
-    disabled = {key: value for name, (_, off) in SAMPLERS.items() if name not in listed for key, value in off.items()}
+    disabled = {
+        key: value
+        for name, (_, off) in SAMPLERS.items()
+        if name not in listed
+        for key, value in off.items()
+    }
     return {"sampler_order": [*order, LAST_STEP], **disabled}
 
 
 def reported_options(section: GenerationSection) -> dict[str, Any]:
-    """Returns the options that apply to a request, by llama.cpp's names and with its values, from the settings."""
+    """Returns the options that apply to a request, by llama.cpp's names and with its values, from
+    the settings.
+    """
     low = section.dynatemp_low
     high = section.dynatemp_high
     order = section_order(section)
-    placed = {name: order.index(steps[0]) for name, (steps, _) in SAMPLERS.items() if steps[0] in order}
+    placed = {
+        name: order.index(steps[0]) for name, (steps, _) in SAMPLERS.items() if steps[0] in order
+    }
     return {
         **{name: getattr(section, setting) for name, setting in REPORTED_OPTIONS.items()},
         "seed": RANDOM_SEED if section.seed is None else section.seed,

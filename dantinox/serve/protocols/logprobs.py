@@ -9,11 +9,16 @@ from dantinox.serve.protocols.token_text import token_bytes, token_name
 from dantinox.text import Tokenizer
 
 MIN_LOGPROB = -9999.0  # replaces −∞, which JSON cannot represent
-PREFIX_TOKENS = 16  # number of last prompt tokens that are enough to determine the text of the next token
+PREFIX_TOKENS = (
+    16  # number of last prompt tokens that are enough to determine the text of the next token
+)
 
 Logprobs = dict[str, Any]  # name → list
-# (tokenizer, request, first text of the choice) → function that formats successive records of one choice
-LogprobsFormatter = Callable[[Tokenizer, GenerationRequest, str], Callable[[Sequence[TokenRecord]], Logprobs]]
+# (tokenizer, request, first text of the choice) → function that formats successive records of one
+# choice
+LogprobsFormatter = Callable[
+    [Tokenizer, GenerationRequest, str], Callable[[Sequence[TokenRecord]], Logprobs]
+]
 
 
 class CompletionLogprobs:
@@ -30,10 +35,17 @@ class CompletionLogprobs:
             prefix = request.ids[-PREFIX_TOKENS:]
             self._detokenizer.push(prefix)
             # Tokens that repeat the end of a healed prompt begin before the text of the choice.
-            self._offset = len(head) - (healed_characters(tokenizer, prefix, request.healed) if request.healed else 0)
+            self._offset = len(head) - (
+                healed_characters(tokenizer, prefix, request.healed) if request.healed else 0
+            )
 
     def __call__(self, records: Sequence[TokenRecord]) -> Logprobs:
-        found: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        found: Logprobs = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
         for record in records:
             name = token_name(self._tokenizer, record["id"])
             logprob = _logprob(record)
@@ -42,7 +54,9 @@ class CompletionLogprobs:
             found["text_offset"].append(max(0, self._offset))
             self._offset += len(self._detokenizer.push([record["id"]]))
             top: dict[str, float] = {}
-            for other in record.get("alternatives", ()):  # sorted by probability: of equal names, the most likely is kept
+            for other in record.get(
+                "alternatives", ()
+            ):  # sorted by probability: of equal names, the most likely is kept
                 top.setdefault(token_name(self._tokenizer, other["id"]), _logprob(other))  # type: ignore[arg-type]
             if logprob is not None:
                 top[name] = max(logprob, top.get(name, logprob))
@@ -58,7 +72,8 @@ class ChatLogprobs:
 
     def __call__(self, records: Sequence[TokenRecord]) -> Logprobs:
         content = [
-            self._entry(record) | {"top_logprobs": [self._entry(other) for other in record.get("alternatives", ())]}
+            self._entry(record)
+            | {"top_logprobs": [self._entry(other) for other in record.get("alternatives", ())]}
             for record in records
         ]
         return {"content": content, "refusal": []}
@@ -66,7 +81,11 @@ class ChatLogprobs:
     def _entry(self, record: TokenRecord) -> dict[str, Any]:
         data = token_bytes(self._tokenizer, record["id"])
         name = token_name(self._tokenizer, record["id"])
-        return {"token": name, "logprob": _logprob(record), "bytes": None if data is None else list(data)}
+        return {
+            "token": name,
+            "logprob": _logprob(record),
+            "bytes": None if data is None else list(data),
+        }
 
 
 def _logprob(record: TokenRecord) -> float | None:

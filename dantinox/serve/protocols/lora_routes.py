@@ -50,7 +50,9 @@ def routes(service: Service) -> list[Route]:
         body = await parse_body(request, LoadAdapterBody)
         service.check_model(body.model)
         await service.engine.load_lora(body.lora_name, path_below(folder, body.lora_path))
-        return JSONResponse({"id": service.model_name(body.lora_name), "object": "model", "loaded": True})
+        return JSONResponse(
+            {"id": service.model_name(body.lora_name), "object": "model", "loaded": True}
+        )
 
     async def unload(request: Request) -> Response:
         """Unloads an adapter; the requests that use it continue."""
@@ -59,7 +61,9 @@ def routes(service: Service) -> list[Route]:
         service.check_model(body.model)
         service.check_model(None, body.lora_name, param="lora_name")
         service.engine.unload_lora(body.lora_name)
-        return JSONResponse({"id": service.model_name(body.lora_name), "object": "model", "deleted": True})
+        return JSONResponse(
+            {"id": service.model_name(body.lora_name), "object": "model", "deleted": True}
+        )
 
     return [
         Route("/v1/load_lora_adapter", load, methods=["POST"]),
@@ -76,7 +80,8 @@ def _allowed_folder(service: Service) -> Path:
 
 
 def path_below(folder: Path, given: str) -> Path:
-    """Returns a path of a request, which may be relative to a directory, with all symbolic links resolved.
+    """Returns a path of a request, which may be relative to a directory, with all symbolic links
+    resolved.
 
     Raises:
       RequestError: 400, the path is not below the directory.
@@ -87,5 +92,7 @@ def path_below(folder: Path, given: str) -> Path:
     except (OSError, RuntimeError, ValueError):  # too long, a loop of links, or a null character
         path = folder
     if path == folder or not path.is_relative_to(folder):
-        raise RequestError(400, "lora_path must be a folder below the directory of --lora_dir", param="lora_path")
+        raise RequestError(
+            400, "lora_path must be a folder below the directory of --lora_dir", param="lora_path"
+        )
     return path

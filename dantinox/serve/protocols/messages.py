@@ -1,4 +1,5 @@
-"""Anthropic's protocol: `/v1/messages` with tools, thinking and streamed events, and `/v1/messages/count_tokens`.
+"""Anthropic's protocol: `/v1/messages` with tools, thinking and streamed events, and
+`/v1/messages/count_tokens`.
 
 The fields are those of Anthropic's API reference.
 """
@@ -20,7 +21,13 @@ from dantinox.serve.errors import JSON, RequestError
 from dantinox.serve.protocols.bodies import StrictBody, content_text, parse_body, warn_unknown
 from dantinox.serve.protocols.sampling_options import given_settings
 from dantinox.serve.protocols.server_sent_events import named_event
-from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_budget, check_effort, prepare_chat
+from dantinox.serve.protocols.tool_chat import (
+    Conversation,
+    PreparedChat,
+    check_budget,
+    check_effort,
+    prepare_chat,
+)
 from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
 
@@ -33,7 +40,13 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-STOP_REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens", "loop": "max_tokens", "cancelled": "end_turn"}
+STOP_REASONS = {
+    "eos": "end_turn",
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "loop": "max_tokens",
+    "cancelled": "end_turn",
+}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 FIELD_NAMES = {
     "response_format": "output_config.format",
@@ -48,11 +61,13 @@ class CountBody(StrictBody):
     Attributes:
       model: name of the served model; another name is an error.
       system: the system message, as text or as text blocks.
-      messages: the conversation: roles `user` and `assistant`, content as text or as blocks of the types `text`, `tool_use`,
-        `tool_result` and `thinking`.
+      messages: the conversation: roles `user` and `assistant`, content as text or as blocks of the
+        types `text`, `tool_use`, `tool_result` and `thinking`.
       tools: the tools that the model may call, with `name`, `description` and `input_schema`.
-      tool_choice: `{"type": "auto" | "any" | "none"}` or `{"type": "tool", "name": …}`, with `disable_parallel_tool_use`.
-      thinking: `{"type": "enabled", "budget_tokens": n}`, `{"type": "adaptive"}` or `{"type": "disabled"}`.
+      tool_choice: `{"type": "auto" | "any" | "none"}` or `{"type": "tool", "name": …}`, with
+        `disable_parallel_tool_use`.
+      thinking: `{"type": "enabled", "budget_tokens": n}`, `{"type": "adaptive"}` or
+        `{"type": "disabled"}`.
       output_config: `effort` of the thinking, and `format` with a JSON schema of the answer.
       output_format: another name of `output_config.format`.
     """
@@ -102,7 +117,9 @@ class CountBody(StrictBody):
         )
 
     def _choice(self) -> tuple[str, bool]:
-        """Returns which tool must be called, as in `Conversation`, and whether several calls are allowed."""
+        """Returns which tool must be called, as in `Conversation`, and whether several calls are
+        allowed.
+        """
         given = self.tool_choice or {"type": "auto"}
         kind = given.get("type")
         name = given.get("name")
@@ -110,7 +127,9 @@ class CountBody(StrictBody):
         if kind == "tool" and isinstance(name, str):
             return name, parallel
         if not isinstance(kind, str) or kind not in CHOICES:
-            message = f"tool_choice.type must be auto, any, none, or tool with a name, got {quote(kind)}"
+            message = (
+                f"tool_choice.type must be auto, any, none, or tool with a name, got {quote(kind)}"
+            )
             raise RequestError(400, message, param="tool_choice")
         return CHOICES[kind], parallel
 
@@ -131,8 +150,14 @@ class CountBody(StrictBody):
         form = (self.output_config or {}).get("format") or self.output_format
         if form is None:
             return None
-        if not isinstance(form, Mapping) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-            message = f"output_config.format must be of type json_schema with a schema, got {quote(form)}"
+        if (
+            not isinstance(form, Mapping)
+            or form.get("type") != "json_schema"
+            or not isinstance(form.get("schema"), dict)
+        ):
+            message = (
+                f"output_config.format must be of type json_schema with a schema, got {quote(form)}"
+            )
             raise RequestError(400, message, param="output_config.format")
         return Constraint("json_schema", json.dumps(form["schema"]))
 
@@ -176,7 +201,9 @@ def routes(service: Service) -> list[Route]:
         config = service.settings(body.settings())
         prepared = await prepare_chat(service, body.conversation())
         service.check_lengths([prepared.ids], "messages")
-        generation = prepared.request(service.model.with_stop_ids(config, prepared.end_ids), lora=lora)
+        generation = prepared.request(
+            service.model.with_stop_ids(config, prepared.end_ids), lora=lora
+        )
         return MessagesReply(service, generation, body, prepared)
 
     async def count_tokens(request: Request) -> Response:
@@ -194,7 +221,9 @@ def routes(service: Service) -> list[Route]:
 
 def format_error(error: RequestError) -> dict[str, JSON]:
     """Returns an error in Anthropic's format."""
-    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    kind = ERROR_TYPES.get(
+        error.status, "invalid_request_error" if error.status < 500 else "api_error"
+    )
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
@@ -202,21 +231,29 @@ def format_error(error: RequestError) -> dict[str, JSON]:
 
 
 def _text_of(content: Any, where: str) -> str:
-    """Returns the text of content that is a string, a block of type text, or a list of such blocks."""
+    """Returns the text of content that is a string, a block of type text, or a list of such
+    blocks.
+    """
     content = [content] if isinstance(content, Mapping) else content
     return content_text(content, where, ("text",), separator="\n\n", parts="blocks")
 
 
 def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Returns a message as messages in OpenAI's format: the results of tools become messages of their own."""
+    """Returns a message as messages in OpenAI's format: the results of tools become messages of
+    their own.
+    """
     role = message.get("role")
     content = message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise RequestError(400, f"{where}.role must be user or assistant, got {quote(role)}", param=f"{where}.role")
+        raise RequestError(
+            400, f"{where}.role must be user or assistant, got {quote(role)}", param=f"{where}.role"
+        )
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise RequestError(400, f"{where}.content must be a string or a list of blocks", param=f"{where}.content")
+        raise RequestError(
+            400, f"{where}.content must be a string or a list of blocks", param=f"{where}.content"
+        )
     results: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     texts: list[str] = []
@@ -235,9 +272,14 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
             calls.append({"id": str(block.get("id")), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             text = _text_of(block.get("content") or "", f"{place}.content")
-            results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
+            results.append(
+                {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text}
+            )
         else:
-            message_text = f"{place}.type must be text, tool_use, tool_result or thinking in its role, got {quote(kind)}"
+            message_text = (
+                f"{place}.type must be text, tool_use, tool_result or thinking in its role, got"
+                f" {quote(kind)}"
+            )
             raise RequestError(400, message_text, param=place)
     plain: dict[str, Any] = {"role": role, "content": "\n\n".join(texts)}
     if calls:
@@ -250,11 +292,19 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns a tool in OpenAI's format."""
-    if tool.get("type") not in (None, "custom") or not isinstance(tool.get("input_schema"), Mapping):
+    if tool.get("type") not in (None, "custom") or not isinstance(
+        tool.get("input_schema"), Mapping
+    ):
         raise RequestError(
-            400, f"{where} must be a tool with name and input_schema; server tools are not supported", param=where
+            400,
+            f"{where} must be a tool with name and input_schema; server tools are not supported",
+            param=where,
         )
-    function = {"name": tool.get("name"), "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description", ""),
+        "parameters": tool["input_schema"],
+    }
     if tool.get("strict") is True:
         function["strict"] = True
     return {"type": "function", "function": function}
@@ -272,7 +322,13 @@ BLOCKS = {
 class MessagesReply(Reply):
     """A message of the assistant: its blocks, or their events."""
 
-    def __init__(self, service: Service, request: GenerationRequest, body: MessagesBody, prepared: PreparedChat):
+    def __init__(
+        self,
+        service: Service,
+        request: GenerationRequest,
+        body: MessagesBody,
+        prepared: PreparedChat,
+    ):
         super().__init__([request], bool(body.stream))
         self._frame: dict[str, JSON] = {
             "id": f"msg_{secrets.token_hex(12)}",
@@ -298,7 +354,10 @@ class MessagesReply(Reply):
         if not self._started:
             self._started = True
             usage = {**self._usage(), "output_tokens": 0}
-            no_stop = {"stop_reason": None, "stop_sequence": None}  # also if the first delta is the last one
+            no_stop = {
+                "stop_reason": None,
+                "stop_sequence": None,
+            }  # also if the first delta is the last one
             message = {**self._frame, "content": [], **no_stop, "usage": usage}
             events = [{"type": "message_start", "message": message}, *events]
         return b"".join(map(_event, events))
@@ -315,13 +374,19 @@ class MessagesReply(Reply):
 
     def _advance(self, delta: Delta) -> list[dict[str, Any]]:
         """Adds a delta to the blocks and returns its events."""
-        events = [event for part in self._fields.parts(delta.text, delta.finish_reason) for event in self._add(part)]
+        events = [
+            event
+            for part in self._fields.parts(delta.text, delta.finish_reason)
+            for event in self._add(part)
+        ]
         if delta.finish_reason is not None:
             events += self._end_block()
             reason = STOP_REASONS[delta.finish_reason]
             if delta.stop_string is not None:
                 reason = "stop_sequence"
-            elif reason == "end_turn" and any(block["type"] == "tool_use" for block in self._blocks):
+            elif reason == "end_turn" and any(
+                block["type"] == "tool_use" for block in self._blocks
+            ):
                 reason = "tool_use"
             self._stop_reason = reason
             self._stop_sequence = delta.stop_string
@@ -334,7 +399,12 @@ class MessagesReply(Reply):
         if part.kind == "call":
             ended = self._end_block()
             self._arguments = ""
-            block = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.text, "input": {}}
+            block = {
+                "type": "tool_use",
+                "id": f"toolu_{secrets.token_hex(12)}",
+                "name": part.text,
+                "input": {},
+            }
             return [*ended, self._begin_block(block)]
         kind, name, delta = BLOCKS[part.kind]
         events = []
@@ -348,7 +418,11 @@ class MessagesReply(Reply):
 
     def _begin_block(self, block: dict[str, Any]) -> dict[str, Any]:
         self._blocks.append(block)
-        return {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+        return {
+            "type": "content_block_start",
+            "index": len(self._blocks) - 1,
+            "content_block": dict(block),
+        }
 
     def _end_block(self) -> list[dict[str, Any]]:
         if not self._blocks:

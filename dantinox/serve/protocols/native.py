@@ -1,4 +1,6 @@
-"""The native protocol: `/api/dantinox/about`, and `/api/dantinox/generate` with an event per token."""
+"""The native protocol: `/api/dantinox/about`, and `/api/dantinox/generate` with an event per
+token.
+"""
 
 import math
 import secrets
@@ -12,7 +14,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dantinox.config import UserError
-from dantinox.config.generation_settings import KOBOLD_ORDERS, PRESETS, GenerationSection, step_order
+from dantinox.config.generation_settings import (
+    KOBOLD_ORDERS,
+    PRESETS,
+    GenerationSection,
+    step_order,
+)
 from dantinox.config.request_overlay import settings_of
 from dantinox.config.router_settings import RouterSection
 from dantinox.config.sampling_steps import STEPS
@@ -39,7 +46,15 @@ from dantinox.serve.protocols.tool_chat import (
 from dantinox.serve.service import Reply, Service
 
 # Fixed when the server starts, or secret.
-SERVER_SETTINGS = ("n", "use_cache", "weights", "matmul_dtype", "matmul_kernel", "tensor_parallel", "watermark_keys")
+SERVER_SETTINGS = (
+    "n",
+    "use_cache",
+    "weights",
+    "matmul_dtype",
+    "matmul_kernel",
+    "tensor_parallel",
+    "watermark_keys",
+)
 
 
 def _check_prompt(value: Any) -> Any:
@@ -53,10 +68,11 @@ class GenerateBody(ConstraintBody):
     """The body of `/api/dantinox/generate`, with the fields of `ConstraintBody`.
 
     Attributes:
-      prompt: a string, or a list of strings and token ids in any order; with messages, the beginning of the answer.
+      prompt: a string, or a list of strings and token ids in any order; with messages, the
+        beginning of the answer.
       messages: a conversation for the chat template.
-      answer_at: the index in a prompt list where the answer begins: a constraint includes what follows. Null: all of the prompt
-        with messages, and nothing of it without.
+      answer_at: the index in a prompt list where the answer begins: a constraint includes what
+        follows. Null: all of the prompt with messages, and nothing of it without.
       settings: keys of the sections `generation` and `router` with their values.
       alternatives: number of alternatives reported with each token.
       fit: truncate the beginning of a prompt that is too long for the context.
@@ -93,7 +109,12 @@ class GenerateBody(ConstraintBody):
             choice = chosen_tool(self.tool_choice)
             names = {"response_format": self.constraint_field()}
             return Conversation(
-                messages, self.tools or (), choice, effort=effort, constraint=self.constraint(), field_names=names
+                messages,
+                self.tools or (),
+                choice,
+                effort=effort,
+                constraint=self.constraint(),
+                field_names=names,
             )
         for name in ("tools", "tool_choice", "reasoning_effort"):
             if getattr(self, name) is not None:
@@ -107,7 +128,9 @@ def routes(service: Service) -> list[Route]:
 
     async def about(request: Request) -> Response:
         """Describes the server, its model, sampling steps and settings."""
-        return JSONResponse(_about(service) | {"settings": settings, "loras": [*service.engine.loras]})
+        return JSONResponse(
+            _about(service) | {"settings": settings, "loras": [*service.engine.loras]}
+        )
 
     async def generate(request: Request) -> Reply:
         """Streams a continuation as server-sent events, one per token."""
@@ -144,8 +167,8 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
         config = service.model.with_stop_ids(config, prepared.end_ids)
     context = service.context
     size = service.tokenizer.vocab_size
-    # With `fit`, a long prompt loses its beginning. This reserves space for the requested length of the answer, but never more
-    # than half of the context.
+    # With `fit`, a long prompt loses its beginning. This reserves space for the requested length of
+    # the answer, but never more than half of the context.
     reserved = min(config.generation.max_new_tokens, context // 2)
     chat_ids = [] if prepared is None else prepared.ids
     left_out = max(0, len(chat_ids) + len(ids) - (context - reserved)) if body.fit else 0
@@ -178,7 +201,9 @@ async def parse(service: Service, body: GenerateBody) -> Reply:
 
 
 def _answer_tokens(body: GenerateBody, texts: Sequence[Sequence[int]]) -> int:
-    """Returns the number of tokens at the end of the prompt that belong to the answer; `texts` has those of each string."""
+    """Returns the number of tokens at the end of the prompt that belong to the answer; `texts` has
+    those of each string.
+    """
     prompt = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
     start = body.answer_at
     if start is None:
@@ -201,21 +226,30 @@ def _about(service: Service) -> dict[str, Any]:
         "markers": _markers(service),
         "alternatives": MAX_ALTERNATIVES,
         "changed": replace_nonfinite(changed_settings(service.engine.settings({}))),
-        "steps": [{"name": name, "group": step.group, "on": [*step.on]} for name, step in STEPS.items()],
+        "steps": [
+            {"name": name, "group": step.group, "on": [*step.on]} for name, step in STEPS.items()
+        ],
         "orders": orders,
     }
 
 
 def _markers(service: Service) -> dict[str, Any]:
-    """Returns the texts around the reasoning (null: the model does not reason), and those that begin and end tool calls."""
+    """Returns the texts around the reasoning (null: the model does not reason), and those that
+    begin and end tool calls.
+    """
     form = service.reply_format
     reasoning = reasoning_markers(form)
     calls = {"begin": form.tools.begin_markers, "end": form.tools.end}
-    return {"reasoning": reasoning and {"begin": reasoning.begin, "end": reasoning.end}, "calls": calls}
+    return {
+        "reasoning": reasoning and {"begin": reasoning.begin, "end": reasoning.end},
+        "calls": calls,
+    }
 
 
 def _setting_list(config: Config) -> list[dict[str, Any]]:
-    """Returns every setting of a request: section, sampling steps, type and range, default, current value, and help."""
+    """Returns every setting of a request: section, sampling steps, type and range, default, current
+    value, and help.
+    """
     values = settings_of(config)
     return [
         {
@@ -243,7 +277,9 @@ def _setting_schemas() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def _type_info(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns type and range of a JSON schema; types are `number`, `integer`, `boolean`, `choice`, `text`, `list` and `map`."""
+    """Returns type and range of a JSON schema; types are `number`, `integer`, `boolean`, `choice`,
+    `text`, `list` and `map`.
+    """
     options = [option for option in schema.get("anyOf", (schema,)) if option.get("type") != "null"]
     one = options[0]
     kind = {"string": "text", "array": "list", "object": "map"}.get(one["type"], one["type"])
@@ -251,7 +287,12 @@ def _type_info(schema: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "choice", "choices": one["enum"]}
     if len(options) > 1:  # a token: its id or its text
         return {"type": "text"}
-    names = {"minimum": "low", "exclusiveMinimum": "above", "maximum": "high", "exclusiveMaximum": "below"}
+    names = {
+        "minimum": "low",
+        "exclusiveMinimum": "above",
+        "maximum": "high",
+        "exclusiveMaximum": "below",
+    }
     return {"type": kind} | {names[bound]: one[bound] for bound in names if bound in one}
 
 
@@ -277,7 +318,9 @@ async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list
             if isinstance(part, int):
                 ids.append(part)
             else:
-                encode_part = model.prompt_ids if number == 0 and is_whole else tokenizer.encode  # with a BOS token, or without
+                encode_part = (
+                    model.prompt_ids if number == 0 and is_whole else tokenizer.encode
+                )  # with a BOS token, or without
                 texts.append(encode_part(part))
                 ids += texts[-1]
         if not ids and is_whole:
@@ -285,7 +328,9 @@ async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list
         return ids, texts
 
     try:
-        return await run_sized(sum(len(part) if isinstance(part, str) else 1 for part in prompt), encode)
+        return await run_sized(
+            sum(len(part) if isinstance(part, str) else 1 for part in prompt), encode
+        )
     except UserError as error:
         raise RequestError(400, str(error), param="prompt") from None
 
@@ -303,7 +348,11 @@ class NativeReply(Reply):
     """Formats events: `begin` before the first `token`, and `end` or `error`."""
 
     def __init__(
-        self, service: Service, request: GenerationRequest, begin: Mapping[str, object], prepared: PreparedChat | None
+        self,
+        service: Service,
+        request: GenerationRequest,
+        begin: Mapping[str, object],
+        prepared: PreparedChat | None,
     ):
         """Initializes the reply; `prepared` is the conversation, or None for a text."""
         super().__init__([request], True)
@@ -324,7 +373,10 @@ class NativeReply(Reply):
         self._begin = None
         tokens = delta.tokens
         if self._visible:
-            tokens = [record | {"text": self._visible.get(record["id"], record["text"])} for record in tokens]
+            tokens = [
+                record | {"text": self._visible.get(record["id"], record["text"])}
+                for record in tokens
+            ]
         content = {"sample": delta.sample, "text": delta.text, "tokens": tokens}
         if delta.finish_reason is not None:
             content["finish_reason"] = delta.finish_reason
@@ -345,9 +397,14 @@ class NativeReply(Reply):
         later = stats.new_tokens - 1
         seconds = stats.seconds - stats.first_token_seconds
         known = {"draft_tokens": 0, "accepted_draft_tokens": 0, **stats.as_numbers()}
-        numbers: dict[str, float | None] = {name: value for name, value in known.items() if math.isfinite(value)}
+        numbers: dict[str, float | None] = {
+            name: value for name, value in known.items() if math.isfinite(value)
+        }
         numbers["decode_tok_per_s"] = later / seconds if later > 0 and seconds > 0 else None
-        content: dict[str, Any] = {"finish_reasons": [reason for _, reason in sorted(self._reasons.items())], "stats": numbers}
+        content: dict[str, Any] = {
+            "finish_reasons": [reason for _, reason in sorted(self._reasons.items())],
+            "stats": numbers,
+        }
         if self._prepared is not None:
             content["messages"] = [reply.message() for _, reply in sorted(self._replies.items())]
         return _event("end", content)

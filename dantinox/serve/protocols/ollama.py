@@ -1,6 +1,8 @@
-"""Ollama's API: `/api/generate`, `/api/chat`, `/api/embed`, `/api/embeddings`, and the routes that describe the model.
+"""Ollama's API: `/api/generate`, `/api/chat`, `/api/embed`, `/api/embeddings`, and the routes that
+describe the model.
 
-Source: Ollama's API documentation. Streams are one JSON object per line. Durations are in nanoseconds.
+Source: Ollama's API documentation. Streams are one JSON object per line. Durations are in
+nanoseconds.
 """
 
 import hashlib
@@ -45,13 +47,25 @@ from dantinox.serve.service import Reply, Service
 OLLAMA_VERSION = "0.12.11"  # supported version of Ollama's API: the first with log-probabilities
 TAG = ":latest"
 NEVER = "9999-12-31T23:59:59Z"
-# Paths of Ollama's API. Those that manage models do not exist here, but their errors have Ollama's format.
+# Paths of Ollama's API. Those that manage models do not exist here, but their errors have Ollama's
+# format.
 PATHS = (
     "/api/generate", "/api/chat", "/api/embed", "/api/tags", "/api/show", "/api/version", "/api/ps",
     "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs",
 )  # fmt: skip
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "loop": "length", "cancelled": "stop"}
-FAMILY: dict[str, JSON] = {"parent_model": "", "format": "dantinox", "family": "dantinox", "families": ["dantinox"]}
+FINISH_REASONS = {
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "loop": "length",
+    "cancelled": "stop",
+}
+FAMILY: dict[str, JSON] = {
+    "parent_model": "",
+    "format": "dantinox",
+    "family": "dantinox",
+    "families": ["dantinox"],
+}
 
 
 def format_error(error: RequestError) -> JSON:
@@ -93,7 +107,9 @@ def check_model(service: Service, name: str | None) -> str | None:
 
 
 def untagged(name: str, own: Sequence[str]) -> str:
-    """Returns the name of a model without the tag `:latest`, unless the name of one of the models has this tag itself."""
+    """Returns the name of a model without the tag `:latest`, unless the name of one of the models
+    has this tag itself.
+    """
     plain = name.removesuffix(TAG)
     return next((one for one in own if one.removesuffix(TAG) == plain), plain)
 
@@ -127,7 +143,9 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = [*system, {"role": "user", "content": prompt}]
-        prepared = await prepare_chat(service, Conversation(messages, effort=body.effort, constraint=body.constraint()))
+        prepared = await prepare_chat(
+            service, Conversation(messages, effort=body.effort, constraint=body.constraint())
+        )
         config = service.model.with_stop_ids(config, prepared.end_ids)
         ids = prepared.ids
     if body.context:
@@ -136,7 +154,9 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
             ids = ids[1:]
         ids = [*body.context, *ids]
     if body.truncate is not False:
-        ids = shortened(ids, _context(service, body), config.generation.max_new_tokens, body.options.num_keep)
+        ids = shortened(
+            ids, _context(service, body), config.generation.max_new_tokens, body.options.num_keep
+        )
     return await _reply(service, body, config, ids, "prompt", prepared, lora)
 
 
@@ -153,7 +173,9 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     messages = [message.fields() for message in body.messages]
     if not messages:
         return OllamaReply(service, None, body)
-    chat = Conversation(messages, body.tools or (), effort=body.effort, constraint=body.constraint())
+    chat = Conversation(
+        messages, body.tools or (), effort=body.effort, constraint=body.constraint()
+    )
     prepared = await prepare_chat(service, chat)
     if body.truncate is not False:
         prepared = await _fit(service, chat, prepared, _context(service, body))
@@ -161,11 +183,14 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
     return await _reply(service, body, config, prepared.ids, "messages", prepared, lora)
 
 
-async def _fit(service: Service, chat: Conversation, whole: PreparedChat, context: int) -> PreparedChat:
-    """Returns a conversation without its oldest turns, as few as possible, so that it fits the context.
+async def _fit(
+    service: Service, chat: Conversation, whole: PreparedChat, context: int
+) -> PreparedChat:
+    """Returns a conversation without its oldest turns, as few as possible, so that it fits the
+    context.
 
-    System messages are kept, and the first other message that is kept is one of the user. If the conversation does not fit
-    with its last turn alone, the whole conversation is returned.
+    System messages are kept, and the first other message that is kept is one of the user. If the
+    conversation does not fit with its last turn alone, the whole conversation is returned.
     """
     messages = chat.messages
     others = [number for number, message in enumerate(messages) if message["role"] != "system"]
@@ -196,12 +221,14 @@ async def _fit(service: Service, chat: Conversation, whole: PreparedChat, contex
 
 
 def shortened(ids: list[int], context: int, new: int, kept: int) -> list[int]:
-    """Returns a prompt that fits the context: the first tokens of a prompt that is too long, and its end.
+    """Returns a prompt that fits the context: the first tokens of a prompt that is too long, and
+    its end.
 
     Args:
       context: the maximum length of a prompt and its continuation.
       new: the largest number of new tokens, for which space is left, at most half of the context.
-      kept: the number of first tokens that are kept, at most half of the prompt; -1 leaves the prompt as it is.
+      kept: the number of first tokens that are kept, at most half of the prompt; -1 leaves the
+        prompt as it is.
     """
     if len(ids) < context or kept < 0:
         return ids
@@ -234,12 +261,16 @@ async def _reply(
     context = _context(service, body)
     if len(ids) >= context:
         raise http_error("context", context, len(ids), param=param)
-    config = with_generation(config, max_new_tokens=min(config.generation.max_new_tokens, context - len(ids)))
+    config = with_generation(
+        config, max_new_tokens=min(config.generation.max_new_tokens, context - len(ids))
+    )
     logprobs = body.alternatives(service.tokenizer.vocab_size)
     if prepared is not None:
         request = replace(prepared.request(config, logprobs, lora), ids=tuple(ids))
     else:
-        request = GenerationRequest(tuple(ids), config, logprobs=logprobs, constraint=body.constraint(), lora=lora)
+        request = GenerationRequest(
+            tuple(ids), config, logprobs=logprobs, constraint=body.constraint(), lora=lora
+        )
         (request,) = await healed(service.model, [request])
     return OllamaReply(service, request, body, prepared)
 
@@ -279,7 +310,9 @@ def _tool_calls(calls: Sequence[Mapping[str, Any]]) -> list[JSON]:
 
 
 class OllamaReply(Reply):
-    """The answer to a prompt or a conversation. Without a request it reports that the model is loaded."""
+    """The answer to a prompt or a conversation. Without a request it reports that the model is
+    loaded.
+    """
 
     media_type: ClassVar[str] = "application/x-ndjson"
 
@@ -318,7 +351,10 @@ class OllamaReply(Reply):
 
     def body(self) -> JSON:
         fields = self._fields
-        return self._last(fields.content, fields.reasoning, _tool_calls(fields.calls)) | self._logprobs()
+        return (
+            self._last(fields.content, fields.reasoning, _tool_calls(fields.calls))
+            | self._logprobs()
+        )
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
         text, thinking = self._add(number, delta)
@@ -338,10 +374,21 @@ class OllamaReply(Reply):
     def _logprobs(self) -> dict[str, JSON]:
         if not self._records:
             return {}
-        return {"logprobs": ChatLogprobs(self._tokenizer, self.requests[0], "")(self._records)["content"]}
+        return {
+            "logprobs": ChatLogprobs(self._tokenizer, self.requests[0], "")(self._records)[
+                "content"
+            ]
+        }
 
-    def _frame(self, text: str, thinking: str, calls: Sequence[JSON], done: bool) -> dict[str, JSON]:
-        return {"model": self._model, "created_at": now(), **self._content(text, thinking, calls), "done": done}
+    def _frame(
+        self, text: str, thinking: str, calls: Sequence[JSON], done: bool
+    ) -> dict[str, JSON]:
+        return {
+            "model": self._model,
+            "created_at": now(),
+            **self._content(text, thinking, calls),
+            "done": done,
+        }
 
     def _last(self, text: str, thinking: str, calls: Sequence[JSON]) -> dict[str, JSON]:
         """Returns the complete answer, or the last object of a stream, with its statistics."""
@@ -391,9 +438,14 @@ def _embedding_routes(service: Service) -> list[Route]:
         rows = list[bytes]()
         tokens = 0
         if body.input:
-            vectors_ND, tokens = await embed(service, body.input, "input", body.dimensions or None, body.truncate is not False)
+            vectors_ND, tokens = await embed(
+                service, body.input, "input", body.dimensions or None, body.truncate is not False
+            )
             rows = await run_in_thread(encode_vectors, vectors_ND)
-        known: dict[str, JSON] = {"model": body.model or service.engine.name, "prompt_eval_count": tokens}
+        known: dict[str, JSON] = {
+            "model": body.model or service.engine.name,
+            "prompt_eval_count": tokens,
+        }
         known |= {"total_duration": _nanoseconds(time.monotonic() - start), "load_duration": 0}
         return response_with_rows(known, "embeddings", rows)
 
@@ -419,13 +471,17 @@ def _model_routes(service: Service) -> list[Route]:
 
     async def tags(request: Request) -> Response:
         """Lists the served model."""
-        return JSONResponse({"models": [await run_in_thread(describe, service) | {"modified_at": started}]})
+        return JSONResponse(
+            {"models": [await run_in_thread(describe, service) | {"modified_at": started}]}
+        )
 
     async def running(request: Request) -> Response:
         """Lists the served model, which is always loaded."""
         known = await run_in_thread(describe, service)
         known |= {"size_vram": 0 if jax.default_backend() == "cpu" else known["size"]}
-        return JSONResponse({"models": [known | {"expires_at": NEVER, "context_length": service.context}]})
+        return JSONResponse(
+            {"models": [known | {"expires_at": NEVER, "context_length": service.context}]}
+        )
 
     async def show(request: Request) -> Response:
         """Describes the served model."""
@@ -470,7 +526,9 @@ def tagged(name: str) -> str:
 
 
 def describe(service: Service) -> dict[str, JSON]:
-    """Describes the model. The digest identifies its name, its vocabulary and its size, not its weights."""
+    """Describes the model. The digest identifies its name, its vocabulary and its size, not its
+    weights.
+    """
     name = tagged(service.engine.name)
     identity = f"{name} {service.tokenizer.fingerprint} {service.model.parameters}"
     known: dict[str, JSON] = {"name": name, "model": name, "size": service.model.weight_bytes}
@@ -481,17 +539,29 @@ def describe(service: Service) -> dict[str, JSON]:
 def unknown_model(name: str, size: int) -> dict[str, JSON]:
     """Describes a model that has not been loaded yet; `size` is that of its file in bytes."""
     known: dict[str, JSON] = {"name": tagged(name), "model": tagged(name), "size": size}
-    return known | {"digest": hashlib.sha256(tagged(name).encode()).hexdigest(), "details": {**FAMILY}}
+    return known | {
+        "digest": hashlib.sha256(tagged(name).encode()).hexdigest(),
+        "details": {**FAMILY},
+    }
 
 
 def _details(service: Service) -> dict[str, JSON]:
     weights = service.engine.settings({}).generation.weights
     level = service.model.weight_format if weights == "auto" else weights
-    return {**FAMILY, "parameter_size": human_count(service.model.parameters), "quantization_level": level}
+    return {
+        **FAMILY,
+        "parameter_size": human_count(service.model.parameters),
+        "quantization_level": level,
+    }
 
 
 def _capability_names(service: Service) -> list[JSON]:
     """Returns the names that Ollama gives to the capabilities of the model."""
-    names = {"completion": "completion", "fim": "insert", "embeddings": "embedding", "vision": "vision"}
+    names = {
+        "completion": "completion",
+        "fim": "insert",
+        "embeddings": "embedding",
+        "vision": "vision",
+    }
     names |= {"tools": "tools", "reasoning": "thinking"}
     return [names[name] for name, has in capabilities(service).items() if has and name in names]

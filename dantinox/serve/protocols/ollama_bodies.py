@@ -16,8 +16,8 @@ from dantinox.serve.protocols.sampling_options import Integer
 
 # Options of Ollama that describe its machine or its cache and change no text.
 RUNNER_OPTIONS = (
-    "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap", "use_mlock",
-    "vocab_only", "penalize_newline", "draft_num_predict",
+    "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap",
+    "use_mlock", "vocab_only", "penalize_newline", "draft_num_predict",
 )  # fmt: skip
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "images": ([],),
@@ -37,11 +37,14 @@ def _to_inputs(value: Any) -> Any:
 
 
 class OllamaOptions(LlamaOptions):
-    """The object `options`: the options of `LlamaOptions` and those below; those of `RUNNER_OPTIONS` have no effect.
+    """The object `options`: the options of `LlamaOptions` and those below; those of
+    `RUNNER_OPTIONS` have no effect.
 
     Attributes:
-      num_ctx: maximum length of prompt and answer together, in tokens; at most the context of the server applies.
-      num_keep: number of tokens at the beginning that a prompt which is too long keeps; -1 keeps all.
+      num_ctx: maximum length of prompt and answer together, in tokens; at most the context of the
+        server applies.
+      num_keep: number of tokens at the beginning that a prompt which is too long keeps; -1 keeps
+        all.
     """
 
     ignored: ClassVar[tuple[str, ...]] = RUNNER_OPTIONS
@@ -72,8 +75,10 @@ class OllamaBody(StrictBody):
       options: settings of the answer.
       logprobs: report log-probabilities.
       top_logprobs: number of alternatives reported with each token; needs logprobs.
-      keep_alive: how long the model stays loaded afterwards, as for `keep_seconds`; a server with one model always keeps it.
-      truncate: false: a prompt or conversation that is too long is an error, instead of losing its middle or oldest messages.
+      keep_alive: how long the model stays loaded afterwards, as for `keep_seconds`; a server with
+        one model always keeps it.
+      truncate: false: a prompt or conversation that is too long is an error, instead of losing its
+        middle or oldest messages.
       shift: has no effect: an answer ends when the context is full.
       think: false turns the reasoning off; true or `low`, `medium` or `high` sets its effort.
     """
@@ -111,7 +116,11 @@ class OllamaBody(StrictBody):
         if isinstance(self.think, bool):
             return "high" if self.think else "none"
         if self.think not in ("low", "medium", "high"):
-            raise RequestError(400, f"think must be true, false, low, medium or high, got {quote(self.think)}", param="think")
+            raise RequestError(
+                400,
+                f"think must be true, false, low, medium or high, got {quote(self.think)}",
+                param="think",
+            )
         return self.think
 
     def alternatives(self, vocab_size: int) -> int | None:
@@ -172,7 +181,12 @@ class ChatBody(OllamaBody):
         for number, message in enumerate(self.messages):
             if message.images:
                 param = f"messages.{number}.images"
-                raise RequestError(400, f"{param} is not supported by this server: remove it", param=param, code="unsupported")
+                raise RequestError(
+                    400,
+                    f"{param} is not supported by this server: remove it",
+                    param=param,
+                    code="unsupported",
+                )
 
 
 class EmbedBody(StrictBody):
@@ -184,7 +198,8 @@ class EmbedBody(StrictBody):
       truncate: drop the end of a text that is longer than the context (default: true).
       dimensions: keep only the first numbers of each embedding, and normalize them again.
       options: have no effect.
-      keep_alive: how long the model stays loaded afterwards, as for `keep_seconds`; a server with one model always keeps it.
+      keep_alive: how long the model stays loaded afterwards, as for `keep_seconds`; a server with
+        one model always keeps it.
     """
 
     model: str | None = None
@@ -202,7 +217,8 @@ class EmbeddingsBody(StrictBody):
       model: name of the served model, with or without `:latest`; another name is an error.
       prompt: a text.
       options: have no effect.
-      keep_alive: how long the model stays loaded afterwards, as for `keep_seconds`; a server with one model always keeps it.
+      keep_alive: how long the model stays loaded afterwards, as for `keep_seconds`; a server with
+        one model always keeps it.
     """
 
     model: str | None = None
@@ -215,9 +231,15 @@ def check_generate(body: GenerateBody) -> None:
     """Raises RequestError for fields of `/api/generate` that contradict each other."""
     for name in ("system", "context", "suffix"):
         if body.raw and getattr(body, name):
-            raise RequestError(400, f"raw and {name} exclude each other: remove one of them", param=name)
+            raise RequestError(
+                400, f"raw and {name} exclude each other: remove one of them", param=name
+            )
     for name in ("system", "context"):
         if body.suffix and getattr(body, name):
-            raise RequestError(400, f"suffix and {name} exclude each other: remove one of them", param=name)
+            raise RequestError(
+                400, f"suffix and {name} exclude each other: remove one of them", param=name
+            )
     if body.suffix and body.format:
-        raise RequestError(400, f"suffix and format exclude each other, got {quote(body.format)}", param="format")
+        raise RequestError(
+            400, f"suffix and format exclude each other, got {quote(body.format)}", param="format"
+        )

@@ -20,7 +20,12 @@ from dantinox.serve.errors import JSON, RequestError, error_object
 from dantinox.serve.protocols.bodies import parse_body
 from dantinox.serve.protocols.capabilities import capabilities
 from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
-from dantinox.serve.protocols.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, LogprobsFormatter
+from dantinox.serve.protocols.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    Logprobs,
+    LogprobsFormatter,
+)
 from dantinox.serve.protocols.openai_bodies import Body, ChatBody, CompletionBody, check_combination
 from dantinox.serve.protocols.server_sent_events import data_event
 from dantinox.serve.protocols.token_text import healed, prompt_ids
@@ -28,7 +33,10 @@ from dantinox.serve.protocols.tool_chat import PreparedChat, prepare_chat
 from dantinox.serve.service import Reply, Service
 
 DONE = b"data: [DONE]\n\n"
-FINISH_REASONS = {"eos": "stop", "loop": "length"}  # finish reasons with another name in this protocol
+FINISH_REASONS = {
+    "eos": "stop",
+    "loop": "length",
+}  # finish reasons with another name in this protocol
 
 
 def routes(service: Service) -> list[Route]:
@@ -36,11 +44,15 @@ def routes(service: Service) -> list[Route]:
     created = int(time.time())
 
     def model(name: str) -> dict[str, JSON]:
-        return model_entry(name, service.resolve_model(name), service.engine.name, created) | about_model(service)
+        return model_entry(
+            name, service.resolve_model(name), service.engine.name, created
+        ) | about_model(service)
 
     async def models(request: Request) -> Response:
         """Lists the served model and its aliases."""
-        return JSONResponse({"object": "list", "data": [model(name) for name in service.model_names()]})
+        return JSONResponse(
+            {"object": "list", "data": [model(name) for name in service.model_names()]}
+        )
 
     async def one_model(request: Request) -> Response:
         """Describes the served model or one of its aliases; 404 for another name."""
@@ -71,7 +83,13 @@ def model_entry(name: str, root: str, base: str, created: int) -> dict[str, JSON
       base: the name of the model alone.
       created: the time of the start of the server, in seconds since the epoch.
     """
-    known: dict[str, JSON] = {"id": name, "object": "model", "created": created, "owned_by": "dantinox", "root": root}
+    known: dict[str, JSON] = {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "dantinox",
+        "root": root,
+    }
     return known if root == base else known | {"parent": base}
 
 
@@ -91,15 +109,22 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     lora = service.check_model(body.model, body.lora)
     config = service.settings(body.settings(body.max_tokens, service.model.config.generation))
     tokenizer = service.tokenizer
-    # Refuse a prompt that is too long for the context before `prompt_ids` checks each of its token ids.
+    # Refuse a prompt that is too long for the context before `prompt_ids` checks each of its token
+    # ids.
     service.check_lengths((prompt for prompt in body.prompt if isinstance(prompt, list)), "prompt")
     if body.suffix:
         config = with_fim_ends(service, config, "suffix")
         if body.echo:
-            raise RequestError(400, "echo and suffix exclude each other: remove one of them", param="echo")
+            raise RequestError(
+                400, "echo and suffix exclude each other: remove one of them", param="echo"
+            )
         prompts = await fill_in_middle(service.model, body.prompt, body.suffix)
     else:
-        prompts = await prompt_ids(service.model, body.prompt, encode_text=partial(LoadedModel.prompt_ids, parse_special=True))
+        prompts = await prompt_ids(
+            service.model,
+            body.prompt,
+            encode_text=partial(LoadedModel.prompt_ids, parse_special=True),
+        )
     logprobs = None if body.logprobs is None else min(body.logprobs, tokenizer.vocab_size)
     constraint = body.constraint()
     requests = [
@@ -117,7 +142,10 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
     service.check_lengths(prompts, "prompt")
     echoed = [""] * len(requests)
     if body.echo:
-        echoed = [tokenizer.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt]
+        echoed = [
+            tokenizer.decode(prompt) if isinstance(prompt, list) else prompt
+            for prompt in body.prompt
+        ]
     return OpenAIReply(service, await healed(service.model, requests), body, echoed)
 
 
@@ -143,7 +171,9 @@ async def parse_chat(service: Service, body: ChatBody) -> Reply:
 
 
 class Names(NamedTuple):
-    """The names in a response: the prefix of its id, and `object` of a whole response and of a streamed chunk."""
+    """The names in a response: the prefix of its id, and `object` of a whole response and of a
+    streamed chunk.
+    """
 
     id: str
     object: str
@@ -151,7 +181,9 @@ class Names(NamedTuple):
 
 
 class ChoiceDelta(NamedTuple):
-    """A delta of one choice: its index, new text, log-probabilities if requested, and finish reason if it has ended."""
+    """A delta of one choice: its index, new text, log-probabilities if requested, and finish reason
+    if it has ended.
+    """
 
     choice: int
     text: str
@@ -166,8 +198,16 @@ class OpenAIReply(Reply):
     logprobs_format: LogprobsFormatter = CompletionLogprobs
     _empty_fields: ClassVar[dict[str, JSON]] = {"text": ""}  # of a chunk without text
 
-    def __init__(self, service: Service, requests: Sequence[GenerationRequest], body: Body, echoed: Sequence[str]):
-        """Initializes the reply; `echoed` has the prompt of each request if `echo` is set, otherwise empty strings."""
+    def __init__(
+        self,
+        service: Service,
+        requests: Sequence[GenerationRequest],
+        body: Body,
+        echoed: Sequence[str],
+    ):
+        """Initializes the reply; `echoed` has the prompt of each request if `echo` is set,
+        otherwise empty strings.
+        """
         super().__init__(requests, bool(body.stream))
         self._tokenizer = service.tokenizer
         self._echoed = echoed
@@ -189,7 +229,9 @@ class OpenAIReply(Reply):
         text = delta.text
         records = delta.tokens
         if index not in self._logprobs:
-            self._logprobs[index] = type(self).logprobs_format(self._tokenizer, request, self._echoed[number])
+            self._logprobs[index] = type(self).logprobs_format(
+                self._tokenizer, request, self._echoed[number]
+            )
             text = self._echoed[number] + text
             records = [*self.streams[number].prompt, *records]
         logprobs = None if request.logprobs is None else self._logprobs[index](records)
@@ -210,11 +252,22 @@ class OpenAIReply(Reply):
                 for name, values in (part.logprobs or {}).items():
                     if logprobs is not None:
                         logprobs[name] += values
-            fields, reason = self._whole_choice(index, "".join(part.text for part in parts), parts[-1].finish_reason)
-            choices.append({"index": index, **fields, "logprobs": logprobs, "finish_reason": reason})
-        return {**self._frame, "object": self.names.object, "choices": choices, "usage": self._usage()}
+            fields, reason = self._whole_choice(
+                index, "".join(part.text for part in parts), parts[-1].finish_reason
+            )
+            choices.append(
+                {"index": index, **fields, "logprobs": logprobs, "finish_reason": reason}
+            )
+        return {
+            **self._frame,
+            "object": self.names.object,
+            "choices": choices,
+            "usage": self._usage(),
+        }
 
-    def _whole_choice(self, index: int, text: str, reason: str | None) -> tuple[dict[str, JSON], str | None]:
+    def _whole_choice(
+        self, index: int, text: str, reason: str | None
+    ) -> tuple[dict[str, JSON], str | None]:
         """Returns the fields of a choice that is not streamed, and its finish reason."""
         return {"text": text}, reason
 
@@ -230,18 +283,42 @@ class OpenAIReply(Reply):
         data = b""
         for place, fields in enumerate(chunks):
             last = place == len(chunks) - 1
-            data += self._chunk(choice.choice, fields, choice.logprobs if place == 0 else None, reason if last else None)
+            data += self._chunk(
+                choice.choice,
+                fields,
+                choice.logprobs if place == 0 else None,
+                reason if last else None,
+            )
         return data
 
-    def _chunk(self, index: int, fields: Mapping[str, JSON], logprobs: Logprobs | None, reason: str | None) -> bytes:
-        content: dict[str, JSON] = {"index": index, **fields, "logprobs": logprobs, "finish_reason": reason}
+    def _chunk(
+        self, index: int, fields: Mapping[str, JSON], logprobs: Logprobs | None, reason: str | None
+    ) -> bytes:
+        content: dict[str, JSON] = {
+            "index": index,
+            **fields,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
         usage: dict[str, JSON] = {"usage": None} if self._with_usage else {}
-        return data_event({**self._frame, "object": self.names.chunk_object, "choices": [content], **usage})
+        return data_event(
+            {**self._frame, "object": self.names.chunk_object, "choices": [content], **usage}
+        )
 
     def format_end(self) -> bytes:
         if not self._with_usage:
             return DONE
-        return data_event({**self._frame, "object": self.names.chunk_object, "choices": [], "usage": self._usage()}) + DONE
+        return (
+            data_event(
+                {
+                    **self._frame,
+                    "object": self.names.chunk_object,
+                    "choices": [],
+                    "usage": self._usage(),
+                }
+            )
+            + DONE
+        )
 
     def format_stream_error(self, error: RequestError) -> bytes:
         return data_event(error_object(error)) + DONE
@@ -272,12 +349,18 @@ class ChatReply(OpenAIReply):
     logprobs_format = ChatLogprobs
     _empty_fields: ClassVar[dict[str, JSON]] = {"delta": {}}
 
-    def __init__(self, service: Service, request: GenerationRequest, body: ChatBody, prepared: PreparedChat):
+    def __init__(
+        self, service: Service, request: GenerationRequest, body: ChatBody, prepared: PreparedChat
+    ):
         super().__init__(service, [request], body, [""])
         self._replies = [prepared.fields() for _ in range(self._choices)]
-        self._opened = False  # whether the first chunk of each choice, which has the role, is written
+        self._opened = (
+            False  # whether the first chunk of each choice, which has the role, is written
+        )
 
-    def _whole_choice(self, index: int, text: str, reason: str | None) -> tuple[dict[str, JSON], str | None]:
+    def _whole_choice(
+        self, index: int, text: str, reason: str | None
+    ) -> tuple[dict[str, JSON], str | None]:
         reply = self._replies[index]
         reply.push(text, reason)
         message: dict[str, JSON] = {
@@ -293,7 +376,9 @@ class ChatReply(OpenAIReply):
 
     def _chunk_fields(self, choice: ChoiceDelta) -> tuple[list[dict[str, JSON]], str | None]:
         reply = self._replies[choice.choice]
-        fields: list[dict[str, JSON]] = [{"delta": delta} for delta in reply.push(choice.text, choice.finish_reason)]
+        fields: list[dict[str, JSON]] = [
+            {"delta": delta} for delta in reply.push(choice.text, choice.finish_reason)
+        ]
         return fields, reply.reason(choice.finish_reason)
 
     def format_delta(self, number: int, delta: Delta) -> bytes:
@@ -301,5 +386,7 @@ class ChatReply(OpenAIReply):
         if not self._opened:
             self._opened = True
             opening: dict[str, JSON] = {"delta": {"role": "assistant", "content": ""}}
-            data = b"".join(self._chunk(index, opening, None, None) for index in range(self._choices))
+            data = b"".join(
+                self._chunk(index, opening, None, None) for index in range(self._choices)
+            )
         return data + super().format_delta(number, delta)

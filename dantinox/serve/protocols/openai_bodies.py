@@ -12,13 +12,21 @@ from dantinox.files import quote
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.serve.errors import RequestError
 from dantinox.serve.operations.limits import MAX_CHOICES, MAX_PROMPTS, MAX_SALT_LENGTH, MAX_SAMPLES
-from dantinox.serve.protocols.bodies import UNSUPPORTED, Alternatives, Message, StrictBody, to_tuple, warn_unknown
+from dantinox.serve.protocols.bodies import (
+    UNSUPPORTED,
+    Alternatives,
+    Message,
+    StrictBody,
+    to_tuple,
+    warn_unknown,
+)
 from dantinox.serve.protocols.kobold_bodies import STEPS_OFF
 from dantinox.serve.protocols.sampling_options import to_breakers
 from dantinox.serve.protocols.tool_chat import Conversation, check_effort
 from dantinox.text.chat_template import continues_last
 
-# Field → setting: names of llama.cpp, KoboldCpp and vLLM, then every setting under its own name, which takes precedence.
+# Field → setting: names of llama.cpp, KoboldCpp and vLLM, then every setting under its own name,
+# which takes precedence.
 SETTING_NAMES = {
     "typical_p": "typical",
     "tfs": "tail_free",
@@ -28,8 +36,8 @@ SETTING_NAMES = {
     "allowed_token_ids": "allowed_tokens",
     "include_stop_str_in_output": "keep_stop",
 } | {name: name for name in REQUEST_KEYS}
-# Setting that enables a step → its value without the step (or any negative value), and the settings that then have no effect.
-# Many clients send all of them.
+# Setting that enables a step → its value without the step (or any negative value), and the settings
+# that then have no effect. Many clients send all of them.
 STEP_PARAMETERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "xtc_probability": (0, ("xtc_threshold",)),
     "dry_multiplier": (0, ("dry_base", "dry_allowed_length", "dry_range", "dry_breakers")),
@@ -41,13 +49,16 @@ STEP_PARAMETERS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 # Fields that have no effect.
 IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
-    "function_call", "prediction", "guided_decoding_backend", "reasoning_format", "reasoning_control",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "verbosity", "function_call", "prediction", "guided_decoding_backend",
+    "reasoning_format", "reasoning_control",
 )  # fmt: skip
 
 
 def _to_prompts(value: Any) -> list[str | list[int]]:
-    """Converts a prompt to a list: it may be a text, a list of texts, token ids, or a list of lists of ids."""
+    """Converts a prompt to a list: it may be a text, a list of texts, token ids, or a list of lists
+    of ids.
+    """
     if value is None or isinstance(value, str):
         return [value or ""]
     if isinstance(value, list) and value:
@@ -59,7 +70,10 @@ def _to_prompts(value: Any) -> list[str | list[int]]:
                 if len(value) > MAX_PROMPTS:
                     raise ValueError(f"must have at most {MAX_PROMPTS} prompts")
                 return value
-    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists, none of them empty")
+    raise ValueError(
+        "must be a string, a list of strings, a list of token ids, or a list of such lists, none of"
+        " them empty"
+    )
 
 
 def _to_structured_outputs(value: Any) -> Any:
@@ -90,13 +104,17 @@ CONSTRAINTS: dict[str, Callable[[Any], Constraint]] = {
     "json_schema": _schema_constraint,
     "guided_json_object": lambda value: Constraint("json_object", ""),
     "guided_regex": lambda regex: Constraint("regex", regex),
-    "guided_choice": lambda texts: Constraint("lark", "start: " + " | ".join(map(json.dumps, texts))),
+    "guided_choice": lambda texts: Constraint(
+        "lark", "start: " + " | ".join(map(json.dumps, texts))
+    ),
     "guided_grammar": lambda grammar: Constraint("lark", grammar),
     "grammar": lambda grammar: Constraint("gbnf", grammar),
 }
 OFF = (None, "", False)  # values of these fields that constrain nothing
 Schema = dict[str, Any] | str
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)
+]
 
 
 class JSONSchema(StrictBody):
@@ -104,7 +122,9 @@ class JSONSchema(StrictBody):
 
 
 class ResponseFormat(StrictBody):
-    """`response_format`; the schema is in `json_schema`, or in `schema` as llama.cpp's clients send it."""
+    """`response_format`; the schema is in `json_schema`, or in `schema` as llama.cpp's clients send
+    it.
+    """
 
     type: str
     json_schema: JSONSchema | None = None
@@ -112,7 +132,9 @@ class ResponseFormat(StrictBody):
 
 
 class StructuredOutputs(StrictBody):
-    """vLLM's object `structured_outputs`; its fields have the meaning of those that begin with `guided_`."""
+    """vLLM's object `structured_outputs`; its fields have the meaning of those that begin with
+    `guided_`.
+    """
 
     guided_json: Schema | None = Field(None, alias="json")
     guided_json_object: bool | None = Field(None, alias="json_object")
@@ -132,7 +154,8 @@ class ConstraintBody(StrictBody):
       guided_choice: texts, one of which is the whole answer.
       guided_grammar: Lark grammar of the answer.
       grammar: GBNF grammar of the answer.
-      structured_outputs: `json`, `json_object`, `regex`, `choice` or `grammar`, as the fields above with these names.
+      structured_outputs: `json`, `json_object`, `regex`, `choice` or `grammar`, as the fields above
+        with these names.
     """
 
     response_format: ResponseFormat | None = None
@@ -143,7 +166,9 @@ class ConstraintBody(StrictBody):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     grammar: str | None = None
-    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_to_structured_outputs)] | None = None
+    structured_outputs: (
+        Annotated[StructuredOutputs, BeforeValidator(_to_structured_outputs)] | None
+    ) = None
 
     def constraint(self) -> Constraint | None:
         """Returns the constraint on the answer, or None.
@@ -154,16 +179,26 @@ class ConstraintBody(StrictBody):
         found = self._constraints()
         names = list(found)
         if len(names) > 1:
-            raise RequestError(400, f"{names[0]} and {names[1]} both constrain the answer: use one of them", param=names[1])
+            raise RequestError(
+                400,
+                f"{names[0]} and {names[1]} both constrain the answer: use one of them",
+                param=names[1],
+            )
         return found[names[0]] if names else None
 
     def constraint_field(self) -> str:
-        """Returns the name of the field that constrains the answer; without a constraint, `response_format`."""
+        """Returns the name of the field that constrains the answer; without a constraint,
+        `response_format`.
+        """
         return next(iter(self._constraints()), "response_format")
 
     def _constraints(self) -> dict[str, Constraint]:
         """Returns field → constraint for each field that constrains the answer."""
-        found = {} if (constraint := self._format_constraint()) is None else {"response_format": constraint}
+        found = (
+            {}
+            if (constraint := self._format_constraint()) is None
+            else {"response_format": constraint}
+        )
         for name, make in CONSTRAINTS.items():
             value = getattr(self, name)
             if value not in OFF:
@@ -179,20 +214,26 @@ class ConstraintBody(StrictBody):
             return None
         kind = self.response_format.type
         if kind not in ("json_object", "json_schema"):
-            message = f"response_format.type must be text, json_object or json_schema, got {quote(kind)}"
+            message = (
+                f"response_format.type must be text, json_object or json_schema, got {quote(kind)}"
+            )
             raise RequestError(400, message, param="response_format.type")
         named = self.response_format.json_schema
         source = self.response_format.source if named is None else named.source
         if source is None and kind == "json_schema":
-            raise RequestError(400, "response_format.json_schema.schema is missing", param="response_format")
+            raise RequestError(
+                400, "response_format.json_schema.schema is missing", param="response_format"
+            )
         return Constraint("json_object", "") if source is None else _schema_constraint(source)
 
 
 class Body(ConstraintBody):
-    """Fields of completions and chat completions. Every key of `generation` and `router` is an additional field.
+    """Fields of completions and chat completions. Every key of `generation` and `router` is an
+    additional field.
 
     Attributes:
-      model: name of the served model, or `MODEL:NAME` to select an adapter; another name is an error.
+      model: name of the served model, or `MODEL:NAME` to select an adapter; another name is an
+        error.
       lora: name of the adapter; null uses the model without one.
       stream: send the answer as server-sent events while it is generated.
       stream_options: options of a stream.
@@ -203,7 +244,8 @@ class Body(ConstraintBody):
       max_tokens: maximum number of new tokens.
       logit_bias: numbers added to the logits of tokens, named by id or by text.
       dynatemp_range: the temperature varies by this much around its value.
-      dry_sequence_breakers: another name of `dry_breakers`, which may also be a string with a JSON list.
+      dry_sequence_breakers: another name of `dry_breakers`, which may also be a string with a JSON
+        list.
       cache_salt: only requests with an equal salt share keys in the prefix cache.
     """
 
@@ -225,9 +267,13 @@ class Body(ConstraintBody):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
 
     def settings(self, max_tokens: int | None, base: GenerationSection) -> dict[str, object]:
-        """Returns the settings of the request, for `EngineProtocol.settings`; `base` has those of the server."""
+        """Returns the settings of the request, for `EngineProtocol.settings`; `base` has those of
+        the server.
+        """
         extra = self.model_extra or {}
-        given = {name: setting for name, setting in SETTING_NAMES.items() if extra.get(name) is not None}
+        given = {
+            name: setting for name, setting in SETTING_NAMES.items() if extra.get(name) is not None
+        }
         found: dict[str, Any] = {setting: extra[name] for name, setting in given.items()}
         renamed = {
             "max_new_tokens": max_tokens,
@@ -237,10 +283,14 @@ class Body(ConstraintBody):
             "logit_bias": self.logit_bias,
         }
         found |= {name: value for name, value in renamed.items() if value is not None}
-        if self.dry_sequence_breakers is not None and found.get("dry_multiplier", base.dry_multiplier):
+        if self.dry_sequence_breakers is not None and found.get(
+            "dry_multiplier", base.dry_multiplier
+        ):
             found.setdefault("dry_breakers", list(self.dry_sequence_breakers))
         middle = found.get("temperature", base.temperature)
-        if self.dynatemp_range and isinstance(middle, int | float):  # otherwise the error is about the temperature
+        if self.dynatemp_range and isinstance(
+            middle, int | float
+        ):  # otherwise the error is about the temperature
             low = max(middle - self.dynatemp_range, 0.0)
             high = middle + self.dynatemp_range
             found = {"dynatemp_low": low, "dynatemp_high": high} | found | {"temperature": 1.0}
@@ -249,10 +299,18 @@ class Body(ConstraintBody):
             if isinstance(value, int | float) and (value == off or value < 0):
                 found = {name: kept for name, kept in found.items() if name not in parameters}
         order = found.get("sampler_order")
-        if isinstance(order, list) and all(type(code) is int for code in order) and "preset" not in found:
-            found = STEPS_OFF | found | {"preset": "koboldcpp"}  # KoboldCpp's codes, as its clients send them
+        if (
+            isinstance(order, list)
+            and all(type(code) is int for code in order)
+            and "preset" not in found
+        ):
+            found = (
+                STEPS_OFF | found | {"preset": "koboldcpp"}
+            )  # KoboldCpp's codes, as its clients send them
         if found.get("temperature"):
-            found.setdefault("greedy", False)  # a temperature overrides greedy decoding of the server's settings
+            found.setdefault(
+                "greedy", False
+            )  # a temperature overrides greedy decoding of the server's settings
         return found
 
 
@@ -288,10 +346,11 @@ class ChatBody(Body):
       tool_choice: `auto`, `none`, `required`, or the tool that must be called.
       parallel_tool_calls: whether an answer may have several tool calls.
       reasoning_effort: `none`, `minimal`, `low`, `medium` or `high`.
-      reasoning_budget: maximum number of tokens of the reasoning; `thinking_token_budget` is another name.
+      reasoning_budget: maximum number of tokens of the reasoning; `thinking_token_budget` is
+        another name.
       chat_template_kwargs: further variables of the chat template.
-      continue_final_message: true continues the last message, which is of the assistant; false begins a new one. By default, a
-        text of the assistant is continued.
+      continue_final_message: true continues the last message, which is of the assistant; false
+        begins a new one. By default, a text of the assistant is continued.
       add_generation_prompt: the opposite of `continue_final_message`.
     """
 
@@ -300,7 +359,9 @@ class ChatBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    reasoning_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, validation_alias=BUDGET_NAMES)
+    reasoning_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, validation_alias=BUDGET_NAMES
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -322,7 +383,10 @@ class ChatBody(Body):
                 raise RequestError(400, message, param="add_generation_prompt")
             continues = not self.add_generation_prompt
         if continues and not continues_last(messages):
-            message = "continue_final_message needs a last message that is of the assistant and has a text"
+            message = (
+                "continue_final_message needs a last message that is of the assistant and has a"
+                " text"
+            )
             raise RequestError(400, message, param="continue_final_message")
         return Conversation(
             messages,
@@ -351,7 +415,9 @@ def chosen_tool(choice: str | dict[str, Any] | None) -> str:
             return name
     elif choice in (None, "auto", "none", "required"):
         return choice or "auto"
-    message = f"tool_choice must be auto, none, required or a function with its name, got {quote(choice)}"
+    message = (
+        f"tool_choice must be auto, none, required or a function with its name, got {quote(choice)}"
+    )
     raise RequestError(400, message, param="tool_choice")
 
 

@@ -1,7 +1,7 @@
 """OpenAI's protocol `/v1/responses`: output items with reasoning and tool calls, and their events.
 
-The fields are those of OpenAI's API reference. A response is kept for `previous_response_id` only if the server keeps responses
-(`Options.stored_responses`).
+The fields are those of OpenAI's API reference. A response is kept for `previous_response_id` only
+if the server keeps responses (`Options.stored_responses`).
 """
 
 import json
@@ -20,17 +20,33 @@ from dantinox.files import quote
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, RequestError
-from dantinox.serve.protocols.bodies import Alternatives, StrictBody, content_text, parse_body, warn_unknown
+from dantinox.serve.protocols.bodies import (
+    Alternatives,
+    StrictBody,
+    content_text,
+    parse_body,
+    warn_unknown,
+)
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.openai_bodies import IGNORED, chosen_tool
 from dantinox.serve.protocols.sampling_options import given_settings
 from dantinox.serve.protocols.server_sent_events import named_event
-from dantinox.serve.protocols.tool_chat import Conversation, PreparedChat, check_budget, check_effort, prepare_chat
+from dantinox.serve.protocols.tool_chat import (
+    Conversation,
+    PreparedChat,
+    check_budget,
+    check_effort,
+    prepare_chat,
+)
 from dantinox.serve.service import Reply, Service
 from dantinox.text.tool_calls import Part
 
 MAX_ITEMS = 4096  # of the input
-FIELD_NAMES = {"response_format": "text.format", "function.name": "name", "function.parameters": "parameters"}
+FIELD_NAMES = {
+    "response_format": "text.format",
+    "function.name": "name",
+    "function.parameters": "parameters",
+}
 
 
 class Stored(NamedTuple):
@@ -45,11 +61,13 @@ class ResponsesBody(StrictBody):
 
     Attributes:
       model: name of the served model; another name is an error.
-      input: the text of the user, or a list of items: messages, function calls, their outputs, and reasoning.
+      input: the text of the user, or a list of items: messages, function calls, their outputs, and
+        reasoning.
       instructions: the system message.
       previous_response_id: continue the conversation of a response that the server has kept.
       store: keep the response; the server must have been started with `--store_responses`.
-      tools, tool_choice, parallel_tool_calls: the functions that the model may call, as in chat completions.
+      tools, tool_choice, parallel_tool_calls: the functions that the model may call, as in chat
+        completions.
       reasoning: `effort`, and `max_tokens` of the reasoning.
       text: `format` of the answer: `text`, `json_object` or `json_schema`.
       max_output_tokens: maximum number of new tokens, reasoning included.
@@ -59,7 +77,11 @@ class ResponsesBody(StrictBody):
       stream: send the response as server-sent events while it is generated.
     """
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"background": (False,), "conversation": (), "prompt": ()}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+    }
     ignored: ClassVar[tuple[str, ...]] = (
         *(name for name in IGNORED if name != "store"),
         "context_management",
@@ -87,7 +109,9 @@ class ResponsesBody(StrictBody):
 
     def settings(self) -> dict[str, object]:
         """Returns the settings of the request, for `EngineProtocol.settings`."""
-        return given_settings(max_new_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p)
+        return given_settings(
+            max_new_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p
+        )
 
     def conversation(self, earlier: Sequence[Mapping[str, Any]]) -> Conversation:
         """Returns the conversation to answer; `earlier` has the messages of the previous response.
@@ -100,7 +124,9 @@ class ResponsesBody(StrictBody):
         budget = check_budget(reasoning.get("max_tokens"), "reasoning.max_tokens")
         return Conversation(
             [*system, *earlier, *input_messages(self.input)],
-            tools=[_chat_tool(tool, f"tools.{number}") for number, tool in enumerate(self.tools or ())],
+            tools=[
+                _chat_tool(tool, f"tools.{number}") for number, tool in enumerate(self.tools or ())
+            ],
             choice=chosen_tool(self.tool_choice),
             parallel=self.parallel_tool_calls is not False,
             effort=check_effort(reasoning.get("effort"), "reasoning.effort"),
@@ -115,7 +141,10 @@ class ResponsesBody(StrictBody):
         if kind == "json_schema" and isinstance(form.get("schema"), dict):
             return Constraint("json_schema", json.dumps(form["schema"]))
         if kind not in ("text", "json_object"):
-            message = f"text.format must be text, json_object, or json_schema with a schema, got {quote(form)}"
+            message = (
+                "text.format must be text, json_object, or json_schema with a schema, got"
+                f" {quote(form)}"
+            )
             raise RequestError(400, message, param="text.format")
         return Constraint("json_object", "") if kind == "json_object" else None
 
@@ -129,8 +158,13 @@ def routes(service: Service) -> list[Route]:
         if name not in stored:
             sentence = f"this server has no response {quote(name)}"
             if most == 0:
-                sentence += ": it keeps no responses; start it with --store_responses, or send the whole conversation"
-            raise RequestError(404, sentence, param="previous_response_id", code="response_not_found")
+                sentence += (
+                    ": it keeps no responses; start it with --store_responses, or send the whole"
+                    " conversation"
+                )
+            raise RequestError(
+                404, sentence, param="previous_response_id", code="response_not_found"
+            )
         return stored[name]
 
     def keep(body: dict[str, JSON], messages: list[Mapping[str, Any]]) -> None:
@@ -148,9 +182,15 @@ def routes(service: Service) -> list[Route]:
         chat = body.conversation(earlier)
         prepared = await prepare_chat(service, chat)
         service.check_lengths([prepared.ids], "input")
-        with_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
-        logprobs = min(body.top_logprobs or 0, service.tokenizer.vocab_size) if with_logprobs else None
-        generation = prepared.request(service.model.with_stop_ids(config, prepared.end_ids), logprobs, lora)
+        with_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (
+            body.include or ()
+        )
+        logprobs = (
+            min(body.top_logprobs or 0, service.tokenizer.vocab_size) if with_logprobs else None
+        )
+        generation = prepared.request(
+            service.model.with_stop_ids(config, prepared.end_ids), logprobs, lora
+        )
         stores = most > 0 and body.store is not False
         return ResponsesReply(service, generation, body, prepared, chat, keep if stores else None)
 
@@ -172,7 +212,8 @@ def routes(service: Service) -> list[Route]:
 
 
 def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the input as messages in OpenAI's chat format. Successive items of the assistant become one message.
+    """Returns the input as messages in OpenAI's chat format. Successive items of the assistant
+    become one message.
 
     Raises:
       RequestError: 400, an item is wrong.
@@ -180,14 +221,18 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
     if isinstance(given, str):
         return [{"role": "user", "content": given}] if given else []
     messages: list[dict[str, Any]] = []
-    awaits_text = False  # whether the last message has reasoning and no text: a message of the assistant then continues it
+    # Whether the last message has reasoning and no text: a message of the assistant then continues
+    # it.
+    awaits_text = False
     for number, item in enumerate(given):
         kind = item.get("type", "message")
         where = f"input.{number}"
         if kind == "message":
             role = item.get("role")
             if not isinstance(role, str) or not role:
-                message = f"{where}.role must be user, assistant, system or developer, got {quote(role)}"
+                message = (
+                    f"{where}.role must be user, assistant, system or developer, got {quote(role)}"
+                )
                 raise RequestError(400, message, param=f"{where}.role")
             text = content_text(item.get("content"), f"{where}.content")
             if awaits_text and role == "assistant":
@@ -200,12 +245,17 @@ def input_messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
             _assistant(messages).setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             text = content_text(item.get("output"), f"{where}.output")
-            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text})
+            messages.append(
+                {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text}
+            )
         elif kind == "reasoning":
             text = _reasoning_text(item.get("content"), f"{where}.content")
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         else:
-            message = f"{where}.type must be message, function_call, function_call_output or reasoning, got {quote(kind)}"
+            message = (
+                f"{where}.type must be message, function_call, function_call_output or reasoning,"
+                f" got {quote(kind)}"
+            )
             raise RequestError(400, message, param=f"{where}.type")
         awaits_text = kind == "reasoning" or (awaits_text and kind == "function_call")
     return messages
@@ -229,16 +279,24 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
 def _chat_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns a tool in the format of chat completions."""
     if tool.get("type") != "function":
-        raise RequestError(400, f"{where}.type must be function, got {quote(tool.get('type'))}", param=f"{where}.type")
+        raise RequestError(
+            400,
+            f"{where}.type must be function, got {quote(tool.get('type'))}",
+            param=f"{where}.type",
+        )
     return {
         "type": "function",
-        "function": {name: value for name, value in tool.items() if name != "type" and value is not None},
+        "function": {
+            name: value for name, value in tool.items() if name != "type" and value is not None
+        },
     }
 
 
 # --- the response
 
-KeepResponse = Callable[[dict[str, JSON], list[Mapping[str, Any]]], None]  # stores a response and its conversation
+KeepResponse = Callable[
+    [dict[str, JSON], list[Mapping[str, Any]]], None
+]  # stores a response and its conversation
 
 
 class ResponsesReply(Reply):
@@ -259,7 +317,9 @@ class ResponsesReply(Reply):
         self._chat = chat
         self._keep = keep
         self._continues = prepared.continues
-        self._logprobs = None if request.logprobs is None else ChatLogprobs(service.tokenizer, request, "")
+        self._logprobs = (
+            None if request.logprobs is None else ChatLogprobs(service.tokenizer, request, "")
+        )
         self._new_logprobs: list[Any] = []
         self._items: list[dict[str, Any]] = []
         self._sequence = -1  # the number of the last event
@@ -296,7 +356,8 @@ class ResponsesReply(Reply):
         opening = b""
         if self._sequence < 0:
             opening = b"".join(
-                self._event({"type": f"response.{name}", "response": self._response()}) for name in ("created", "in_progress")
+                self._event({"type": f"response.{name}", "response": self._response()})
+                for name in ("created", "in_progress")
             )
         return opening + b"".join(map(self._event, self._advance(delta)))
 
@@ -305,7 +366,9 @@ class ResponsesReply(Reply):
         return self._event({"type": f"response.{self._status}", "response": response})
 
     def format_stream_error(self, error: RequestError) -> bytes:
-        return self._event({"type": "error", "code": error.code, "message": error.message, "param": error.param})
+        return self._event(
+            {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        )
 
     def _event(self, content: dict[str, Any]) -> bytes:
         self._sequence += 1
@@ -321,7 +384,8 @@ class ResponsesReply(Reply):
             message: dict[str, Any] = {"role": "assistant", "content": self._fields.content}
             if self._fields.calls:
                 message["tool_calls"] = self._fields.calls
-            # The instructions are not part of the conversation that is continued; empty ones are no message.
+            # The instructions are not part of the conversation that is continued; empty ones are no
+            # message.
             earlier = [*self._chat.messages]
             if self._frame["instructions"]:
                 del earlier[0]
@@ -360,9 +424,16 @@ class ResponsesReply(Reply):
     def _add(self, part: Part) -> list[dict[str, Any]]:
         if part.kind == "arguments":
             self._items[-1]["arguments"] += part.text
-            return [self._at({"type": "response.function_call_arguments.delta", "delta": part.text})]
+            return [
+                self._at({"type": "response.function_call_arguments.delta", "delta": part.text})
+            ]
         if part.kind == "call":
-            call = {"type": "function_call", "call_id": self._fields.calls[-1]["id"], "name": part.text, "arguments": ""}
+            call = {
+                "type": "function_call",
+                "call_id": self._fields.calls[-1]["id"],
+                "name": part.text,
+                "arguments": "",
+            }
             return [*self._end_item(), *self._begin_item("fc", call)]
         kind, text_type, prefix = ITEMS[part.kind]
         events: list[dict[str, Any]] = []
@@ -370,12 +441,18 @@ class ResponsesReply(Reply):
             content: dict[str, Any] = {"type": text_type, "text": ""}
             events = self._end_item()
             if kind == "message":
-                events += self._begin_item("msg", {"type": kind, "role": "assistant", "content": []})
+                events += self._begin_item(
+                    "msg", {"type": kind, "role": "assistant", "content": []}
+                )
                 content |= {"annotations": [], "logprobs": []}
             else:
                 events += self._begin_item("rs", {"type": kind, "summary": [], "content": []})
             self._items[-1]["content"].append(content)
-            added = {"type": "response.content_part.added", "content_index": 0, "part": dict(content)}
+            added = {
+                "type": "response.content_part.added",
+                "content_index": 0,
+                "part": dict(content),
+            }
             events.append(self._at(added))
         content = self._items[-1]["content"][0]
         content["text"] += part.text
@@ -387,11 +464,19 @@ class ResponsesReply(Reply):
         return [*events, self._at(event)]
 
     def _begin_item(self, prefix: str, item: dict[str, Any]) -> list[dict[str, Any]]:
-        self._items.append({"id": f"{prefix}_{secrets.token_hex(12)}", "status": "in_progress", **item})
+        self._items.append(
+            {"id": f"{prefix}_{secrets.token_hex(12)}", "status": "in_progress", **item}
+        )
         added = {**self._items[-1]}
         if "content" in item:
             added["content"] = []  # a list of its own, which the parts of the item do not fill
-        return [{"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": added}]
+        return [
+            {
+                "type": "response.output_item.added",
+                "output_index": len(self._items) - 1,
+                "item": added,
+            }
+        ]
 
     def _end_item(self, status: str = "completed") -> list[dict[str, Any]]:
         if not self._items:
@@ -400,16 +485,29 @@ class ResponsesReply(Reply):
         item["status"] = status
         events = []
         if item["type"] == "function_call":
-            done = {"type": "response.function_call_arguments.done", "name": item["name"], "arguments": item["arguments"]}
+            done = {
+                "type": "response.function_call_arguments.done",
+                "name": item["name"],
+                "arguments": item["arguments"],
+            }
             events = [self._at(done)]
         else:
             content = item["content"][0]
-            prefix = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
+            prefix = (
+                "response.output_text" if item["type"] == "message" else "response.reasoning_text"
+            )
             done = {"type": f"{prefix}.done", "content_index": 0, "text": content["text"]}
             done |= {"logprobs": content["logprobs"]} if item["type"] == "message" else {}
             part = {"type": "response.content_part.done", "content_index": 0, "part": dict(content)}
             events = [self._at(done), self._at(part)]
-        return [*events, {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": dict(item)}]
+        return [
+            *events,
+            {
+                "type": "response.output_item.done",
+                "output_index": len(self._items) - 1,
+                "item": dict(item),
+            },
+        ]
 
     def _at(self, event: dict[str, Any]) -> dict[str, Any]:
         """Returns an event with the place of the current item."""

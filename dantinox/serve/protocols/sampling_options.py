@@ -1,8 +1,9 @@
 """Sampling options that KoboldCpp, llama.cpp and Ollama share, and their conversion to settings.
 
-A body has a table `options`: its field → the setting, with the limits of its value. Clients of these projects send every option
-with each request, also those of steps that are off, and values outside of the ranges of the settings. So a value becomes the
-nearest one within its limits, and an option of a step that is off is left out.
+A body has a table `options`: its field → the setting, with the limits of its value. Clients of
+these projects send every option with each request, also those of steps that are off, and values
+outside of the ranges of the settings. So a value becomes the nearest one within its limits, and an
+option of a step that is off is left out.
 """
 
 import math
@@ -21,12 +22,18 @@ from dantinox.serve.protocols.bodies import StrictBody, parse_json, to_integer, 
 FILTERS_OFF = {"top_k": 0, "top_p": 1.0} | {
     name: SETTINGS[name].default
     for name in (
-        "min_p", "top_a", "tail_free", "typical", "top_n_sigma", "min_k", "p_less", "top_h", "xtc_probability", "skew",
+        "min_p", "top_a", "tail_free", "typical", "top_n_sigma", "min_k", "p_less", "top_h",
+        "xtc_probability", "skew",
         "adaptive_target",
     )
 }  # fmt: skip
 # Settings without effect with the entropy router, which chooses temperature and truncation itself.
-ROUTED = {"greedy"} | {key for name, step in STEPS.items() if name not in PENALTY_STEPS for key in (*step.on, *step.settings)}
+ROUTED = {"greedy"} | {
+    key
+    for name, step in STEPS.items()
+    if name not in PENALTY_STEPS
+    for key in (*step.on, *step.settings)
+}
 
 
 class Option(NamedTuple):
@@ -51,9 +58,15 @@ class Option(NamedTuple):
 
 
 def _to_texts(value: Any) -> Any:
-    """Converts a string or list to a tuple of strings. Drops empty strings, which come from unfilled forms."""
+    """Converts a string or list to a tuple of strings. Drops empty strings, which come from
+    unfilled forms.
+    """
     texts = to_tuple(value)
-    return tuple(text for text in texts if text not in ("", None)) if isinstance(texts, tuple) else texts
+    return (
+        tuple(text for text in texts if text not in ("", None))
+        if isinstance(texts, tuple)
+        else texts
+    )
 
 
 def to_breakers(value: Any) -> Any:
@@ -62,7 +75,9 @@ def to_breakers(value: Any) -> Any:
         try:
             value = parse_json(value.encode())
         except RequestError:  # its message is about a body
-            raise ValueError("must be a string, a list of strings, or a string with a JSON list") from None
+            raise ValueError(
+                "must be a string, a list of strings, or a string with a JSON list"
+            ) from None
     return _to_texts(value)
 
 
@@ -78,7 +93,8 @@ class SamplingOptions(StrictBody):
     """Sampling options that KoboldCpp and llama.cpp have under the same names.
 
     Attributes:
-      repeat_penalty, repetition_penalty: repetition penalty; the largest of the fields for it applies, and 0 disables it.
+      repeat_penalty, repetition_penalty: repetition penalty; the largest of the fields for it
+        applies, and 0 disables it.
       presence_penalty: subtracted from the logit of every token in prompt and answer.
       temperature: temperature; 0 is greedy.
       dynatemp_range: the temperature varies by this much around its value.
@@ -103,7 +119,8 @@ class SamplingOptions(StrictBody):
       adaptive_target: probability that adaptive-p favors; 0 or a negative value disables it.
       adaptive_decay: weight of the earlier tokens in the average of adaptive-p.
       guidance_scale: scale of classifier-free guidance; 1 disables it.
-      negative_prompt: text that stands for the whole prompt in the guidance; empty: the last token of the prompt.
+      negative_prompt: text that stands for the whole prompt in the guidance; empty: the last token
+        of the prompt.
     """
 
     options: ClassVar[Mapping[str, Option]] = {
@@ -187,7 +204,9 @@ class SamplingOptions(StrictBody):
 
     @property
     def disables_penalties(self) -> bool:
-        """Whether the option for the range is 0, which disables the penalties; the setting would then cover all tokens."""
+        """Whether the option for the range is 0, which disables the penalties; the setting would
+        then cover all tokens.
+        """
         return False
 
     @property
@@ -196,7 +215,9 @@ class SamplingOptions(StrictBody):
         return self.dry_base is not None and self.dry_base <= 0
 
     def _given(self) -> dict[str, Any]:
-        """Returns the settings of the fields in the request. Of several fields with one setting, the largest value applies."""
+        """Returns the settings of the fields in the request. Of several fields with one setting,
+        the largest value applies.
+        """
         found: dict[str, Any] = {}
         for field, option in self.options.items():
             given = getattr(self, field)
@@ -214,16 +235,24 @@ class SamplingOptions(StrictBody):
         if self.dynatemp_range and not mirostat:
             middle = given.get("temperature", base.temperature)
             width = abs(self.dynatemp_range)
-            given = {"temperature": 1.0, "dynatemp_low": max(middle - width, 0.0), "dynatemp_high": middle + width}
+            given = {
+                "temperature": 1.0,
+                "dynatemp_low": max(middle - width, 0.0),
+                "dynatemp_high": middle + width,
+            }
         elif given or self.dynatemp_range is not None or mirostat:
             given |= {"dynatemp_low": 1.0, "dynatemp_high": 1.0}
         if given.get("temperature"):
-            given["greedy"] = False  # a temperature overrides greedy decoding of the server's settings
+            given["greedy"] = (
+                False  # a temperature overrides greedy decoding of the server's settings
+            )
         return given
 
 
 def given_settings(**given: Any) -> dict[str, object]:
-    """Returns the settings that a request has. A temperature overrides greedy decoding of the server's settings."""
+    """Returns the settings that a request has. A temperature overrides greedy decoding of the
+    server's settings.
+    """
     found: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     if found.get("temperature"):
         found["greedy"] = False
@@ -237,4 +266,8 @@ def without_inactive(found: Mapping[str, Any], base: GenerationSection) -> dict[
         name = key.removeprefix("generation.")
         return found[name] if name in found else getattr(base, name)
 
-    return {name: value for name, value in found.items() if all(need.met(value_of) for need in NEEDS[f"generation.{name}"])}
+    return {
+        name: value
+        for name, value in found.items()
+        if all(need.met(value_of) for need in NEEDS[f"generation.{name}"])
+    }

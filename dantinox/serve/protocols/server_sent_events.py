@@ -1,4 +1,6 @@
-"""Server-sent events with JSON. The text is ASCII, because some clients also end a line at other characters."""
+"""Server-sent events with JSON. The text is ASCII, because some clients also end a line at other
+characters.
+"""
 
 import json
 from collections.abc import Mapping

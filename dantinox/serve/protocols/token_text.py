@@ -18,7 +18,9 @@ def _special_names(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """Returns the text of a token, the name of a special token, or `bytes:\\xe2` for an incomplete UTF-8 sequence."""
+    """Returns the text of a token, the name of a special token, or `bytes:\\xe2` for an incomplete
+    UTF-8 sequence.
+    """
     special = _special_names(tokenizer).get(token)
     if special is not None:
         return special
@@ -32,8 +34,14 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
-    """Returns the bytes of a token within a text; None for a special token, or if the bytes depend on adjacent tokens."""
-    if tokenizer.token_pieces is None or token in tokenizer.special_ids or not 0 <= token < tokenizer.vocab_size:
+    """Returns the bytes of a token within a text; None for a special token, or if the bytes depend
+    on adjacent tokens.
+    """
+    if (
+        tokenizer.token_pieces is None
+        or token in tokenizer.special_ids
+        or not 0 <= token < tokenizer.vocab_size
+    ):
         return None
     return tokenizer.token_pieces.inner[token]
 
@@ -43,10 +51,14 @@ def check_ids(tokenizer: Tokenizer, ids: Sequence[int], name: str) -> None:
     size = tokenizer.vocab_size
     if ids and not (min(ids) >= 0 and max(ids) < size):
         wrong = next(token for token in ids if not 0 <= token < size)
-        raise RequestError(400, f"{name} must have token ids in [0, {size}), got {quote(wrong)}", param=name)
+        raise RequestError(
+            400, f"{name} must have token ids in [0, {size}), got {quote(wrong)}", param=name
+        )
 
 
-async def healed(model: LoadedModel, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+async def healed(
+    model: LoadedModel, requests: Sequence[GenerationRequest]
+) -> list[GenerationRequest]:
     """Returns requests with `token_healing` applied to their prompts."""
     if not any(request.config.generation.token_healing for request in requests):
         return [*requests]
@@ -69,7 +81,9 @@ async def prompt_ids(
         for prompt in prompts:
             if isinstance(prompt, list):
                 check_ids(model.tokenizer, prompt, name)
-        return [encode_text(model, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [
+            encode_text(model, prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+        ]
 
     try:
         return await run_sized(sum(map(len, prompts)), encode)

@@ -1,4 +1,6 @@
-"""Conversations of all protocols: rendering with tools, constraints of tool calls, and the parser of each reply."""
+"""Conversations of all protocols: rendering with tools, constraints of tool calls, and the parser
+of each reply.
+"""
 
 import re
 import secrets
@@ -22,13 +24,27 @@ from dantinox.text.tool_calls import Part
 from dantinox.text.tool_grammars import Tool, tool_grammars
 
 MAX_TOOLS = 128
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # OpenAI allows 64 characters and no dot, Anthropic 128
-# The most tokens of reasoning for each value of `reasoning_effort`, for templates that do not use the variable; None: no limit.
-EFFORTS: dict[str, int | None] = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": None, "xhigh": None}
+TOOL_NAME = re.compile(
+    r"[a-zA-Z0-9_.-]{1,128}"
+)  # OpenAI allows 64 characters and no dot, Anthropic 128
+# The most tokens of reasoning for each value of `reasoning_effort`, for templates that do not use
+# the variable; None: no limit.
+EFFORTS: dict[str, int | None] = {
+    "none": 0,
+    "minimal": 128,
+    "low": 512,
+    "medium": 2048,
+    "high": None,
+    "xhigh": None,
+}
 HARMONY_REASONING = Delimiters("<|channel|>analysis<|message|>", "<|end|>")
 HARMONY_ANSWER = "<|channel|>final<|message|>"  # the text before the answer
 # Last messages that clients send as a place for the answer.
-EMPTY_ANSWERS = ({"role": "assistant", "content": ""}, {"role": "assistant", "content": None}, {"role": "assistant"})
+EMPTY_ANSWERS = (
+    {"role": "assistant", "content": ""},
+    {"role": "assistant", "content": None},
+    {"role": "assistant"},
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,8 @@ class Conversation:
       budget: the most tokens of reasoning; None: as `effort` says.
       variables: further variables of the chat template.
       constraint: the constraint on the answer.
-      field_names: the names of `response_format`, `function.name` and `function.parameters` in the protocol, if they differ.
+      field_names: the names of `response_format`, `function.name` and `function.parameters` in the
+        protocol, if they differ.
       continues: whether the answer continues the last message; None: if `continues_last` says so.
     """
 
@@ -114,14 +131,19 @@ class PreparedChat(NamedTuple):
         if self.is_plain:
             return ReplyFields(None)
         is_open = self.reasoning_is_open
-        return ReplyFields(make_parser(self.form, self.schemas, reasoning_is_open=is_open, continues=self.continues))
+        return ReplyFields(
+            make_parser(
+                self.form, self.schemas, reasoning_is_open=is_open, continues=self.continues
+            )
+        )
 
 
 async def prepare_chat(service: Service, chat: Conversation) -> PreparedChat:
     """Renders a conversation and returns what its reply needs.
 
     Raises:
-      RequestError: 400, the model has no chat template, or the tools or the reasoning cannot be served.
+      RequestError: 400, the model has no chat template, or the tools or the reasoning cannot be
+        served.
       UserError: the template rejects the messages.
     """
     form = service.reply_format
@@ -131,8 +153,15 @@ async def prepare_chat(service: Service, chat: Conversation) -> PreparedChat:
         messages = messages[:-1]
     continues = continues_last(messages) if chat.continues is None else chat.continues
     if continues and (chat.constraint is not None or chat.choice not in ("auto", "none")):
-        message = "the answer continues the last message, which is of the assistant, and can have neither a format nor a tool "
-        raise RequestError(400, message + "that must be called: remove the message or the other field", param="messages")
+        message = (
+            "the answer continues the last message, which is of the assistant, and can have neither"
+            " a format nor a tool "
+        )
+        raise RequestError(
+            400,
+            message + "that must be called: remove the message or the other field",
+            param="messages",
+        )
     variables = dict(chat.variables)
     if chat.effort is not None:
         variables |= {"reasoning_effort": chat.effort, "enable_thinking": chat.effort != "none"}
@@ -174,13 +203,17 @@ def _allowed_tools(chat: Conversation) -> list[Tool]:
         tools = [tool for tool in tools if tool.name == chat.choice]
         if not tools:
             raise RequestError(
-                400, f"tool_choice names the tool {quote(chat.choice)}, which is not in tools", param="tool_choice"
+                400,
+                f"tool_choice names the tool {quote(chat.choice)}, which is not in tools",
+                param="tool_choice",
             )
     if chat.choice == "required" and not tools:
         raise RequestError(400, "tool_choice: required needs tools", param="tool_choice")
     if chat.constraint is not None and tools and chat.choice != "auto":
         name = chat.field_name("response_format")
-        raise RequestError(400, f"a reply that must call a tool cannot also have {name}", param=name)
+        raise RequestError(
+            400, f"a reply that must call a tool cannot also have {name}", param=name
+        )
     return tools
 
 
@@ -190,13 +223,17 @@ def heals_by_default(service: Service) -> bool:
 
 
 def without_healing(config: Config, by_default: bool) -> Config:
-    """Returns the settings of a conversation. The default `token_healing: true` of a server has no effect on them.
+    """Returns the settings of a conversation. The default `token_healing: true` of a server has no
+    effect on them.
 
     Raises:
       RequestError: 400, the request sets `token_healing`.
     """
     if config.generation.token_healing and not by_default:
-        message = "token_healing must be false in a conversation and after a given beginning of the answer"
+        message = (
+            "token_healing must be false in a conversation and after a given beginning of the"
+            " answer"
+        )
         raise RequestError(400, message, param="token_healing")
     return with_generation(config, token_healing=False)
 
@@ -209,33 +246,49 @@ def parse_tools(chat: Conversation) -> list[Tool]:
     """
     definitions = chat.tools
     if len(definitions) > MAX_TOOLS:
-        raise RequestError(400, f"tools must have at most {MAX_TOOLS} entries, got {len(definitions)}", param="tools")
+        raise RequestError(
+            400,
+            f"tools must have at most {MAX_TOOLS} entries, got {len(definitions)}",
+            param="tools",
+        )
     tools: dict[str, Tool] = {}
     for number, definition in enumerate(definitions):
         where = f"tools.{number}"
         function = definition.get("function")
         if definition.get("type", "function") != "function" or not isinstance(function, Mapping):
-            raise RequestError(400, f"{where} must be of type function with the field function", param=where)
+            raise RequestError(
+                400, f"{where} must be of type function with the field function", param=where
+            )
         name = function.get("name")
         parameters = function.get("parameters") or {}
         name_field = f"{where}.{chat.field_name('function.name')}"
         if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-            message = f"{name_field} must have 1 to 128 characters of a-z, A-Z, 0-9, _, - and ., got {quote(name)}"
+            message = (
+                f"{name_field} must have 1 to 128 characters of a-z, A-Z, 0-9, _, - and ., got"
+                f" {quote(name)}"
+            )
             raise RequestError(400, message, param=name_field)
         if name in tools:
             raise RequestError(400, f"{name_field} {quote(name)} occurs twice", param=name_field)
         kinds = parameters.get("type", "object") if isinstance(parameters, Mapping) else None
         if not (kinds == "object" or (isinstance(kinds, list) and "object" in kinds)):
             schema_field = f"{where}.{chat.field_name('function.parameters')}"
-            message = f"{schema_field} must be a JSON schema of type object, got {quote(parameters)}"
+            message = (
+                f"{schema_field} must be a JSON schema of type object, got {quote(parameters)}"
+            )
             raise RequestError(400, message, param=schema_field)
         tools[name] = Tool(name, parameters, function.get("strict") is True)
     return [*tools.values()]
 
 
-def _reasoning(service: Service, form: ReplyFormat, chat: Conversation, is_open: bool) -> Reasoning | None:
+def _reasoning(
+    service: Service, form: ReplyFormat, chat: Conversation, is_open: bool
+) -> Reasoning | None:
     """Returns the reasoning of the reply with its budget, or None if the model does not reason."""
-    uses_variable = service.options.template is not None and "reasoning_effort" in service.options.template.source
+    uses_variable = (
+        service.options.template is not None
+        and "reasoning_effort" in service.options.template.source
+    )
     budget = chat.budget
     if budget is None and chat.effort is not None and not uses_variable:
         budget = EFFORTS[chat.effort]
@@ -244,7 +297,9 @@ def _reasoning(service: Service, form: ReplyFormat, chat: Conversation, is_open:
         return None
     begin, end = markers
     closing = f"{end}<|start|>assistant{HARMONY_ANSWER}" if form.name == HARMONY else f"\n{end}\n\n"
-    return Reasoning(begin, end, is_open, budget, tuple(service.tokenizer.encode(closing, parse_special=True)))
+    return Reasoning(
+        begin, end, is_open, budget, tuple(service.tokenizer.encode(closing, parse_special=True))
+    )
 
 
 def reasoning_markers(form: ReplyFormat) -> Delimiters | None:
@@ -260,7 +315,9 @@ def _valid_schemas() -> Iterator[None]:
     except UserError as error:
         raise RequestError(400, str(error), param="tools") from None
     except (TypeError, ValueError, AttributeError, RecursionError):
-        raise RequestError(400, "tools has a schema that is not a valid JSON schema", param="tools") from None
+        raise RequestError(
+            400, "tools has a schema that is not a valid JSON schema", param="tools"
+        ) from None
 
 
 def _tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
@@ -270,7 +327,9 @@ def _tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
 
 
 def _reply_constraint(form: ReplyFormat, chat: Conversation, is_open: bool) -> Constraint | None:
-    """Returns the constraint on a reply without tools: that of its answer, which may follow reasoning."""
+    """Returns the constraint on a reply without tools: that of its answer, which may follow
+    reasoning.
+    """
     answer_markers: tuple[str, ...] = ()
     if form.name == HARMONY:
         answer_markers = (HARMONY_ANSWER,)
@@ -284,21 +343,35 @@ def _reply_constraint(form: ReplyFormat, chat: Conversation, is_open: bool) -> C
 def _call_constraint(
     service: Service, form: ReplyFormat, chat: Conversation, tools: Sequence[Tool], is_open: bool
 ) -> Constraint | None:
-    """Returns the constraint on the tool calls of a reply; None for a vocabulary that cannot be constrained."""
+    """Returns the constraint on the tool calls of a reply; None for a vocabulary that cannot be
+    constrained.
+    """
     if chat.constraint is not None:
         name = chat.field_name("response_format")
-        raise RequestError(400, f"{name} cannot be combined with tools: set tool_choice to none", param=name)
+        raise RequestError(
+            400, f"{name} cannot be combined with tools: set tool_choice to none", param=name
+        )
     if service.tokenizer.token_pieces is None:  # llguidance does not support this vocabulary
         if chat.choice != "auto":
-            raise RequestError(400, "tool_choice must be auto or none for the vocabulary of this model", param="tool_choice")
+            raise RequestError(
+                400,
+                "tool_choice must be auto or none for the vocabulary of this model",
+                param="tool_choice",
+            )
         return None
     parallel = chat.parallel and chat.choice in ("auto", "required")
     needs_reasoning = form.reasons and not is_open
     with _valid_schemas():
-        grammars = tool_grammars(form, tools, service.tokenizer, parallel=parallel, optional_reasoning=needs_reasoning)
+        grammars = tool_grammars(
+            form, tools, service.tokenizer, parallel=parallel, optional_reasoning=needs_reasoning
+        )
     if chat.choice == "auto":
         return Constraint(
-            "tools", grammars.section, after=form.tools.begin_markers, opening=form.tools.opening, repeats=parallel
+            "tools",
+            grammars.section,
+            after=form.tools.begin_markers,
+            opening=form.tools.opening,
+            repeats=parallel,
         )
     after: tuple[str, ...] = ()
     if is_open and form.reasoning is not None and form.name != HARMONY:
@@ -325,7 +398,9 @@ class ReplyFields:
         self._parser = parser
 
     def push(self, text: str, finish_reason: str | None) -> list[dict[str, JSON]]:
-        """Adds text and returns the deltas of a streamed chat completion; the finish reason marks the end of the reply."""
+        """Adds text and returns the deltas of a streamed chat completion; the finish reason marks
+        the end of the reply.
+        """
         return [self.add(part) for part in self.parts(text, finish_reason)]
 
     def parts(self, text: str, finish_reason: str | None) -> list[Part]:
@@ -338,7 +413,9 @@ class ReplyFields:
         return parts
 
     def reason(self, finish_reason: str | None) -> str | None:
-        """Returns the finish reason in OpenAI's format: `tool_calls` if the reply has ended with tool calls."""
+        """Returns the finish reason in OpenAI's format: `tool_calls` if the reply has ended with
+        tool calls.
+        """
         return "tool_calls" if finish_reason == "stop" and self.calls else finish_reason
 
     def message(self) -> dict[str, JSON]:
@@ -360,19 +437,31 @@ class ReplyFields:
             return {"reasoning_content": part.text}
         if part.kind == "call":
             function = {"name": part.text, "arguments": ""}
-            call: dict[str, Any] = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+            call: dict[str, Any] = {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": function,
+            }
             self.calls.append(call)
-            return {"tool_calls": [{"index": len(self.calls) - 1, **call, "function": dict(function)}]}
+            return {
+                "tool_calls": [{"index": len(self.calls) - 1, **call, "function": dict(function)}]
+            }
         self.calls[-1]["function"]["arguments"] += part.text
-        return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": part.text}}]}
+        return {
+            "tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": part.text}}]
+        }
 
 
 def check_budget(budget: Any, name: str) -> int | None:
-    """Returns a number of tokens of reasoning, or raises RequestError (400) if it is none; `name` is its field."""
+    """Returns a number of tokens of reasoning, or raises RequestError (400) if it is none; `name`
+    is its field.
+    """
     if budget is None:
         return None
     if type(budget) is not int or budget < 0:
-        raise RequestError(400, f"{name} must be an integer of at least 0, got {quote(budget)}", param=name)
+        raise RequestError(
+            400, f"{name} must be an integer of at least 0, got {quote(budget)}", param=name
+        )
     return budget
 
 
