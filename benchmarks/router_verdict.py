@@ -1,15 +1,18 @@
-"""Compares the entropy router with a learned policy, min-p and other samplers at equal diversity, on tasks with checked answers.
+"""Compares the entropy router with a learned policy, min-p and others at equal diversity.
 
     python benchmarks/router_verdict.py OUT --run RUN --text TEXT [--stages …]
 
-`OUT` collects the results; a stage that was stopped continues where it stopped. `TEXT` is the text of the cloze tasks.
-docs/router_verdict.md has the method. The stages:
+The tasks have answers that a program checks. `OUT` collects the results; a stage that was stopped
+continues where it stopped. `TEXT` is the text of the cloze tasks. docs/router_verdict.md has the
+method. The stages:
 
 * `train`: trains the model of verdict/small.yaml on solved tasks and writes it to `RUN`.
 * `check`: compares the tokens of this script with those of the library.
-* `pilot`: measures the difficulty of the tasks, the thresholds of the preset `calibrated`, the mean and the standard deviation of
-  the metrics, the target diversity, and the exchange rate between diversity and score.
-* `run`: tunes every method with the same number of answers to the training kinds, and answers the unseen kinds.
+* `pilot`: measures the difficulty of the tasks, the thresholds of the preset `calibrated`, the mean
+  and the standard deviation of the metrics, the target diversity, and the exchange rate between
+  diversity and score.
+* `run`: tunes every method with the same number of answers to the kinds of `TRAINING`, and answers
+  the kinds of `UNSEEN`.
 * `table`: prints the results with 95 % intervals.
 """
 
@@ -23,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import Parser, temporary_folder
-from verdict.decoding import FIXED, METRICS, POLICY, RANDOM, ROUTER, Control, Decoder, Numbers, no_router, stack_controls
+from verdict.decoding import FIXED, POLICY, RANDOM, ROUTER, Control, Decoder, Numbers, no_router, stack_controls
 from verdict.tasks import KINDS, LIMITS, TRAINING, UNSEEN, Difficulty, Prompt, draw_prompts, read_source, solved_tasks
 
 from dantinox.config.router_settings import KEEP_ALL, STRATEGIES, RouterSection
@@ -37,6 +40,7 @@ HELD_OUT = slice(0.9, 1.0)  # of the text: cloze tasks; the rest trains the smal
 FACTORS = (0.7, 1.0, 1.4)  # of the tuned base temperature, in the test
 PILOT_TEMPERATURES = (0.4, 0.7, 1.0)
 SIGMA = 0.4  # standard deviation of the perturbed parameters
+FIRST_TEST_SEED = 705_032_704  # above those of the tuning
 RATE = 1.0  # step size of the parameters
 PULL = 2.0  # how strongly ln of the base temperature follows the difference to the target diversity
 CALIBRATION_TOKENS = 4096
@@ -115,7 +119,7 @@ class Answer(NamedTuple):
 
 
 def distance(a: Answer, b: Answer) -> float:
-    """Returns 1 − |A ∩ B| / |A ∪ B| of the pairs of tokens: 0 for equal answers, 1 without a common pair (Jaccard 1912)."""
+    """Returns 1 − |A ∩ B| / |A ∪ B| (Jaccard 1912) of the pairs of tokens: 0 for equal answers."""
     return 1 - len(a.pairs & b.pairs) / len(a.pairs | b.pairs)
 
 
@@ -154,9 +158,7 @@ class Bench:
         for seed, (stage, (kinds, groups, count)) in enumerate(sizes.items(), 1):
             random = np.random.default_rng(seed)
             for kind in kinds:
-                self.prompts[stage, kind] = [
-                    draw_prompts(kind, count, random, self.source, used) for _ in range(groups)
-                ]
+                self.prompts[stage, kind] = [draw_prompts(kind, count, random, self.source, used) for _ in range(groups)]
         longest = max(len(self.ids(p)) for groups in self.prompts.values() for group in groups for p in group)
         self.length = -(-longest // 16) * 16
         self.decoder = Decoder(self.model, self.ends_V, self.length + 48)
@@ -205,7 +207,7 @@ def difficulty(o: Any) -> Difficulty:
 
 
 def train(o: Any) -> None:
-    """Trains the small model on solved tasks; the cloze tasks and lines are from the first 90 % of the text."""
+    """Trains the small model on solved tasks; their cloze text is the first 90 % of the text."""
     from dantinox.config.yaml_files import load_training
     from dantinox.training import launch
 
@@ -255,9 +257,10 @@ def mean_solved(answers: Sequence[Sequence[Answer]]) -> float:
 
 
 def check(bench: Bench) -> None:
-    """Prints for three samplers the share of pilot prompts that this script and the library answer with the same tokens.
+    """Prints the share of prompts that this script and the library answer with the same tokens.
 
-    The program exits if it is below 0.9: another program may round differently, but seldom enough to change a token.
+    The program exits if it is below 0.9. Another program may round differently, but this seldom
+    changes a token.
     """
     guide = {"strategy": "entropy", "candidates": 1}
     min_p = Method(1.0, (logit(0.1),))
@@ -284,7 +287,7 @@ def check(bench: Bench) -> None:
 
 
 def calibrate(bench: Bench) -> dict[str, float]:
-    """Returns the thresholds of the preset `calibrated`, as `dantinox calibrate` measures them, on solved tasks to tune on."""
+    """Returns the thresholds that `dantinox calibrate` measures, on solved tasks to tune on."""
     from dantinox.lab.measure.calibrate_router import CONTEXT, cut_windows, measure_entropy, thresholds
 
     tasks = solved_tasks(CALIBRATION_TOKENS // 4, np.random.default_rng(4), bench.source, TRAINING)
@@ -296,12 +299,14 @@ def calibrate(bench: Bench) -> dict[str, float]:
 
 
 def tune(bench: Bench, name: str, seed: int, shares: Sequence[float] | None) -> dict[str, Any]:
-    """Tunes the parameters of a method by a policy gradient; the base temperature keeps the diversity at the target.
+    """Tunes the parameters of a method by a policy gradient, at the target diversity.
 
-    Every row has its own parameters, the current ones plus σ ε with ε from a normal distribution; half of the ε are the others'
-    negatives. The reward of a row is 1 if its answer is right, plus the exchange rate times its mean distance from the other
-    answers to its prompt. With the advantages A over the mean of the prompt, the gradient is the mean of A ε / σ (Sehnke et al.
-    2010, parameter-exploring policy gradients). The result is the mean over the second half of the updates.
+    Every row has its own parameters, the current ones plus σ ε with ε from a normal distribution;
+    half of the ε are the others' negatives. The reward of a row is 1 if its answer is right, plus
+    the exchange rate times its mean distance from the other answers to its prompt. With the
+    advantages A over the mean of the prompt, the gradient is the mean of A ε / σ (Sehnke et al.
+    2010, parameter-exploring policy gradients). The base temperature follows the diversity instead.
+    The result is the mean over the second half of the updates.
     """
     o, pilot, method = bench.o, bench.pilot, METHODS[name]
     center, ln_T = np.array(method.parameters), float(np.log(method.temperature))
@@ -342,7 +347,7 @@ def distances_from_others(answers: Sequence[Answer]) -> list[float]:
 
 
 def run(bench: Bench) -> None:
-    """Tunes and tests all methods, once per tuning seed; appends each result to `tuned.jsonl` or `answers.jsonl`."""
+    """Tunes and tests all methods for each tuning seed; writes `tuned.jsonl` and `answers.jsonl`."""
     for seed in range(bench.o.tuning_seeds):
         tuned = {row["method"]: row for row in read_rows(bench.out / "tuned.jsonl") if row["tuning"] == seed}
         for name in METHODS:
@@ -357,7 +362,7 @@ def run(bench: Bench) -> None:
 
 
 def test(bench: Bench, seed: int, tuned: dict[str, Any]) -> None:
-    """Answers the unseen kinds with all methods and factors, chunk after chunk, so that a stop leaves complete chunks."""
+    """Answers the unseen kinds with all methods and factors. A stop leaves complete chunks."""
     o = bench.o
     known = {(row["tuning"], row["chunk"]) for row in read_rows(bench.out / "answers.jsonl")}
     for chunk in range(o.prompts // o.chunk):
@@ -371,7 +376,7 @@ def test(bench: Bench, seed: int, tuned: dict[str, Any]) -> None:
                 method = "temperature" if name == "greedy" else name
                 settings = factor * best["temperature"], best["parameters"], bench.pilot["measured"], best["shares"]
                 controls = [make_control(method, *settings)] * (len(group.prompts) * o.seeds)
-                first_seed = 5_000_000_000 % 2**31 + 1_000_000 * seed + 10_000 * chunk + 1000 * [*UNSEEN].index(kind)
+                first_seed = FIRST_TEST_SEED + 1_000_000 * seed + 10_000 * chunk + 1000 * [*UNSEEN].index(kind)
                 answers, decoded = bench.answer(group, controls, first_seed)
                 right = [{answer.text for answer in of_prompt if answer.solved} for of_prompt in answers]
                 rows.append({
@@ -429,7 +434,7 @@ def read_results(path: Path) -> tuple[Results, float]:
 
 
 def resamples(results: Results) -> Iterator[Results]:
-    """Yields the results, then bootstrap resamples of the prompts of each kind, and of the tuning seeds if there are several."""
+    """Yields the results, then bootstrap resamples of the prompts of each kind and the tuning seeds."""
     yield results
     random = np.random.default_rng(0)
     T, _, _, K, P = results.solved.shape
@@ -439,10 +444,11 @@ def resamples(results: Results) -> Iterator[Results]:
 
 
 def at_equal_diversity(results: Results) -> dict[str, np.ndarray]:
-    """Returns measures at the diversity of `temperature` with its tuned base temperature, means over the tuning seeds.
+    """Returns measures at the diversity of `temperature` with its tuned base temperature.
 
-    Between two factors, measures are interpolated linearly over the mean diversity. Outside of the diversities of a method, the
-    measures are those of its nearest factor.
+    They are means over the tuning seeds. Between two factors, measures are interpolated linearly
+    over the mean diversity. Outside of the diversities of a method, they are those of its nearest
+    factor.
 
     Returns:
       `solved` and `distinct_right` `[M]`, `by_kind` `[M, K]` (solved), `reached` `[M]` (the diversity).
@@ -525,6 +531,7 @@ def parse() -> Any:
     a.add_argument("--shots", type=int, default=4, help="examples in a prompt")
     a.add_argument("--largest", type=int, default=19, help="the largest summand of a sum")
     a.add_argument("--movers", type=int, default=2, help="people who move: 1 or 2")
+    a.add_argument("--any_age", type=int, choices=(0, 1), default=0, help="1: a person may have any age")
     a.add_argument("--listed", type=int, default=1, help="words to list")
     a.add_argument("--digits", type=int, default=2, help="digits to sort")
     a.add_argument("--total", type=int, default=10, help="the largest number to split")

@@ -1,7 +1,8 @@
 """Decodes a batch of rows whose samplers differ, in one compiled program.
 
-Every row has a `Control`: fixed numbers, an entropy router, a router whose strategies are drawn at random, or a learned policy.
-All of them are inputs of the program. The step itself, filters and draw, is `dantinox.sampling`'s `sample`.
+Every row has a `Control`: fixed numbers, an entropy router, a router whose strategies are drawn at
+random, or a learned policy. All of them are inputs of the program. The filters and the draw are
+those of `dantinox.sampling`.
 """
 
 from dataclasses import replace
@@ -25,7 +26,9 @@ from dantinox.sampling.entropy_router import Metrics, RouterConfig, logit_metric
 from dantinox.sampling.state import SamplerState
 
 FIXED, ROUTER, RANDOM, POLICY = range(4)
-METRICS = ("entropy", "varentropy", "attn_entropy", "attn_varentropy", "attn_agreement", "interaction_strength")
+METRICS = (
+    "entropy", "varentropy", "attn_entropy", "attn_varentropy", "attn_agreement", "interaction_strength",
+)  # fmt: skip
 NEW = 34  # tokens in the result of `decode`, and the most that it generates
 STRATEGY_KEY = 3  # folded into the key of the draw
 STEPS = {"temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1}  # a chain with the steps that controls set
@@ -59,7 +62,7 @@ class Control(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """R rows: tokens `[R, NEW]`, the number of tokens `[R]`, and for each token the metrics, temperature, min_p and strategy."""
+    """R rows: tokens, the number of tokens, and for each token the metrics and what was decided."""
 
     tokens_RN: Array
     count_R: Array
@@ -78,9 +81,7 @@ def decide(control: Control, metrics: Metrics, scaled_6: Array, key: Array) -> t
     """
     drawn = jax.random.categorical(jax.random.fold_in(key, STRATEGY_KEY), jnp.log(control.shares_S))
     forced = dict(zip(THRESHOLDS, jnp.asarray(FORCING_THRESHOLDS)[drawn], strict=True))
-    thresholds = {
-        name: jnp.where(control.kind == RANDOM, forced[name], getattr(control.router, name)) for name in THRESHOLDS
-    }
+    thresholds = {name: jnp.where(control.kind == RANDOM, forced[name], getattr(control.router, name)) for name in THRESHOLDS}
     routed = route(metrics, replace(control.router, **thresholds))
     ln_temperature, logit = control.policy_27 @ jnp.append(jnp.clip(scaled_6, -3, 3), 1)
     by_router = Numbers(routed.temperature, routed.top_k, routed.top_p, routed.min_p)

@@ -1,7 +1,7 @@
-"""Eight kinds of short tasks with answers that a program checks; four to tune samplers, four to test them.
+"""Eight kinds of short tasks with checked answers: four to tune samplers, four to test them.
 
-A prompt is a few examples and a question, one line each; the answer ends with the line. Half of the kinds have one right answer,
-the others have many, so that a sampler may be diverse and right.
+A prompt is a few examples and a question, one line each; the answer ends with the line. Half of the
+kinds have one right answer, the others have many, so that a sampler may be diverse and right.
 """
 
 import json
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 from instruction_tasks import CITIES, NAMES
-
 
 LONGEST_CLOZE = 150  # characters
 
@@ -23,6 +22,7 @@ class Difficulty(NamedTuple):
       shots: the examples in a prompt.
       largest: the largest summand of a sum.
       movers: the people of `moving`, one or two.
+      any_age: 1 if `person` may have any age, 0 if it must have the given one.
       listed: the words of `letter`.
       digits: the digits to sort.
       total: the largest sum of `split`.
@@ -32,6 +32,7 @@ class Difficulty(NamedTuple):
     shots: int
     largest: int
     movers: int
+    any_age: int
     listed: int
     digits: int
     total: int
@@ -89,7 +90,9 @@ def person(random: np.random.Generator, source: Source) -> Task:
             found = json.loads(given)
         except ValueError:
             return False
-        if not isinstance(found, dict) or list(found) != ["name", "age"] or found["age"] != age:
+        if not isinstance(found, dict) or list(found) != ["name", "age"]:
+            return False
+        if found["age"] != age and not (source.difficulty.any_age and type(found["age"]) is int):
             return False
         name = found["name"]
         is_name = isinstance(name, str) and re.fullmatch("[A-Z][a-z]+", name) is not None
@@ -188,9 +191,7 @@ def make_prompt(kind: str, random: np.random.Generator, source: Source) -> Promp
     return Prompt("\n".join(lines), lambda given: task.solved(given, shown))
 
 
-def draw_prompts(
-    kind: str, count: int, random: np.random.Generator, source: Source, used: set[str]
-) -> list[Prompt]:
+def draw_prompts(kind: str, count: int, random: np.random.Generator, source: Source, used: set[str]) -> list[Prompt]:
     """Draws prompts that are not in `used`, and adds them to it."""
     found: list[Prompt] = []
     while len(found) < count:
