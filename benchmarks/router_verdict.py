@@ -38,6 +38,9 @@ from dantinox.training.policy_loss import group_advantages
 STAGES = ("train", "check", "pilot", "run", "table")
 HELD_OUT = slice(0.9, 1.0)  # of the text: cloze tasks; the rest trains the small model
 FACTORS = (0.7, 1.0, 1.4)  # of the tuned base temperature, in the test
+# More factors for methods that do not reach the diversity of `temperature` with these, and by how
+# much the diversities of a method must extend beyond it.
+LARGER, SMALLER, MARGIN = (2.0, 2.8, 4.0), (0.5, 0.35, 0.25), 0.03
 PILOT_TEMPERATURES = (0.4, 0.7, 1.0)
 SIGMA = 0.4  # standard deviation of the perturbed parameters
 FIRST_TEST_SEED = 705_032_704  # above those of the tuning
@@ -362,39 +365,76 @@ def run(bench: Bench) -> None:
 
 
 def test(bench: Bench, seed: int, tuned: dict[str, Any]) -> None:
-    """Answers the unseen kinds with all methods and factors. A stop leaves complete chunks."""
-    o = bench.o
-    known = {(row["tuning"], row["chunk"]) for row in read_rows(bench.out / "answers.jsonl")}
+    """Answers the unseen kinds with all methods and factors. A stop leaves complete chunks.
+
+    The diversities of the first chunk determine which methods need more factors.
+    """
+    o, path = bench.o, bench.out / "answers.jsonl"
+    first: list[Any] = []
     for chunk in range(o.prompts // o.chunk):
-        if (seed, chunk) in known:
-            continue
-        began, rows = time.perf_counter(), []
-        for kind in UNSEEN:
-            group = bench.group("test", kind, chunk)
-            for name, factor in [("greedy", 1.0), *((name, factor) for name in METHODS for factor in FACTORS)]:
-                best = tuned.get(name, {"temperature": 0.0, "parameters": (), "shares": None})
-                method = "temperature" if name == "greedy" else name
-                settings = factor * best["temperature"], best["parameters"], bench.pilot["measured"], best["shares"]
-                controls = [make_control(method, *settings)] * (len(group.prompts) * o.seeds)
-                first_seed = FIRST_TEST_SEED + 1_000_000 * seed + 10_000 * chunk + 1000 * [*UNSEEN].index(kind)
-                answers, decoded = bench.answer(group, controls, first_seed)
-                right = [{answer.text for answer in of_prompt if answer.solved} for of_prompt in answers]
-                rows.append({
-                    "kind": kind, "method": name, "factor": factor,
-                    "solved": [[int(answer.solved) for answer in of_prompt] for of_prompt in answers],
-                    "diversity": [round(mean_distance(of_prompt), 4) for of_prompt in answers],
-                    "distinct_right": [len(texts) for texts in right],
-                    "answers": [[answer.text for answer in of_prompt] for of_prompt in answers],
-                    "mean_tokens": float(decoded.count_R.mean()),
-                })  # fmt: skip
-        seconds = round(time.perf_counter() - began, 1)
-        append(bench.out / "answers.jsonl", {"tuning": seed, "chunk": chunk, "seconds": seconds, "rows": rows})
+        lines = [row["rows"] for row in read_rows(path) if (row["tuning"], row["chunk"]) == (seed, chunk)]
+        known = [row for rows in lines for row in rows]
+        while True:
+            began, done = time.perf_counter(), {(row["method"], row["factor"]) for row in known}
+            wanted = [("greedy", 1.0), *((name, factor) for name in METHODS for factor in FACTORS)]
+            wanted = [*wanted, *more_factors(first or known)] if known else wanted
+            missing = [case for case in wanted if case not in done]
+            if not missing:
+                break
+            rows = [answer_case(bench, seed, tuned, chunk, kind, *case) for kind in UNSEEN for case in missing]
+            known += rows
+            seconds = round(time.perf_counter() - began, 1)
+            append(path, {"tuning": seed, "chunk": chunk, "seconds": seconds, "cases": missing, "rows": rows})
+        first = first or known
+
+
+def more_factors(rows: Sequence[Any]) -> list[tuple[str, float]]:
+    """Returns the further factors that methods need, from the results of a chunk.
+
+    A method needs all factors of `rows` that it has beyond `FACTORS`, and the next one if its
+    diversities do not extend from below that of `temperature` to above it.
+    """
+    found: dict[tuple[str, float], list[float]] = {}
+    for row in rows:
+        found.setdefault((row["method"], row["factor"]), []).append(float(np.mean(row["diversity"])))
+    mean = {case: float(np.mean(values)) for case, values in found.items()}
+    target, wanted = mean["temperature", 1.0], []
+    for name in METHODS:
+        tried = {factor: value for (method, factor), value in mean.items() if method == name}
+        wanted += [(name, factor) for factor in tried if factor not in FACTORS]
+        if max(tried.values()) < target + MARGIN:
+            wanted += [(name, factor) for factor in LARGER if factor not in tried][:1]
+        if min(tried.values()) > target - MARGIN:
+            wanted += [(name, factor) for factor in SMALLER if factor not in tried][:1]
+    return wanted
+
+
+def answer_case(
+    bench: Bench, seed: int, tuned: dict[str, Any], chunk: int, kind: str, name: str, factor: float
+) -> dict[str, Any]:
+    """Returns the results of a method at a factor on a chunk of prompts of one kind."""
+    group = bench.group("test", kind, chunk)
+    best = tuned.get(name, {"temperature": 0.0, "parameters": (), "shares": None})
+    method = "temperature" if name == "greedy" else name
+    settings = factor * best["temperature"], best["parameters"], bench.pilot["measured"], best["shares"]
+    controls = [make_control(method, *settings)] * (len(group.prompts) * bench.o.seeds)
+    first_seed = FIRST_TEST_SEED + 1_000_000 * seed + 10_000 * chunk + 1000 * [*UNSEEN].index(kind)
+    answers, decoded = bench.answer(group, controls, first_seed)
+    right = [{answer.text for answer in of_prompt if answer.solved} for of_prompt in answers]
+    return {
+        "kind": kind, "method": name, "factor": factor,
+        "solved": [[int(answer.solved) for answer in of_prompt] for of_prompt in answers],
+        "diversity": [round(mean_distance(of_prompt), 4) for of_prompt in answers],
+        "distinct_right": [len(texts) for texts in right],
+        "answers": [[answer.text for answer in of_prompt] for of_prompt in answers],
+        "mean_tokens": float(decoded.count_R.mean()),
+    }  # fmt: skip
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
-    print(time.strftime("%H:%M:%S"), {key: row[key] for key in row if key not in ("rows", "history")}, flush=True)
+    print(time.strftime("%H:%M:%S"), {key: row[key] for key in row if key not in ("rows", "history", "strategies")}, flush=True)
 
 
 def read_rows(path: Path) -> list[Any]:
@@ -405,32 +445,48 @@ def read_rows(path: Path) -> list[Any]:
 
 
 class Results(NamedTuple):
-    """Results of T tuning seeds, M methods, F factors, K kinds and P prompts: arrays `[T, M, F, K, P]`, means over answers."""
+    """Means over the answers to a prompt: `[T, M, F, K, P]`, NaN for factors that a method has not.
+
+    T tuning seeds, M methods, F factors in ascending order, K kinds, P prompts.
+    """
 
     solved: np.ndarray
     diversity: np.ndarray
     distinct_right: np.ndarray
 
 
-def read_results(path: Path) -> tuple[Results, float]:
-    """Reads the chunks that all tuning seeds have. Also returns the share that greedy decoding solves."""
-    found = {(row["tuning"], row["chunk"]): row["rows"] for row in read_rows(path)}
+def read_results(path: Path) -> tuple[Results, list[float], float]:
+    """Reads the chunks that all tuning seeds have.
+
+    Returns:
+      The results, the factors, and the share that greedy decoding solves.
+    """
+    found: dict[tuple[int, int], list[Any]] = {}
+    for line in read_rows(path):
+        found.setdefault((line["tuning"], line["chunk"]), []).extend(line["rows"])
     seeds = sorted({seed for seed, _ in found})
     chunks = [c for c in sorted({c for _, c in found}) if all((seed, c) in found for seed in seeds)]
-    arrays = []
-    for measure in Results._fields:
-        cells = {}
-        for seed in seeds:
-            for chunk in chunks:
-                for row in found[seed, chunk]:
-                    values = np.array(row[measure], float)
-                    key = seed, row["method"], row["factor"], row["kind"]
-                    cells.setdefault(key, []).append(values.mean(1) if values.ndim == 2 else values)
-        arrays.append(np.array([
-            [[[np.concatenate(cells[t, m, f, k]) for k in UNSEEN] for f in FACTORS] for m in METHODS] for t in seeds
-        ]))  # fmt: skip
-    greedy = [np.mean(r["solved"]) for chunk in chunks for r in found[seeds[0], chunk] if r["method"] == "greedy"]
-    return Results(*arrays), float(np.mean(greedy))
+    factors = sorted({row["factor"] for rows in found.values() for row in rows})
+    cells: dict[tuple[Any, ...], dict[int, Any]] = {}
+    for seed in seeds:
+        for chunk in chunks:
+            for row in found[seed, chunk]:
+                cells.setdefault((seed, row["method"], row["factor"], row["kind"]), {})[chunk] = row
+    prompts = [len(cells[seeds[0], "greedy", 1.0, next(iter(UNSEEN))][chunk]["solved"]) for chunk in chunks]
+
+    def values(measure: str, *key: Any) -> np.ndarray:
+        rows = cells.get(key, {})
+        if any(chunk not in rows for chunk in chunks):
+            return np.full(sum(prompts), np.nan)
+        parts = [np.array(rows[chunk][measure], float) for chunk in chunks]
+        return np.concatenate([part.mean(1) if part.ndim == 2 else part for part in parts])
+
+    arrays = [
+        np.array([[[[values(measure, t, m, f, k) for k in UNSEEN] for f in factors] for m in METHODS] for t in seeds])
+        for measure in Results._fields
+    ]
+    greedy = [values("solved", seeds[0], "greedy", 1.0, kind) for kind in UNSEEN]
+    return Results(*arrays), factors, float(np.mean(greedy))
 
 
 def resamples(results: Results) -> Iterator[Results]:
@@ -443,36 +499,38 @@ def resamples(results: Results) -> Iterator[Results]:
         yield Results(*(array[seeds_T][..., np.arange(K)[:, None], prompts_KP] for array in results))
 
 
-def at_equal_diversity(results: Results) -> dict[str, np.ndarray]:
+def at_equal_diversity(results: Results, middle: int) -> dict[str, np.ndarray]:
     """Returns measures at the diversity of `temperature` with its tuned base temperature.
 
     They are means over the tuning seeds. Between two factors, measures are interpolated linearly
     over the mean diversity. Outside of the diversities of a method, they are those of its nearest
     factor.
 
+    Args:
+      middle: the index of factor 1.
+
     Returns:
-      `solved` and `distinct_right` `[M]`, `by_kind` `[M, K]` (solved), `reached` `[M]` (the diversity).
+      `solved` and `distinct_right` `[M]`, `by_kind` `[M, K]` (solved), `reached` `[M]` (diversity).
     """
     diversity_TMF = results.diversity.mean((-1, -2))
-    middle = FACTORS.index(1.0)
     target_T = diversity_TMF[:, [*METHODS].index("temperature"), middle]
     weights_TMF = np.zeros(diversity_TMF.shape)
     for t, m in np.ndindex(*diversity_TMF.shape[:2]):
-        order = np.argsort(diversity_TMF[t, m], kind="stable")
-        for f, position in enumerate(order):
-            weights_TMF[t, m, position] = np.interp(target_T[t], diversity_TMF[t, m][order], np.eye(len(order))[f])
-    solved_TMK = np.einsum("tmf,tmfk->tmk", weights_TMF, results.solved.mean(-1))
-    right_TM = np.einsum("tmf,tmf->tm", weights_TMF, results.distinct_right.mean((-1, -2)))
-    reached_TM = np.einsum("tmf,tmf->tm", weights_TMF, diversity_TMF)
-    by_kind = solved_TMK.mean(0)
+        order = [f for f in np.argsort(diversity_TMF[t, m]) if not np.isnan(diversity_TMF[t, m, f])]
+        reached = diversity_TMF[t, m][order]
+        for number, f in enumerate(order):
+            weights_TMF[t, m, f] = np.interp(target_T[t], reached, np.eye(len(order))[number])
+    means = {name: np.nan_to_num(values.mean(-1)) for name, values in results._asdict().items()}
+    at_target = {name: np.einsum("tmf,tmfk->mk", weights_TMF, x) / len(target_T) for name, x in means.items()}
     return {
-        "solved": by_kind.mean(-1), "by_kind": by_kind, "distinct_right": right_TM.mean(0), "reached": reached_TM.mean(0),
+        "solved": at_target["solved"].mean(1), "by_kind": at_target["solved"],
+        "distinct_right": at_target["distinct_right"].mean(1), "reached": at_target["diversity"].mean(1),
     }  # fmt: skip
 
 
 def table(out: Path) -> None:
-    results, greedy = read_results(out / "answers.jsonl")
-    samples = [at_equal_diversity(sample) for sample in resamples(results)]
+    results, factors, greedy = read_results(out / "answers.jsonl")
+    samples = [at_equal_diversity(sample, factors.index(1.0)) for sample in resamples(results)]
     first = samples[0]
     T, _, _, K, P = results.solved.shape
     print(f"{T} tuning seeds, {P} prompts of each of {K} kinds; greedy decoding solves {100 * greedy:.1f} %\n")
@@ -502,10 +560,11 @@ def table(out: Path) -> None:
         print(f"| {a} | {b} | {text(interval('solved', a, b))} | {strict} | {right} |")
     diversity_MF = results.diversity.mean((0, -1, -2))
     solved_MF = results.solved.mean((0, -1, -2))
-    print("\n| method | " + " | ".join(f"factor {factor:g}: diversity, solved %" for factor in FACTORS) + " |")
-    print("|---" * (1 + len(FACTORS)) + "|")
+    print("\n| method | " + " | ".join(f"factor {factor:g}: diversity, solved %" for factor in factors) + " |")
+    print("|---" * (1 + len(factors)) + "|")
     for m, name in enumerate(names):
-        cells = [f"{d:.3f}, {100 * s:.1f}" for d, s in zip(diversity_MF[m], solved_MF[m], strict=True)]
+        pairs = zip(diversity_MF[m], solved_MF[m], strict=True)
+        cells = ["" if np.isnan(d) else f"{d:.3f}, {100 * s:.1f}" for d, s in pairs]
         print(f"| {name} | {' | '.join(cells)} |")
 
 
