@@ -26,8 +26,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import Parser, temporary_folder
-from verdict.decoding import FIXED, POLICY, RANDOM, ROUTER, Control, Decoder, Numbers, no_router, stack_controls
-from verdict.tasks import KINDS, LIMITS, TRAINING, UNSEEN, Difficulty, Prompt, draw_prompts, read_source, solved_tasks
+from verdict.decoding import (
+    FIXED,
+    POLICY,
+    RANDOM,
+    ROUTER,
+    Control,
+    Decoder,
+    Numbers,
+    no_router,
+    stack_controls,
+)
+from verdict.tasks import (
+    KINDS,
+    LIMITS,
+    TRAINING,
+    UNSEEN,
+    Difficulty,
+    Prompt,
+    draw_prompts,
+    read_source,
+    solved_tasks,
+)
 
 from dantinox.config.router_settings import KEEP_ALL, STRATEGIES, RouterSection
 from dantinox.lab.studies.continuations import NEUTRAL_SETTINGS
@@ -57,7 +77,9 @@ PAIRS = (
 
 
 class Method(NamedTuple):
-    """A method: its base temperature and its other parameters, before tuning; parameters have no bounds."""
+    """A method: its base temperature and its other parameters, before tuning; parameters have no
+    bounds.
+    """
 
     temperature: float
     parameters: tuple[float, ...]
@@ -78,13 +100,21 @@ METHODS = {
     "min_p": Method(1.0, (logit(0.1),)),
     "guide": Method(0.666, BASES),
     "calibrated": Method(0.666, BASES),
-    "random": Method(0.666, BASES),  # after `calibrated`, which gives it the shares of the strategies
-    "learned": Method(1.0, (*[0.0] * 12, logit(0.1))),  # the weights of the metrics are 0: it begins as min_p
+    "random": Method(
+        0.666, BASES
+    ),  # after `calibrated`, which gives it the shares of the strategies
+    "learned": Method(
+        1.0, (*[0.0] * 12, logit(0.1))
+    ),  # the weights of the metrics are 0: it begins as min_p
 }
 
 
 def make_control(
-    name: str, temperature: float, parameters: Sequence[float], measured: dict[str, float], shares: Sequence[float] | None
+    name: str,
+    temperature: float,
+    parameters: Sequence[float],
+    measured: dict[str, float],
+    shares: Sequence[float] | None,
 ) -> Control:
     """Returns the control of a row.
 
@@ -100,21 +130,36 @@ def make_control(
         numbers[name] = sigmoid(parameters[0])
     if name in ("guide", "calibrated", "random"):
         kind = RANDOM if name == "random" else ROUTER
-        section = RouterSection.model_validate({"router_preset": "guide" if name == "guide" else "calibrated"})
-        top_p, top_k, min_p = sigmoid(parameters[0]), max(1.0, float(np.exp(parameters[1]))), sigmoid(parameters[2])
-        router = RouterConfig.build(section, measured, temperature=temperature, top_p=top_p, min_p=min_p)
-        router = RouterConfig(**(vars(router) | {"base_temperature": temperature, "base_top_k": min(top_k, KEEP_ALL)}))
+        section = RouterSection.model_validate(
+            {"router_preset": "guide" if name == "guide" else "calibrated"}
+        )
+        top_p, top_k, min_p = (
+            sigmoid(parameters[0]),
+            max(1.0, float(np.exp(parameters[1]))),
+            sigmoid(parameters[2]),
+        )
+        router = RouterConfig.build(
+            section, measured, temperature=temperature, top_p=top_p, min_p=min_p
+        )
+        router = RouterConfig(
+            **(vars(router) | {"base_temperature": temperature, "base_top_k": min(top_k, KEEP_ALL)})
+        )
     if name == "learned":
         kind = POLICY
         policy_27[0] = *parameters[:6], np.log(temperature)
         policy_27[1] = parameters[6:]
-    fixed = {key: np.int32(value) if key == "top_k" else np.float32(value) for key, value in numbers.items()}
+    fixed = {
+        key: np.int32(value) if key == "top_k" else np.float32(value)
+        for key, value in numbers.items()
+    }
     shares_S = equal_S if shares is None else np.asarray(shares, np.float32)
     return Control(np.int32(kind), Numbers(**fixed), router, shares_S, policy_27)
 
 
 class Answer(NamedTuple):
-    """An answer: its text, whether it is right, and its pairs of adjacent tokens, with marks at its ends."""
+    """An answer: its text, whether it is right, and its pairs of adjacent tokens, with marks at its
+    ends.
+    """
 
     text: str
     solved: bool
@@ -153,16 +198,25 @@ class Bench:
         self.model = prepare(self.run.model, "float32")
         tokens = [self.tokenizer.token_text(token) for token in range(self.model.config.vocab_size)]
         special = self.tokenizer.special_ids
-        self.ends_V = np.array(["\n" in text or token in special for token, text in enumerate(tokens)])
+        self.ends_V = np.array(
+            ["\n" in text or token in special for token, text in enumerate(tokens)]
+        )
         used: set[str] = set()
         self.prompts: dict[tuple[str, str], list[list[Prompt]]] = {}
-        sizes = {"pilot": (KINDS, 1, o.pilot_prompts), "tuning": (TRAINING, o.pool, o.tuning_prompts)}
+        sizes = {
+            "pilot": (KINDS, 1, o.pilot_prompts),
+            "tuning": (TRAINING, o.pool, o.tuning_prompts),
+        }
         sizes["test"] = UNSEEN, o.prompts // o.chunk, o.chunk
         for seed, (stage, (kinds, groups, count)) in enumerate(sizes.items(), 1):
             random = np.random.default_rng(seed)
             for kind in kinds:
-                self.prompts[stage, kind] = [draw_prompts(kind, count, random, self.source, used) for _ in range(groups)]
-        longest = max(len(self.ids(p)) for groups in self.prompts.values() for group in groups for p in group)
+                self.prompts[stage, kind] = [
+                    draw_prompts(kind, count, random, self.source, used) for _ in range(groups)
+                ]
+        longest = max(
+            len(self.ids(p)) for groups in self.prompts.values() for group in groups for p in group
+        )
         self.length = -(-longest // 16) * 16
         self.decoder = Decoder(self.model, self.ends_V, self.length + 48)
         self.groups: dict[tuple[str, str, int], Group] = {}
@@ -187,10 +241,16 @@ class Bench:
     def limit(self, kind: str) -> int:
         return LIMITS[kind][0 if self.words else 1]
 
-    def answer(self, group: Group, controls: list[Control], first_seed: int) -> tuple[list[list[Answer]], Any]:
-        """Answers every prompt with R / P rows. Returns the answers per prompt, and the `Decoded` rows."""
+    def answer(
+        self, group: Group, controls: list[Control], first_seed: int
+    ) -> tuple[list[list[Answer]], Any]:
+        """Answers every prompt with R / P rows. Returns the answers per prompt, and the `Decoded`
+        rows.
+        """
         seeds_R = first_seed + np.arange(len(controls))
-        found = self.decoder.decode(group.prefilled, stack_controls(controls), seeds_R, self.limit(group.kind))
+        found = self.decoder.decode(
+            group.prefilled, stack_controls(controls), seeds_R, self.limit(group.kind)
+        )
         rows = len(controls) // len(group.prompts)
         answers: list[list[Answer]] = [[] for _ in group.prompts]
         for row, (tokens_N, count) in enumerate(zip(found.tokens_RN, found.count_R, strict=True)):
@@ -220,7 +280,12 @@ def train(o: Any) -> None:
     (folder / "tasks.txt").write_text("".join(tasks), encoding="utf-8")
     changes = {"data.path": str(folder / "tasks.txt"), "training.max_minutes": o.minutes}
     if o.smoke:
-        changes |= {"training.steps": 2, "model.dim": 32, "model.num_blocks": 1, "training.eval_every": 2}
+        changes |= {
+            "training.steps": 2,
+            "model.dim": 32,
+            "model.num_blocks": 1,
+            "training.eval_every": 2,
+        }
     launch(load_training(Path(__file__).parent / "verdict" / "small.yaml", changes), run_dir=o.run)
 
 
@@ -234,14 +299,23 @@ def pilot(bench: Bench) -> None:
         for kind in KINDS:
             group = bench.group("pilot", kind, 0)
             control = make_control("temperature", temperature, (), found["measured"], None)
-            answers, decoded = bench.answer(group, [control] * (len(group.prompts) * bench.o.seeds), 1)
+            answers, decoded = bench.answer(
+                group, [control] * (len(group.prompts) * bench.o.seeds), 1
+            )
             scores[kind][f"{temperature:g}"] = mean_solved(answers)
-            distances[kind][f"{temperature:g}"] = float(np.mean([mean_distance(of_prompt) for of_prompt in answers]))
+            distances[kind][f"{temperature:g}"] = float(
+                np.mean([mean_distance(of_prompt) for of_prompt in answers])
+            )
             if temperature == 0.7 and kind in TRAINING:
                 valid_RN = np.arange(decoded.tokens_RN.shape[1]) < decoded.count_R[:, None]
                 metrics.append(decoded.metrics_RN6[valid_RN])
             if temperature == 0.7:
-                print(kind, repr(group.prompts[0].text), [answer.text for answer in answers[0]], flush=True)
+                print(
+                    kind,
+                    repr(group.prompts[0].text),
+                    [answer.text for answer in answers[0]],
+                    flush=True,
+                )
     metrics_M6 = np.concatenate(metrics)
     found["scaling"] = metrics_M6.mean(0).tolist(), np.maximum(metrics_M6.std(0), 1e-6).tolist()
     score, diversity = (
@@ -279,19 +353,30 @@ def check(bench: Bench) -> None:
             _, decoded = bench.answer(group, [control] * len(group.prompts), 7)
             fixed = {**NEUTRAL_SETTINGS, "max_new_tokens": limit, "weights": "float32", **settings}
             requests = [
-                bench.run.request(bench.ids(prompt), {**fixed, "seed": 7 + row}) for row, prompt in enumerate(group.prompts)
+                bench.run.request(bench.ids(prompt), {**fixed, "seed": 7 + row})
+                for row, prompt in enumerate(group.prompts)
             ]
             results = bench.run.complete(requests)
-            for result, tokens_N, count in zip(results, decoded.tokens_RN, decoded.count_R, strict=True):
+            for result, tokens_N, count in zip(
+                results, decoded.tokens_RN, decoded.count_R, strict=True
+            ):
                 equal.append(result.tokens[:count] == tokens_N[:count].tolist())
-        print(f"{name}: {np.mean(equal):.0%} of the rows have the same tokens as the library", flush=True)
+        print(
+            f"{name}: {np.mean(equal):.0%} of the rows have the same tokens as the library",
+            flush=True,
+        )
         if np.mean(equal) < 0.9:
             sys.exit("the tokens of this script differ from those of the library")
 
 
 def calibrate(bench: Bench) -> dict[str, float]:
     """Returns the thresholds that `dantinox calibrate` measures, on solved tasks to tune on."""
-    from dantinox.lab.measure.calibrate_router import CONTEXT, cut_windows, measure_entropy, thresholds
+    from dantinox.lab.measure.calibrate_router import (
+        CONTEXT,
+        cut_windows,
+        measure_entropy,
+        thresholds,
+    )
 
     tasks = solved_tasks(CALIBRATION_TOKENS // 4, np.random.default_rng(4), bench.source, TRAINING)
     ids = np.asarray(bench.tokenizer.encode("".join(tasks))[:CALIBRATION_TOKENS], np.int32)
@@ -322,11 +407,16 @@ def tune(bench: Bench, name: str, seed: int, shares: Sequence[float] | None) -> 
             half = random.standard_normal((len(group.prompts), o.group // 2, len(center)))
             noise_PND = np.concatenate([half, -half], axis=1)
             parameters = (center + SIGMA * noise_PND).reshape(half.shape[0] * o.group, len(center))
-            controls = [make_control(name, np.exp(ln_T), row, pilot["measured"], shares) for row in parameters]
+            controls = [
+                make_control(name, np.exp(ln_T), row, pilot["measured"], shares)
+                for row in parameters
+            ]
             first_seed = 10_000_000 * (seed + 1) + 10_000 * update + 1000 * [*TRAINING].index(kind)
             answers, decoded = bench.answer(group, controls, first_seed)
             far_PN = np.array([distances_from_others(of_prompt) for of_prompt in answers])
-            solved_PN = np.array([[answer.solved for answer in of_prompt] for of_prompt in answers], float)
+            solved_PN = np.array(
+                [[answer.solved for answer in of_prompt] for of_prompt in answers], float
+            )
             advantages_PN = group_advantages(solved_PN + pilot["rate"] * far_PN, "mean")
             gradients.append((advantages_PN[..., None] * noise_PND).mean((0, 1)) / SIGMA)
             solved.append(solved_PN.mean())
@@ -335,12 +425,19 @@ def tune(bench: Bench, name: str, seed: int, shares: Sequence[float] | None) -> 
                 valid_RN = np.arange(decoded.tokens_RN.shape[1]) < decoded.count_R[:, None]
                 counts_S += np.bincount(decoded.strategy_RN[valid_RN], minlength=len(STRATEGIES))
         center = center + RATE * np.mean(gradients, axis=0)
-        ln_T = float(np.clip(ln_T + PULL * (pilot["target"] - np.mean(distances)), np.log(0.05), np.log(10)))
+        ln_T = float(
+            np.clip(ln_T + PULL * (pilot["target"] - np.mean(distances)), np.log(0.05), np.log(10))
+        )
         path.append([ln_T, *center])
         history.append([round(float(np.mean(values)), 4) for values in (solved, distances)])
     ln_T, *parameters = np.mean(path[len(path) // 2 :], axis=0).tolist()
     shares_S = (counts_S / counts_S.sum()).tolist()
-    return {"temperature": float(np.exp(ln_T)), "parameters": parameters, "history": history, "strategies": shares_S}
+    return {
+        "temperature": float(np.exp(ln_T)),
+        "parameters": parameters,
+        "history": history,
+        "strategies": shares_S,
+    }
 
 
 def distances_from_others(answers: Sequence[Answer]) -> list[float]:
@@ -350,14 +447,25 @@ def distances_from_others(answers: Sequence[Answer]) -> list[float]:
 
 
 def run(bench: Bench) -> None:
-    """Tunes and tests all methods for each tuning seed; writes `tuned.jsonl` and `answers.jsonl`."""
+    """Tunes and tests all methods for each tuning seed; writes `tuned.jsonl` and
+    `answers.jsonl`.
+    """
     for seed in range(bench.o.tuning_seeds):
-        tuned = {row["method"]: row for row in read_rows(bench.out / "tuned.jsonl") if row["tuning"] == seed}
+        tuned = {
+            row["method"]: row
+            for row in read_rows(bench.out / "tuned.jsonl")
+            if row["tuning"] == seed
+        }
         for name in METHODS:
             if name not in tuned:
                 began = time.perf_counter()
                 shares = tuned["calibrated"]["strategies"] if name == "random" else None
-                row = {"tuning": seed, "method": name, **tune(bench, name, seed, shares), "shares": shares}
+                row = {
+                    "tuning": seed,
+                    "method": name,
+                    **tune(bench, name, seed, shares),
+                    "shares": shares,
+                }
                 row["seconds"] = round(time.perf_counter() - began, 1)
                 append(bench.out / "tuned.jsonl", row)
                 tuned[name] = row
@@ -372,7 +480,9 @@ def test(bench: Bench, seed: int, tuned: dict[str, Any]) -> None:
     o, path = bench.o, bench.out / "answers.jsonl"
     first: list[Any] = []
     for chunk in range(o.prompts // o.chunk):
-        lines = [row["rows"] for row in read_rows(path) if (row["tuning"], row["chunk"]) == (seed, chunk)]
+        lines = [
+            row["rows"] for row in read_rows(path) if (row["tuning"], row["chunk"]) == (seed, chunk)
+        ]
         known = [row for rows in lines for row in rows]
         while True:
             began, done = time.perf_counter(), {(row["method"], row["factor"]) for row in known}
@@ -381,10 +491,23 @@ def test(bench: Bench, seed: int, tuned: dict[str, Any]) -> None:
             missing = [case for case in wanted if case not in done]
             if not missing:
                 break
-            rows = [answer_case(bench, seed, tuned, chunk, kind, *case) for kind in UNSEEN for case in missing]
+            rows = [
+                answer_case(bench, seed, tuned, chunk, kind, *case)
+                for kind in UNSEEN
+                for case in missing
+            ]
             known += rows
             seconds = round(time.perf_counter() - began, 1)
-            append(path, {"tuning": seed, "chunk": chunk, "seconds": seconds, "cases": missing, "rows": rows})
+            append(
+                path,
+                {
+                    "tuning": seed,
+                    "chunk": chunk,
+                    "seconds": seconds,
+                    "cases": missing,
+                    "rows": rows,
+                },
+            )
         first = first or known
 
 
@@ -396,7 +519,9 @@ def more_factors(rows: Sequence[Any]) -> list[tuple[str, float]]:
     """
     found: dict[tuple[str, float], list[float]] = {}
     for row in rows:
-        found.setdefault((row["method"], row["factor"]), []).append(float(np.mean(row["diversity"])))
+        found.setdefault((row["method"], row["factor"]), []).append(
+            float(np.mean(row["diversity"]))
+        )
     mean = {case: float(np.mean(values)) for case, values in found.items()}
     target, wanted = mean["temperature", 1.0], []
     for name in METHODS:
@@ -416,7 +541,12 @@ def answer_case(
     group = bench.group("test", kind, chunk)
     best = tuned.get(name, {"temperature": 0.0, "parameters": (), "shares": None})
     method = "temperature" if name == "greedy" else name
-    settings = factor * best["temperature"], best["parameters"], bench.pilot["measured"], best["shares"]
+    settings = (
+        factor * best["temperature"],
+        best["parameters"],
+        bench.pilot["measured"],
+        best["shares"],
+    )
     controls = [make_control(method, *settings)] * (len(group.prompts) * bench.o.seeds)
     first_seed = FIRST_TEST_SEED + 1_000_000 * seed + 10_000 * chunk + 1000 * [*UNSEEN].index(kind)
     answers, decoded = bench.answer(group, controls, first_seed)
@@ -434,7 +564,11 @@ def answer_case(
 def append(path: Path, row: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
-    print(time.strftime("%H:%M:%S"), {key: row[key] for key in row if key not in ("rows", "history", "strategies")}, flush=True)
+    print(
+        time.strftime("%H:%M:%S"),
+        {key: row[key] for key in row if key not in ("rows", "history", "strategies")},
+        flush=True,
+    )
 
 
 def read_rows(path: Path) -> list[Any]:
@@ -472,7 +606,9 @@ def read_results(path: Path) -> tuple[Results, list[float], float]:
         for chunk in chunks:
             for row in found[seed, chunk]:
                 cells.setdefault((seed, row["method"], row["factor"], row["kind"]), {})[chunk] = row
-    prompts = [len(cells[seeds[0], "greedy", 1.0, next(iter(UNSEEN))][chunk]["solved"]) for chunk in chunks]
+    prompts = [
+        len(cells[seeds[0], "greedy", 1.0, next(iter(UNSEEN))][chunk]["solved"]) for chunk in chunks
+    ]
 
     def values(measure: str, *key: Any) -> np.ndarray:
         rows = cells.get(key, {})
@@ -482,7 +618,12 @@ def read_results(path: Path) -> tuple[Results, list[float], float]:
         return np.concatenate([part.mean(1) if part.ndim == 2 else part for part in parts])
 
     arrays = [
-        np.array([[[[values(measure, t, m, f, k) for k in UNSEEN] for f in factors] for m in METHODS] for t in seeds])
+        np.array(
+            [
+                [[[values(measure, t, m, f, k) for k in UNSEEN] for f in factors] for m in METHODS]
+                for t in seeds
+            ]
+        )
         for measure in Results._fields
     ]
     greedy = [values("solved", seeds[0], "greedy", 1.0, kind) for kind in UNSEEN]
@@ -490,13 +631,17 @@ def read_results(path: Path) -> tuple[Results, list[float], float]:
 
 
 def resamples(results: Results) -> Iterator[Results]:
-    """Yields the results, then bootstrap resamples of the prompts of each kind and the tuning seeds."""
+    """Yields the results, then bootstrap resamples of the prompts of each kind and the tuning
+    seeds.
+    """
     yield results
     random = np.random.default_rng(0)
     T, _, _, K, P = results.solved.shape
     for _ in range(RESAMPLES):
         seeds_T, prompts_KP = random.integers(T, size=T), random.integers(P, size=(K, P))
-        yield Results(*(array[seeds_T][..., np.arange(K)[:, None], prompts_KP] for array in results))
+        yield Results(
+            *(array[seeds_T][..., np.arange(K)[:, None], prompts_KP] for array in results)
+        )
 
 
 def at_equal_diversity(results: Results, middle: int) -> dict[str, np.ndarray]:
@@ -521,10 +666,13 @@ def at_equal_diversity(results: Results, middle: int) -> dict[str, np.ndarray]:
         for number, f in enumerate(order):
             weights_TMF[t, m, f] = np.interp(target_T[t], reached, np.eye(len(order))[number])
     means = {name: np.nan_to_num(values.mean(-1)) for name, values in results._asdict().items()}
-    at_target = {name: np.einsum("tmf,tmfk->mk", weights_TMF, x) / len(target_T) for name, x in means.items()}
+    at_target = {
+        name: np.einsum("tmf,tmfk->mk", weights_TMF, x) / len(target_T) for name, x in means.items()
+    }
     return {
         "solved": at_target["solved"].mean(1), "by_kind": at_target["solved"],
-        "distinct_right": at_target["distinct_right"].mean(1), "reached": at_target["diversity"].mean(1),
+        "distinct_right": at_target["distinct_right"].mean(1),
+        "reached": at_target["diversity"].mean(1),
     }  # fmt: skip
 
 
@@ -533,7 +681,10 @@ def table(out: Path) -> None:
     samples = [at_equal_diversity(sample, factors.index(1.0)) for sample in resamples(results)]
     first = samples[0]
     T, _, _, K, P = results.solved.shape
-    print(f"{T} tuning seeds, {P} prompts of each of {K} kinds; greedy decoding solves {100 * greedy:.1f} %\n")
+    print(
+        f"{T} tuning seeds, {P} prompts of each of {K} kinds; greedy decoding solves"
+        f" {100 * greedy:.1f} %\n"
+    )
     names = [*METHODS]
 
     def interval(measure: str, name: str, minus: str | None = None, scale: float = 100) -> Interval:
@@ -542,25 +693,45 @@ def table(out: Path) -> None:
         return percentile_interval(scale * np.array(values))
 
     def text(found: Interval, digits: int = 1) -> str:
-        return f"{found.value:.{digits}f} ({found.low:.{digits}f} to {found.high:.{digits}f})".replace("-", "−")
+        return (
+            f"{found.value:.{digits}f} ({found.low:.{digits}f} to {found.high:.{digits}f})".replace(
+                "-", "−"
+            )
+        )
 
-    print("| method | solved, % | minus min_p | different right answers | diversity | " + " | ".join(UNSEEN) + " |")
+    print(
+        "| method | solved, % | minus min_p | different right answers | diversity | "
+        + " | ".join(UNSEEN)
+        + " |"
+    )
     print("|---" * (5 + len(UNSEEN)) + "|")
     for m, name in enumerate(names):
         kinds = " | ".join(f"{100 * value:.1f}" for value in first["by_kind"][m])
         versus = "0" if name == "min_p" else text(interval("solved", name, "min_p"))
         right = text(interval("distinct_right", name, scale=1), 2)
-        print(f"| {name} | {text(interval('solved', name))} | {versus} | {right} | {first['reached'][m]:.3f} | {kinds} |")
-    print("\n| first | second | difference, points | strict interval | different right answers |\n|---|---|---|---|---|")
+        print(
+            f"| {name} | {text(interval('solved', name))} | {versus} | {right} |"
+            f" {first['reached'][m]:.3f} | {kinds} |"
+        )
+    print(
+        "\n| first | second | difference, points | strict interval | different right answers"
+        " |\n|---|---|---|---|---|"
+    )
     for a, b in PAIRS:
-        differences = 100 * np.array([s["solved"][names.index(a)] - s["solved"][names.index(b)] for s in samples[1:]])
+        differences = 100 * np.array(
+            [s["solved"][names.index(a)] - s["solved"][names.index(b)] for s in samples[1:]]
+        )
         low, high = np.quantile(differences, [0.025 / COMPARISONS, 1 - 0.025 / COMPARISONS])
         strict = f"{low:.1f} to {high:.1f}".replace("-", "−")
         right = text(interval("distinct_right", a, b, scale=1), 2)
         print(f"| {a} | {b} | {text(interval('solved', a, b))} | {strict} | {right} |")
     diversity_MF = results.diversity.mean((0, -1, -2))
     solved_MF = results.solved.mean((0, -1, -2))
-    print("\n| method | " + " | ".join(f"factor {factor:g}: diversity, solved %" for factor in factors) + " |")
+    print(
+        "\n| method | "
+        + " | ".join(f"factor {factor:g}: diversity, solved %" for factor in factors)
+        + " |"
+    )
     print("|---" * (1 + len(factors)) + "|")
     for m, name in enumerate(names):
         pairs = zip(diversity_MF[m], solved_MF[m], strict=True)
@@ -570,8 +741,9 @@ def table(out: Path) -> None:
 
 def parse() -> Any:
     smoke = {
-        "prompts": 2, "chunk": 2, "pilot_prompts": 2, "tuning_prompts": 2, "pool": 1, "group": 4, "updates": 2,
-        "tuning_seeds": 2, "seeds": 2, "shots": 1, "tasks": 300, "stages": list(STAGES),
+        "prompts": 2, "chunk": 2, "pilot_prompts": 2, "tuning_prompts": 2, "pool": 1, "group": 4,
+        "updates": 2, "tuning_seeds": 2, "seeds": 2, "shots": 1, "tasks": 300,
+        "stages": list(STAGES),
     }  # fmt: skip
     a = Parser(__doc__, smoke=smoke)
     a.add_argument("out", nargs="?", help="the folder of the results")
@@ -581,7 +753,9 @@ def parse() -> Any:
     a.add_argument("--prompts", type=int, default=96, help="test prompts of each kind")
     a.add_argument("--chunk", type=int, default=8, help="prompts that are answered together")
     a.add_argument("--pilot_prompts", type=int, default=8)
-    a.add_argument("--tuning_prompts", type=int, default=5, help="prompts of each kind in an update")
+    a.add_argument(
+        "--tuning_prompts", type=int, default=5, help="prompts of each kind in an update"
+    )
     a.add_argument("--pool", type=int, default=4, help="updates after which the prompts repeat")
     a.add_argument("--group", type=int, default=8, help="answers to a prompt in an update; even")
     a.add_argument("--updates", type=int, default=40)
@@ -590,17 +764,25 @@ def parse() -> Any:
     a.add_argument("--shots", type=int, default=4, help="examples in a prompt")
     a.add_argument("--largest", type=int, default=19, help="the largest summand of a sum")
     a.add_argument("--movers", type=int, default=2, help="people who move: 1 or 2")
-    a.add_argument("--any_age", type=int, choices=(0, 1), default=0, help="1: a person may have any age")
+    a.add_argument(
+        "--any_age", type=int, choices=(0, 1), default=0, help="1: a person may have any age"
+    )
     a.add_argument("--listed", type=int, default=1, help="words to list")
     a.add_argument("--digits", type=int, default=2, help="digits to sort")
     a.add_argument("--total", type=int, default=10, help="the largest number to split")
-    a.add_argument("--hint", type=int, default=0, help="letters that a cloze task shows of the word")
+    a.add_argument(
+        "--hint", type=int, default=0, help="letters that a cloze task shows of the word"
+    )
     a.add_argument("--tasks", type=int, default=200_000, help="solved tasks to train on")
     a.add_argument("--minutes", type=float, default=8, help="training time")
     o = a.parse_args()
     if o.smoke:
         folder = temporary_folder()
-        o.out, o.run, o.text = folder / "out", folder / "run", Path(__file__).parent.parent / "README.md"
+        o.out, o.run, o.text = (
+            folder / "out",
+            folder / "run",
+            Path(__file__).parent.parent / "README.md",
+        )
     a.require(out=o.out, run=o.run, text=o.text)
     return o
 

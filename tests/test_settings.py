@@ -339,7 +339,7 @@ def is_read_by(key, *packages):
     holder = {
         "training": r"(training|t|self\._training)",
         "logging": r"(logging|log)",
-        "generation": r"(generation|section|sections\[0\])",
+        "generation": r"(generation|section|sections\[0\]|one)",
     }
     holder |= {
         "kv": r"kv",

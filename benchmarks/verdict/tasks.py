@@ -45,7 +45,8 @@ class Source(NamedTuple):
     Attributes:
       lines: the lines of a text.
       words: its words of three letters or more, in lower case.
-      frequent: first letter → the words with it among the 1,000 most frequent ones, if there are six or more.
+      frequent: first letter → the words with it among the 1,000 most frequent ones, if there are
+        six or more.
       difficulty: sizes of the tasks.
     """
 
@@ -56,7 +57,9 @@ class Source(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A question with one right answer, and a function that tells which answers are right, given the examples' answers."""
+    """A question with one right answer, and a function that tells which answers are right, given
+    the examples' answers.
+    """
 
     question: str
     answer: str
@@ -108,7 +111,9 @@ def letter(random: np.random.Generator, source: Source) -> Task:
 
     def solved(given: str, shown: Sequence[str]) -> bool:
         words = given.split(", ")
-        return len(words) == len(set(words)) == listed and all(w in source.words and w[0] == first for w in words)
+        return len(words) == len(set(words)) == listed and all(
+            w in source.words and w[0] == first for w in words
+        )
 
     answer = random.choice(source.frequent[first], listed, replace=False)
     return Task(f"words with {first}:", ", ".join(map(str, answer)), solved)
@@ -133,7 +138,9 @@ def cloze(random: np.random.Generator, source: Source) -> Task:
 
     def solved(given: str, _: Sequence[str]) -> bool:
         found = re.match("[A-Za-z]*", given)
-        return found is not None and word is not None and (hint + found[0]).lower() == word[0].lower()
+        return (
+            found is not None and word is not None and (hint + found[0]).lower() == word[0].lower()
+        )
 
     question = "\n".join([*before, " ".join([*words[:cut], hint]).rstrip()])
     if len(question) > LONGEST_CLOZE:
@@ -147,7 +154,11 @@ def split(random: np.random.Generator, source: Source) -> Task:
 
     def solved(given: str, _: Sequence[str]) -> bool:
         found = re.fullmatch(r"(\d{1,2}) \+ (\d{1,2})", given)
-        return found is not None and min(int(found[1]), int(found[2])) > 0 and int(found[1]) + int(found[2]) == total
+        return (
+            found is not None
+            and min(int(found[1]), int(found[2])) > 0
+            and int(found[1]) + int(found[2]) == total
+        )
 
     first = int(random.integers(1, total))
     return Task(f"{total} =", f"{first} + {total - first}", solved)
@@ -162,7 +173,9 @@ def record(random: np.random.Generator, source: Source) -> Task:
         return found is not None and given not in shown
 
     year = int(random.integers(1900, 2030))
-    return Task(f"{name[0]} from a city in a year:", f"{name}, {random.choice(CITIES)}, {year}", solved)
+    return Task(
+        f"{name[0]} from a city in a year:", f"{name}, {random.choice(CITIES)}, {year}", solved
+    )
 
 
 TRAINING = {"addition": addition, "moving": moving, "person": person, "letter": letter}
@@ -191,7 +204,9 @@ def make_prompt(kind: str, random: np.random.Generator, source: Source) -> Promp
     return Prompt("\n".join(lines), lambda given: task.solved(given, shown))
 
 
-def draw_prompts(kind: str, count: int, random: np.random.Generator, source: Source, used: set[str]) -> list[Prompt]:
+def draw_prompts(
+    kind: str, count: int, random: np.random.Generator, source: Source, used: set[str]
+) -> list[Prompt]:
     """Draws prompts that are not in `used`, and adds them to it."""
     found: list[Prompt] = []
     while len(found) < count:
@@ -202,7 +217,9 @@ def draw_prompts(kind: str, count: int, random: np.random.Generator, source: Sou
     return found
 
 
-def solved_tasks(count: int, random: np.random.Generator, source: Source, kinds: Iterable[str]) -> Iterator[str]:
+def solved_tasks(
+    count: int, random: np.random.Generator, source: Source, kinds: Iterable[str]
+) -> Iterator[str]:
     """Yields `count` solved tasks of these kinds in turn, one line each (`cloze`: several)."""
     names = list(kinds)
     for number in range(count):
@@ -213,7 +230,9 @@ def solved_tasks(count: int, random: np.random.Generator, source: Source, kinds:
 
 
 def read_source(text: str, part: slice, difficulty: Difficulty) -> Source:
-    """Returns the source of tasks on a part of the lines of a text, and on the words of the whole text."""
+    """Returns the source of tasks on a part of the lines of a text, and on the words of the whole
+    text.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found, counts = np.unique(re.findall("[a-z]{3,}", text.lower()), return_counts=True)
     frequent: dict[str, list[str]] = {}

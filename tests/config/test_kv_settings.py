@@ -425,10 +425,10 @@ def test_a_misplaced_setting_is_reported_with_its_section(tree):
 def test_flags_of_calibrate_depend_on_what_is_calibrated(argv, sentence):
     options = given_flags("--run_dir", "r", *argv.split(), command=measure.add_calibrate_flags)
     if not sentence:
-        measure.calibration(options)
+        measure.calibration_flags(options)
         return
     with pytest.raises(UserError) as error:
-        measure.calibration(options)
+        measure.calibration_flags(options)
     assert str(error.value) == sentence
 
 

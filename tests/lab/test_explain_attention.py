@@ -118,7 +118,10 @@ def command(capfd, *arguments):
     return code, *capfd.readouterr()
 
 
-def test_command_prints_the_table_and_writes_the_page(capfd, run_dir, record, tmp_path):
+def test_command_prints_the_table_and_writes_the_page(
+    capfd, run_dir, record, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "100")
     page = tmp_path / "page.html"
     code, out, _ = command(
         capfd, run_dir, "--prompt", PROMPT, "--greedy", "--attention", "1:3", "--report", page

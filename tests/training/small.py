@@ -17,7 +17,7 @@ from dantinox.config import ModelConfig, TokenizerSection, build_config
 from dantinox.model.parameters import abstract_model
 from dantinox.report import Console
 from dantinox.run import RunDirectory, create_run, save_config, save_tokenizer, save_weights
-from dantinox.text import Counts, TokenStore, train_tokenizer
+from dantinox.text import BatchOptions, Counts, TokenStore, train_tokenizer
 from dantinox.training import loop
 from dantinox.training.loop import train
 from dantinox.training.step import Programs
@@ -66,13 +66,8 @@ def small_store(config, store=TokenStore, **options):
     ids = (np.cumsum(rng.integers(1, 3, 3000)) % VOCABULARY).astype(np.uint16)
     counts = (Counts(2700, 1, 2700, 2700), Counts(300, 1, 600, 600))
     t = config.training
-    arguments = {
-        "batch_size": t.batch_size,
-        "sequence_length": config.model.max_context,
-        "seed": t.seed,
-        "counts": counts,
-    }
-    return store(ids[:2700], ids[2700:], **arguments, **options)
+    batches = BatchOptions(t.batch_size, config.model.max_context, t.seed)
+    return store(ids[:2700], ids[2700:], batches, counts=counts, **options)
 
 
 def random_weights(model: ModelConfig, seed: int = 3, size: float = 0.3) -> dict[str, np.ndarray]:
