@@ -268,7 +268,7 @@ def _wrap_log_errors(path: Path) -> Iterator[None]:
     """Raises a UserError for the errors of parsers that read the metric file `path`."""
     try:
         yield
-    except (ValueError, TypeError, AttributeError, csv.Error):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error):
         what = "JSON lines" if path.suffix == ".jsonl" else "a training log: a cell is not a number"
         raise UserError(f"{path} is not {what}") from None
 

@@ -270,7 +270,7 @@ def test_logits_of_prompt_tokens_are_computed_in_parts(wide, monkeypatch, optimi
     """
     V, found = wide.config.vocab_size, {}
     for limit in (V * 512, V * 100):
-        monkeypatch.setitem(scoring.map_positions.__kwdefaults__, "max_logits", limit)
+        monkeypatch.setitem(scoring.map_logits.__kwdefaults__, "max_logits", limit)
         _prefill_toks.jitted_fn.clear_cache()
         assert positions_with_logits(
             optimized(prefill_program(wide, 500, report=0, echo=True))

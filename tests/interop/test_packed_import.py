@@ -32,6 +32,7 @@ from dantinox.kernels import MAX_NATIVE_ROWS, load_kernels
 from dantinox.lab.measure.perplexity import measure_perplexity
 from dantinox.model.packed import PackedTable, packed_kinds
 from dantinox.model.parameters import abstract_model, init_parameters, widen_arrays
+from dantinox.model.scoring import token_logprobs
 from dantinox.run import (
     RunDirectory,
     create_run,
@@ -219,6 +220,18 @@ def test_a_packed_run_generates_the_text_of_a_converted_run(folder):
     )
     assert size < stored
     assert weight_bytes(packed.prepared(packed.config.generation)) < size
+
+
+def test_log_probabilities_need_one_copy_of_the_packed_output_layer(packed_model):
+    """Products at single positions made a copy of the packed weights for each position, which took
+    39 GB for a vocabulary of 49,152 tokens.
+    """
+    x_BTD = jnp.ones((2, 9, packed_model.config.dim))
+    program = jax.make_jaxpr(partial(token_logprobs, packed_model))(x_BTD, np.zeros((2, 9), int))
+    shapes = re.findall(r"\bu8\[([\d,]+)\]", str(program))
+    sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+    # The integers of a block, before their scale, take at most a byte per weight.
+    assert sizes and max(sizes) <= packed_model.config.vocab_size * packed_model.config.dim
 
 
 def test_requantized_weights_that_take_more_memory_cause_a_warning(packed_model):

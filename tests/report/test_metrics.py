@@ -217,7 +217,16 @@ def test_columns_of_a_damaged_log_raise_a_user_error(log, content):
 
 
 @pytest.mark.parametrize(
-    "content", [b"{\n", b"[1]\n", b'{"kind": "interval", "step": "x"}\n', b"{}, {}]\n", b"\xff\n"]
+    "content",
+    [
+        b"{\n",
+        b"[1]\n",
+        b'{"kind": "interval", "step": "x"}\n',
+        b"{}, {}]\n",
+        b"\xff\n",
+        b'{"kind": "interval", "step": 1%s}\n' % (b"0" * 400),
+        b"[" * 100_000 + b"\n",
+    ],
 )
 def test_columns_of_damaged_json_lines_raise_a_user_error(log, content):
     log.path_jsonl.write_bytes(content)

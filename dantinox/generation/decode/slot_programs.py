@@ -24,7 +24,7 @@ from dantinox.generation.decode.packing import Layout, PackedParams, unpack
 from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.generation.decode.split_model import SplitModel
 from dantinox.model import KVCache, Transformer
-from dantinox.model.scoring import map_positions
+from dantinox.model.scoring import map_logits
 from dantinox.sampling import StepInfo
 from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.step_info import step_info
@@ -110,11 +110,10 @@ def prefill_part(
     if report is None:
         return caches, None
 
-    def report_of(x_D: jax.Array, token: jax.Array) -> StepInfo:
-        logits_V = transformer.logits(x_D)
+    def report_of(logits_V: jax.Array, token: jax.Array) -> StepInfo:
         return step_info(report, logits_V, logits_V, token, jnp.asarray(False))
 
-    info = map_positions(report_of, transformer.config.vocab_size, x_RTD[:1], next_RT[:1])
+    info = map_logits(report_of, transformer, x_RTD[:1], next_RT[:1])
     return caches, jax.tree.map(lambda x_1T: x_1T[0], info)
 
 

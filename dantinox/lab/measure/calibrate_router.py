@@ -24,7 +24,7 @@ from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.lab.measure.texts import map_batches, open_text_store
 from dantinox.model import Transformer
 from dantinox.model.positions import packed_positions
-from dantinox.model.scoring import map_positions
+from dantinox.model.scoring import map_logits
 from dantinox.report.console import Progress
 from dantinox.run import open_run, save_router_calibration, weights_digest
 from dantinox.sampling.entropy_router import Metrics, RouterConfig, logit_metrics, select_strategy
@@ -242,10 +242,7 @@ def _entropy_batch(
     model = dequantize(model)
     positions_BT = packed_positions(model.config, segments_BT, model.parallelism)
     x_BTD, _, _ = model.hidden(tokens_BT, positions_BT, segments_BT=segments_BT)
-    found: tuple[jax.Array, jax.Array] = map_positions(
-        lambda x_D: logit_metrics(model.logits(x_D)),
-        model.config.vocab_size,
-        x_BTD,
-        max_logits=CHUNK_LOGITS,
+    found: tuple[jax.Array, jax.Array] = map_logits(
+        logit_metrics, model, x_BTD, max_logits=CHUNK_LOGITS
     )
     return found

@@ -33,7 +33,7 @@ from dantinox.lab.measure.texts import (
 )
 from dantinox.model import Transformer
 from dantinox.model.flops import forward_flops
-from dantinox.model.scoring import map_positions
+from dantinox.model.scoring import map_logits
 from dantinox.report import human_count, table
 from dantinox.report.console import Progress
 from dantinox.report.tables import human_time
@@ -243,11 +243,10 @@ def _score_batch(
     next_BT = tokens_BT[:, 1:]
     x_BTD, _, _ = model.hidden(seen_BT, padded_positions(seen_BT, lengths_B - 1))
 
-    def score_position(x_D: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_V = model.logits(x_D)
+    def score_position(logits_V: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.nn.log_softmax(logits_V)[token], jnp.argmax(logits_V) == token
 
-    return map_positions(score_position, model.config.vocab_size, x_BTD, next_BT)
+    return map_logits(score_position, model, x_BTD, next_BT)
 
 
 def perplexity_lines(result: Perplexity) -> list[str]:
