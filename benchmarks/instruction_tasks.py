@@ -95,8 +95,8 @@ def json_object(random: np.random.Generator) -> Task:
 
     example = '{"name": "Zoe", "age": 7}'
     return Task(
-        f"{name} is {age} years old. Write this as JSON, in the form {example}. Write only the"
-        " JSON.",
+        f"{name} is {age} years old. Write this as JSON, in the form {example}."
+        " Write only the JSON.",
         solved,
     )
 

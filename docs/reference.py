@@ -706,8 +706,8 @@ COLUMN_HELP = {
     ),
     "muon_lr": "learning rate of Muon's matrices; empty for other optimizers",
     "reward": (
-        "mean reward of the sampled answers since the evaluation before; empty for other objectives"
-        " than grpo"
+        "mean reward of the sampled answers since the evaluation before;"
+        " empty for other objectives than grpo"
     ),
     "val_reward": (
         "mean reward of the answers to the validation prompts; empty for other objectives than grpo"
@@ -731,21 +731,21 @@ RUN_FILES = {
     "chat_template.jinja": "The Jinja template that formats a conversation.",
     "origin.json": "JSON, of an imported model: what its checkpoint declared, for a later export.",
     "model_weights.msgpack": (
-        "The weights with the lowest validation loss (with `training.ema`: their average), as"
-        " msgpack."
+        "The weights with the lowest validation loss (with"
+        " `training.ema`: their average), as msgpack."
     ),
     "adapter/": (
-        "`adapter_model.safetensors` and `adapter_config.json` of PEFT, instead of the weights, for"
-        " a run of LoRA."
+        "`adapter_model.safetensors` and `adapter_config.json` of PEFT, instead"
+        " of the weights, for a run of LoRA."
     ),
     "checkpoints/": (
-        "The latest checkpoints and the best one: a directory per step, written by Orbax, with a"
-        " manifest."
+        "The latest checkpoints and the best one: a directory per step,"
+        " written by Orbax, with a manifest."
     ),
     "data/": "The encoded tokens, memory-mapped during training.",
     "manifest.txt": (
-        "JSON: SHA-256 and size of every file, versions, settings; the last line is the SHA-256 of"
-        " the rest."
+        "JSON: SHA-256 and size of every file, versions, settings; the"
+        " last line is the SHA-256 of the rest."
     ),
     "training_log.csv": "One row per evaluation; `logging.log_file` names it.",
     "metrics.jsonl": (
@@ -759,8 +759,8 @@ RUN_FILES = {
         " (`training.sample_every`)."
     ),
     "rewards.html": (
-        "Of a run with rewards: the curve of the rewards, and the answers in `samples/` with their"
-        " rewards."
+        "Of a run with rewards: the curve of the rewards, and the answers"
+        " in `samples/` with their rewards."
     ),
     "plots/": "`loss.png` or `reward.png`, and what `dantinox plot` draws.",
     "router.json": "JSON: the thresholds that `dantinox calibrate --what router` measured.",

@@ -108,8 +108,8 @@ ERRORS = {
     "embed_texts": "texts must be a string or a list of strings",
     "speculation_is_off_matvec": "generation.speculation is off: with 1 rows and these weights",
     "draft_run_tokenizer": (
-        "^generation.draft_run runs/small must have the same tokenizer as the model, but has a"
-        " different one$"
+        "^generation.draft_run runs/small must have the same tokenizer as"
+        " the model, but has a different one$"
     ),
     "draft_run_context": (
         "^generation.draft_run runs/small must have a context of at least 160 tokens, got 64$"
@@ -118,8 +118,8 @@ ERRORS = {
         "^generation.speculation: draft needs a model with a run directory$"
     ),
     "draft_needs_draft_run": (
-        "^generation.speculation draft needs generation.draft_run, the run directory of the draft"
-        " model"
+        "^generation.speculation draft needs generation.draft_run,"
+        " the run directory of the draft model"
     ),
     "draft_run_has_no_effect": (
         "generation.draft_run has no effect while generation.speculation is off"

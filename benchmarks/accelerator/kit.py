@@ -91,8 +91,8 @@ def main() -> None:
     if size > LIMIT:
         sys.exit(f"the kit has {size / 1e6:.0f} MB, more than {LIMIT / 1e6:.0f}")
     print(
-        f"{folder}: {size / 1e6:.1f} MB; on the machine: sh {folder.name}/start.sh --minutes 8"
-        " --out results"
+        f"{folder}: {size / 1e6:.1f} MB; on the machine: sh {folder.name}/start.sh"
+        " --minutes 8 --out results"
     )
 
 

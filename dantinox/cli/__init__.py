@@ -187,8 +187,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "serve",
         "serve",
         (
-            "Serve a model over HTTP: the APIs of OpenAI, Ollama, KoboldAI and llama.cpp, and a web"
-            " page."
+            "Serve a model over HTTP: the APIs of OpenAI, Ollama,"
+            " KoboldAI and llama.cpp, and a web page."
         ),
     ),
     "import": (

@@ -39,12 +39,12 @@ FAILED = 2  # exit code if a line from a pipe caused an error
 LOCAL_FLAGS = 3  # the index in the result of `tcgetattr`
 WAITING = "compiling, and reading the prompt …"
 KEYS_HELP = (
-    "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer and keeps its text, Ctrl-D"
-    " quits."
+    "Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer"
+    " and keeps its text, Ctrl-D quits."
 )
 SHADED = (
-    "each token is shaded by the entropy of its distribution, from dark (0 bits) to light (8 bits"
-    " and more)"
+    "each token is shaded by the entropy of its distribution, from dark"
+    " (0 bits) to light (8 bits and more)"
 )
 BELOW = (
     "the rounded entropy in bits is printed below each token when the answer is complete, because"
@@ -87,8 +87,8 @@ def chat(options: argparse.Namespace) -> int:
     conversation.entropy = options.show_entropy
     if conversation.is_completion:
         _note(
-            "this model has no chat template: it continues your text, and the conversation is a"
-            " single text"
+            "this model has no chat template: it continues your text, and"
+            " the conversation is a single text"
         )
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     return _run_terminal(conversation) if is_terminal else _run_pipe(conversation)
@@ -184,8 +184,8 @@ COMMANDS: dict[str, tuple[str, str, Callable[["Chat", str], str] | None]] = {
     "set": (
         "/set KEY VALUE",
         (
-            "set a setting of generation, router or kv, such as /set temperature 0.7; without a"
-            " value: reset it"
+            "set a setting of generation, router or kv, such as /set"
+            " temperature 0.7; without a value: reset it"
         ),
         _set,
     ),

@@ -430,18 +430,18 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
         None,
     ):
         raise UserError(
-            "--show_candidates adds the router's candidates to --trace, --report or --logprobs:"
-            " give one of them"
+            "--show_candidates adds the router's candidates to --trace,"
+            " --report or --logprobs: give one of them"
         )
     if options.attention_stats and (options.trace, options.report) == (None, None):
         raise UserError(
-            "--attention_stats adds the attention of each head to --trace or --report: give one of"
-            " them"
+            "--attention_stats adds the attention of each head to"
+            " --trace or --report: give one of them"
         )
     if options.stream and as_json:
         raise UserError(
-            "--stream prints text as it is generated: it cannot be combined with --json or"
-            " --prompt_file"
+            "--stream prints text as it is generated: it cannot be"
+            " combined with --json or --prompt_file"
         )
     if options.show_entropy and (as_json or options.stream):
         raise UserError("--show_entropy cannot be combined with --json, --prompt_file or --stream")
@@ -454,8 +454,8 @@ def _check_outputs(options: argparse.Namespace, as_json: bool) -> None:
         raise UserError("--resume continues the file of --out: give --out too")
     if options.resume and (options.trace is not None or options.report is not None):
         raise UserError(
-            "--resume cannot be combined with --trace or --report, which need the tokens of all"
-            " answers"
+            "--resume cannot be combined with --trace or --report,"
+            " which need the tokens of all answers"
         )
     _check_different_files(options)
     if options.out is not None:

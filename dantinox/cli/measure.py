@@ -35,8 +35,8 @@ CALIBRATE: Flags = {
             "type": Path,
             "metavar": "FILE",
             "help": (
-                "text to read (default: the run's validation tokens for router, its training tokens"
-                " for kv)"
+                "text to read (default: the run's validation tokens for"
+                " router, its training tokens for kv)"
             ),
         },
     ),
@@ -102,8 +102,8 @@ EVALUATE: Flags = {
                 )
                 | {
                     "tasks": (
-                        "folder for tasks.json, the results of local tasks (default:"
-                        " RUN/evaluation)"
+                        "folder for tasks.json, the results of"
+                        " local tasks (default: RUN/evaluation)"
                     )
                 }
             ),
@@ -146,8 +146,8 @@ EVALUATE: Flags = {
         COUNT_OPTION
         | {
             "help": (
-                "number of test prompts, and of tuning prompts (the default is smaller above 10 M"
-                " parameters)"
+                "number of test prompts, and of tuning prompts (the default"
+                " is smaller above 10 M parameters)"
             )
         },
     ),
@@ -161,8 +161,8 @@ EVALUATE: Flags = {
             "metavar": "R",
             "help": {
                 "kv": (
-                    "fractions of the slots to keep (default: .5 .3 .2 .1; above 10 M parameters:"
-                    " .5 .2)"
+                    "fractions of the slots to keep (default: .5 .3 .2"
+                    " .1; above 10 M parameters: .5 .2)"
                 ),
                 "ruler": "fractions of the slots to keep (default: .5 .2)",
             },
@@ -218,12 +218,12 @@ EVALUATE: Flags = {
             "metavar": "FILE",
             "help": {
                 "sampling": (
-                    "text, in any form that data.path accepts (default: the run's own validation"
-                    " text)"
+                    "text, in any form that data.path accepts"
+                    " (default: the run's own validation text)"
                 ),
                 "kv": (
-                    "text, in any form that data.path accepts (default: the run's own validation"
-                    " text)"
+                    "text, in any form that data.path accepts"
+                    " (default: the run's own validation text)"
                 ),
                 "ruler": (
                     "text to build essays from, in any form that data.path accepts (default:"
@@ -285,8 +285,8 @@ EVALUATE: Flags = {
             "type": Path,
             "metavar": "RUN",
             "help": (
-                "local tasks: run to compare with, which was evaluated on the same tasks, or its"
-                " tasks.json"
+                "local tasks: run to compare with, which was evaluated on"
+                " the same tasks, or its tasks.json"
             ),
         },
     ),
@@ -453,15 +453,15 @@ def explain(options: argparse.Namespace) -> int:
 def add_calibrate_flags(command: Parser) -> None:
     add_run(command)
     what = (
-        "router: thresholds for --router_preset=calibrated; kv: signals that set each head's share"
-        " of --kv_budget"
+        "router: thresholds for --router_preset=calibrated; kv: signals that"
+        " set each head's share of --kv_budget"
     )
     command.add_argument("--what", choices=["router", "kv"], required=True, help=what)
     _add(command, CALIBRATE)
     command.add_argument("--json", action="store_true", help="print one JSON object")
     plot = (
-        "router: plot token entropies and strategy regions; kv: plot the entropy and eviction cost"
-        " of each head"
+        "router: plot token entropies and strategy regions; kv: plot the"
+        " entropy and eviction cost of each head"
     )
     command.add_argument("--plot", type=Path, metavar="FILE.png", help=plot)
 
@@ -682,8 +682,8 @@ def add_plan_flags(command: Parser) -> None:
         help=CONFIG_HELP,
     )
     names = (
-        "target device: cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e; several chips: gpu:h100:8,"
-        " tpu:v5e:4x4"
+        "target device: cpu, gpu:h100, tpu:v5e, tpu:v5p, tpu:v6e;"
+        " several chips: gpu:h100:8, tpu:v5e:4x4"
     )
     command.add_argument("--topology", metavar="NAME", help=f"{names} (default: this machine)")
     axes = (

@@ -53,8 +53,8 @@ def add_list_flags(command: Parser) -> None:
     sort_help = "column or setting to sort by, ascending (default: best)"
     command.add_argument("--sort", default="best", metavar="KEY", help=sort_help)
     where_help = (
-        "show only runs with this value of a column or setting, such as state=finished or lr=0.001;"
-        " repeatable"
+        "show only runs with this value of a column or setting, such as"
+        " state=finished or lr=0.001; repeatable"
     )
     command.add_argument(
         "--where", action="append", default=[], metavar="KEY=VALUE", help=where_help
@@ -98,8 +98,8 @@ def add_import_flags(command: Parser) -> None:
         "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help=dtype_help
     )
     context_help = (
-        "longest sequence in tokens (default: the checkpoint's; with longrope: the original"
-        " context)"
+        "longest sequence in tokens (default: the checkpoint's;"
+        " with longrope: the original context)"
     )
     command.add_argument("--max_context", type=int, metavar="N", help=context_help)
 
@@ -275,8 +275,8 @@ def merge(options: argparse.Namespace) -> int:
 def add_verify_flags(command: Parser) -> None:
     add_run(command, "run directory")
     accept_help = (
-        "record the current settings, tokenizer, weights and tokens as correct; checkpoints are not"
-        " affected"
+        "record the current settings, tokenizer, weights and tokens as"
+        " correct; checkpoints are not affected"
     )
     command.add_argument("--accept", action="store_true", help=accept_help)
 

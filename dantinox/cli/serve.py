@@ -140,8 +140,8 @@ def _add_capacity_flags(capacity: FlagSection) -> None:
         type=_number(1, 16),
         metavar="N",
         help=(
-            "prompt chunks that one program prefills together (default: 4 on an accelerator, 1 on a"
-            " CPU)"
+            "prompt chunks that one program prefills together"
+            " (default: 4 on an accelerator, 1 on a CPU)"
         ),
     )
     capacity.add_argument(
@@ -476,8 +476,8 @@ def _key(options: argparse.Namespace) -> str | None:
             key = file.read(MAX_KEY_LENGTH + 2).decode("ascii", "replace").strip()
     if key is not None and not re.fullmatch(rf"[!-~]{{8,{MAX_KEY_LENGTH}}}", key):
         raise UserError(
-            f"the API key of {where} must be 8 to {MAX_KEY_LENGTH} printable ASCII characters"
-            " without spaces"
+            f"the API key of {where} must be 8 to {MAX_KEY_LENGTH}"
+            " printable ASCII characters without spaces"
         )
     if key is not None and options.no_auth:
         raise UserError(f"--no_auth and a key ({where}) contradict each other")
@@ -613,8 +613,8 @@ def _loras(options: argparse.Namespace) -> dict[str, Path]:
         raise UserError(f"--lora_dir: no directory at {options.lora_dir}")
     if options.lora_dir is not None and options.no_auth and not _is_loopback(options.host):
         raise UserError(
-            "--lora_dir lets clients change the adapters of this server: give it a key instead of"
-            " --no_auth"
+            "--lora_dir lets clients change the adapters of this server:"
+            " give it a key instead of --no_auth"
         )
     return found
 

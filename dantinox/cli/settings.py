@@ -18,8 +18,8 @@ SHELLS = ("bash", "zsh", "fish")
 
 def add_settings_flags(command: Parser) -> None:
     text = (
-        "substring or glob pattern of name, help, type, range, default or prerequisite; case is"
-        " ignored"
+        "substring or glob pattern of name, help, type, range,"
+        " default or prerequisite; case is ignored"
     )
     command.add_argument(
         "pattern", nargs="?", metavar="PATTERN", help=text + " (default: all settings)"
@@ -36,8 +36,8 @@ def settings(options: argparse.Namespace) -> int:
     found = find_settings(options.pattern or "", options.section)
     if not found:
         raise UserError(
-            f"no setting matches {escape_name(options.pattern)}: leave the pattern out to list all"
-            " settings"
+            f"no setting matches {escape_name(options.pattern)}: leave"
+            " the pattern out to list all settings"
         )
     return print_lines(lambda _: _json_lines(found) if options.json else _table(found))
 

@@ -214,8 +214,8 @@ def add_speedrun_flags(command: Parser) -> None:
     ratio = "training.tokens_per_parameter of pretraining (default: 0.6, for a CPU)"
     command.add_argument("--tokens_per_parameter", type=float, metavar="R", help=ratio)
     folder = (
-        "folder with a run directory per stage; repeat the command to continue (default:"
-        " runs/speedrun)"
+        "folder with a run directory per stage; repeat the command to"
+        " continue (default: runs/speedrun)"
     )
     command.add_argument(
         "--run_dir", type=Path, default=Path("runs/speedrun"), metavar="DIR", help=folder

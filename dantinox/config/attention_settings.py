@@ -36,8 +36,8 @@ class AttentionSection(Section):
     )
     rope_local_theta: Annotated[Positive | None, NEEDS_ROTARY, NEEDS_SLIDING_WINDOW] = field(
         None,
-        "base of the rotary frequencies of sliding layers, without rope_scaling (null: as in all"
-        " layers)",
+        "base of the rotary frequencies of sliding layers, without"
+        " rope_scaling (null: as in all layers)",
         group="positions",
     )
     rope_layers: Annotated[tuple[bool, ...], BeforeValidator(as_tuple), NEEDS_ROTARY] = field(
@@ -69,8 +69,8 @@ class AttentionSection(Section):
     )
     low_freq_factor: Annotated[Positive, NEEDS_LLAMA3] = field(
         1.0,
-        "llama3: divide frequencies with fewer turns than this in the original context by"
-        " rope_factor",
+        "llama3: divide frequencies with fewer turns than this in"
+        " the original context by rope_factor",
         group="positions",
     )
     high_freq_factor: Annotated[Positive, NEEDS_LLAMA3] = field(
@@ -101,8 +101,8 @@ class AttentionSection(Section):
     )
     rope_mscale_all_dim: Annotated[Positive | None, NEEDS_YARN] = field(
         None,
-        "yarn: n in that factor; latent attention multiplies scores by (0.1 n ln rope_factor + 1)²"
-        " (null: none)",
+        "yarn: n in that factor; latent attention multiplies scores by (0.1 n"
+        " ln rope_factor + 1)² (null: none)",
         group="positions",
     )
     rope_attention_factor: Annotated[
@@ -116,14 +116,14 @@ class AttentionSection(Section):
     )
     query_scaling_beta: Annotated[Positive | None, NEEDS_ORIGINAL_CONTEXT] = field(
         None,
-        "β: multiply queries at position p by 1 + β ln(1 + ⌊p / rope_original_context⌋) (null:"
-        " off)",
+        "β: multiply queries at position p by 1 + β ln(1 + ⌊p /"
+        " rope_original_context⌋) (null: off)",
         group="positions",
     )
     rope_share: Annotated[float, Field(gt=0, le=1), NEEDS_PROPORTIONAL] = field(
         1.0,
-        "proportional: fraction of a head's frequencies that rotate, from the highest; the others"
-        " are 0",
+        "proportional: fraction of a head's frequencies that rotate,"
+        " from the highest; the others are 0",
         group="positions",
     )
     rope_short_factors: Annotated[
@@ -195,8 +195,8 @@ class AttentionSection(Section):
     )
     qk_rope_head_dim: Annotated[Count | None, NEEDS_LATENT_ATTENTION] = field(
         None,
-        "rotated dimensions of queries and keys, in addition to head_size unrotated ones (null:"
-        " head_size / 2)",
+        "rotated dimensions of queries and keys, in addition to head_size"
+        " unrotated ones (null: head_size / 2)",
         group="latent",
     )
     v_head_dim: Annotated[Count | None, NEEDS_LATENT_ATTENTION] = field(

@@ -18,16 +18,16 @@ class DistillSection(Section):
     data: Literal["text", "conversations", "samples"] = field(
         "text",
         "text: every token of plain text; conversations: only assistant turns, as with the"
-        " objective sft; samples: answers to prompts, sampled from the model in training"
-        " (on-policy)",
+        " objective sft; samples: answers to prompts, sampled from"
+        " the model in training (on-policy)",
     )
     divergence: Literal["forward_kl", "reverse_kl"] = field(
         "forward_kl", "forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher)"
     )
     temperature: Positive = field(
         1.0,
-        "divide the logits of teacher and student by this number, and multiply the divergence by"
-        " its square",
+        "divide the logits of teacher and student by this number, and"
+        " multiply the divergence by its square",
     )
     top_k: Count | None = field(
         None,

@@ -45,8 +45,8 @@ def value_of(key: str, words: list[str]) -> object:
         return _value(key, words)
     if len(words) > 1:
         raise UserError(
-            f"{flat_name(key)} takes one value, got {len(words)}: quote a value that contains"
-            " spaces"
+            f"{flat_name(key)} takes one value, got {len(words)}:"
+            " quote a value that contains spaces"
         )
     return _value(key, words[0])
 

@@ -123,8 +123,8 @@ class _Request(Section):
     )
     banned_regexes: Annotated[Strings, *NEEDS_FULL_CACHE] = field(
         (),
-        "regular expressions that no part of the text matches; generation goes back to the first"
-        " token of a match",
+        "regular expressions that no part of the text matches; generation goes"
+        " back to the first token of a match",
         group="request",
     )
     loop_stop: bool = field(
@@ -139,8 +139,8 @@ class _Request(Section):
         *NOT_GREEDY,
     ] = field(
         1.0,
-        "multiply the temperature by this number while the end of the text repeats one sequence of"
-        " tokens (1: off)",
+        "multiply the temperature by this number while the end of the text"
+        " repeats one sequence of tokens (1: off)",
         group="loops",
     )
     loop_max_period: Annotated[int, Field(ge=1, le=MAX_LOOP_PERIOD), NEEDS_LOOPS] = field(
@@ -158,8 +158,8 @@ class _Request(Section):
     )
     token_healing: bool = field(
         False,
-        "generate the last tokens of the prompt again, with the same text, so that a prompt may end"
-        " inside a token",
+        "generate the last tokens of the prompt again, with the same text, so"
+        " that a prompt may end inside a token",
         group="request",
     )
     json_whitespace: Literal["compact", "flexible"] = field(
@@ -189,8 +189,8 @@ class _Request(Section):
     )
     matmul_kernel: Literal["auto", "xla", "native"] = field(
         "auto",
-        "native multiplies a few rows with compiled CPU kernels (auto: if they are faster, measured"
-        " once)",
+        "native multiplies a few rows with compiled CPU kernels (auto:"
+        " if they are faster, measured once)",
         group="decoding",
     )
     tensor_parallel: Count = field(
@@ -204,8 +204,8 @@ class _Request(Section):
     )
     draft_run: Annotated[str | None, Needs(("generation.speculation", "draft"))] = field(
         None,
-        "run directory of a smaller model with the same tokenizer, which generates the draft"
-        " tokens",
+        "run directory of a smaller model with the same"
+        " tokenizer, which generates the draft tokens",
         group="speculation",
     )
     draft_tokens: Annotated[
@@ -230,14 +230,14 @@ class _Request(Section):
     )
     negative_prompt: Annotated[str, Needs(("generation.guidance_scale", differs(1)))] = field(
         "",
-        "classifier-free guidance: text that stands for the whole prompt (empty: the last token of"
-        " the prompt)",
+        "classifier-free guidance: text that stands for the whole prompt"
+        " (empty: the last token of the prompt)",
         group="guidance",
     )
     num_beams: Annotated[int, Field(ge=1, le=256)] = field(
         1,
-        "beam search: number of continuations that are kept at each step (1: off); the best n are"
-        " returned",
+        "beam search: number of continuations that are kept at each step"
+        " (1: off); the best n are returned",
         group="beams",
     )
     length_penalty: Annotated[float, Field(ge=-100, le=100), *NEEDS_BEAMS] = field(
@@ -352,8 +352,8 @@ def _beam_conflicts(g: GenerationSection) -> Iterator[Conflict]:
             yield (
                 f"generation.{_switches(g, name)[0]}",
                 (
-                    "cannot be used with generation.num_beams, because beam search draws no tokens:"
-                    " leave it out"
+                    "cannot be used with generation.num_beams, because beam"
+                    " search draws no tokens: leave it out"
                 ),
             )
     if g.guidance_scale != 1:
@@ -403,8 +403,8 @@ def step_order(preset: str, sampler_order: Sequence[int | str] | None) -> tuple[
         return _named_order(preset, tuple(sampler_order))
     if preset not in KOBOLD_ORDERS:
         raise ValueError(
-            f"may hold codes only with generation.preset kobold or koboldcpp, got {preset}: use"
-            " names"
+            f"may hold codes only with generation.preset kobold or koboldcpp, got {preset}:"
+            " use names"
         )
     return _steps_of_codes(preset, codes)
 
@@ -450,8 +450,8 @@ def _named_order(preset: str, names: Sequence[int | str]) -> tuple[str, ...]:
         raise ValueError(f"must name each step once, got {', '.join(map(str, names))}")
     if preset != "default":
         raise ValueError(
-            f"with step names excludes generation.preset {preset}: leave one of the two"
-            " settings out"
+            f"with step names excludes generation.preset {preset}:"
+            " leave one of the two settings out"
         )
     for name, may_follow in (("mirostat", {"adaptive_p"}), ("adaptive_p", set())):
         if name in names and {*names[names.index(name) + 1 :]} - may_follow:

@@ -121,13 +121,13 @@ class GRPOSection(Section):
     )
     ratio: Ratio | None = field(
         None,
-        "probability ratio of each token, or its geometric mean over the answer (sequence) (null:"
-        " that of loss)",
+        "probability ratio of each token, or its geometric mean over the"
+        " answer (sequence) (null: that of loss)",
     )
     dynamic_sampling: bool | None = field(
         None,
-        "replace groups whose rewards are all equal by groups of further prompts (null: that of"
-        " loss)",
+        "replace groups whose rewards are all equal by groups of"
+        " further prompts (null: that of loss)",
     )
     max_sampling_rounds: Annotated[Count, *NEEDS_SAMPLING_ROUNDS] = field(
         4, "dynamic_sampling: maximum rounds of further prompts per step"

@@ -56,8 +56,8 @@ class KVSection(Section):
         tuple[LayerRatio, ...] | None, BeforeValidator(as_tuple), NEEDS_BUDGET
     ] = field(
         None,
-        "share of each layer, relative to their mean and multiplied with the share of a head (null:"
-        " equal shares)",
+        "share of each layer, relative to their mean and multiplied with the"
+        " share of a head (null: equal shares)",
     )
     dtype: Literal["auto", "float32", "bfloat16", "int8", "int4", "int2"] = field(
         "auto", "dtype of cached keys and values (auto: the compute dtype)"
@@ -76,8 +76,8 @@ class KVSection(Section):
     )
     decay: Annotated[Fraction | Literal["entropy"], *NEEDS_AVERAGE] = field(
         0.98,
-        "decay per token of the averaged importance (entropy: from the measured entropy of the"
-        " head)",
+        "decay per token of the averaged importance (entropy: from"
+        " the measured entropy of the head)",
     )
     scale_min: Annotated[float, Field(gt=0, le=1), NEEDS_BUDGET, Needs(*HEAD_SIGNALS)] = field(
         0.3, "entropy, coverage, distance: lower limit of a head's share, as a multiple of the mean"
@@ -91,8 +91,8 @@ class KVSection(Section):
         Literal["max", "mean", "min"], NEEDS_BUDGET, Needs(*HEAD_SIGNALS, ("kv.decay", "entropy"))
     ] = field(
         "max",
-        "how the entropy, coverage or distance of a key head is computed from those of its query"
-        " heads",
+        "how the entropy, coverage or distance of a key head is"
+        " computed from those of its query heads",
     )
     calibration: Annotated[
         str | None, NEEDS_BUDGET, Needs(("kv.signal", differs("uniform")), ("kv.decay", "entropy"))

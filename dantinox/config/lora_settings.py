@@ -45,8 +45,8 @@ class LoraSection(Section):
     )
     rank_stabilized: Annotated[bool, NEEDS_LORA] = field(
         False,
-        "multiply the output of adapters by alpha / √rank instead (rsLoRA), which suits large"
-        " ranks",
+        "multiply the output of adapters by alpha / √rank instead"
+        " (rsLoRA), which suits large ranks",
     )
     dora: Annotated[bool, NEEDS_LORA] = field(
         False,
@@ -58,8 +58,8 @@ class LoraSection(Section):
     targets: Annotated[tuple[Projection, ...] | None, BeforeValidator(as_tuple), NEEDS_LORA] = (
         field(
             None,
-            "projections with adapters (null: all projections of the layers, except those of"
-            " experts)",
+            "projections with adapters (null: all projections of"
+            " the layers, except those of experts)",
         )
     )
     base_weights: Annotated[BaseWeights, NEEDS_LORA] = field(

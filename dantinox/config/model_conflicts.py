@@ -168,8 +168,8 @@ def _projection_conflicts(
         yield (
             "model.projections",
             (
-                "must be float with attention.kv_lora_rank: latent attention has no ternary"
-                " projections"
+                "must be float with attention.kv_lora_rank: latent"
+                " attention has no ternary projections"
             ),
         )
     if m.sub_norms and a.kv_lora_rank is not None:
@@ -224,8 +224,8 @@ def _layer_conflicts(m: ModelSection, a: AttentionSection) -> Iterator[Conflict]
     own = max(L - shared, 0)  # number of first layers, which compute their own keys
     if shared and not set(is_sliding[own:]) <= set(is_sliding[:own]):
         needed = (
-            "must leave a layer of each kind, sliding and full, that computes its own keys and"
-            " values"
+            "must leave a layer of each kind, sliding and full,"
+            " that computes its own keys and values"
         )
         yield "attention.kv_shared_layers", f"{needed}, got {shared} of {L} layers"
 

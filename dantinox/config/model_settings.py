@@ -43,8 +43,8 @@ class ModelSection(Section):
     num_blocks: Count = field(6, "number of layers", group="size")
     hidden_dim: Count | None = field(
         None,
-        "width of the feed-forward layer (null: 8/3 dim rounded up to a multiple of 32 if gated,"
-        " else 4 dim)",
+        "width of the feed-forward layer (null: 8/3 dim rounded up to a"
+        " multiple of 32 if gated, else 4 dim)",
         group="size",
     )
     max_context: Count = field(
@@ -77,8 +77,8 @@ class ModelSection(Section):
     )
     parallel_blocks: Annotated[bool, Needs(("model.norm_placement", "before"))] = field(
         False,
-        "attention and feed-forward read the same normalized input, and both outputs are added"
-        " to it",
+        "attention and feed-forward read the same normalized"
+        " input, and both outputs are added to it",
         group="embeddings",
     )
     projections: Projections = field(
@@ -89,14 +89,14 @@ class ModelSection(Section):
     )
     activation: Activation = field(
         "swiglu",
-        "activation of the feed-forward layer; swiglu, geglu, squared_reglu and clamped_swiglu are"
-        " gated",
+        "activation of the feed-forward layer; swiglu, geglu,"
+        " squared_reglu and clamped_swiglu are gated",
         group="feed_forward",
     )
     swiglu_limit: Annotated[Positive, NEEDS_CLAMPED] = field(
         7.0,
-        "clamped_swiglu: upper limit of the gate, and limit of the magnitude of the values it"
-        " multiplies",
+        "clamped_swiglu: upper limit of the gate, and limit of the"
+        " magnitude of the values it multiplies",
         group="feed_forward",
     )
     swiglu_alpha: Annotated[Positive, NEEDS_CLAMPED] = field(
@@ -108,8 +108,8 @@ class ModelSection(Section):
     )
     norm_placement: NormPlacement = field(
         "before",
-        "normalize the input of a sub-layer (before), its output before it is added (after), or"
-        " both",
+        "normalize the input of a sub-layer (before), its output"
+        " before it is added (after), or both",
         group="norms",
     )
     norm_epsilon: Positive = field(
@@ -186,8 +186,8 @@ class ModelSection(Section):
     )
     scan_layers: bool = field(
         False,
-        "train with stacked layers in a scan, which compiles in a fraction of the time; files hold"
-        " separate layers",
+        "train with stacked layers in a scan, which compiles in a fraction of"
+        " the time; files hold separate layers",
         group="compute",
     )
     dtype: ComputeDtype = field(

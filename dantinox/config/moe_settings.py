@@ -105,7 +105,7 @@ class MoESection(Section):
     )
     bias_update_rate: Annotated[NonNegative, NEEDS_MOE] = field(
         0.0,
-        "balance without a loss: step by which choice_bias rises for experts with few tokens (0:"
-        " off)",
+        "balance without a loss: step by which choice_bias rises"
+        " for experts with few tokens (0: off)",
         group="routing",
     )

@@ -129,14 +129,14 @@ class RouterSection(Section):
     )
     candidates: Annotated[int, Field(ge=1, le=4096)] = field(
         12,
-        "adaptive: number of draws, of which the most likely under the model is kept (1: a plain"
-        " draw)",
+        "adaptive: number of draws, of which the most likely under"
+        " the model is kept (1: a plain draw)",
         group="adaptive",
     )
     clarify_token: CountOrZero | Annotated[str, Field(min_length=1)] | None = field(
         None,
-        "clarify: token to emit, as id or string of one token (null: sample at a higher"
-        " temperature)",
+        "clarify: token to emit, as id or string of one token"
+        " (null: sample at a higher temperature)",
         group="strategies",
     )
     clarify_text: Annotated[str, Field(min_length=1)] | None = field(
@@ -190,8 +190,8 @@ class RouterSection(Section):
     )
     resample_temperature_min_factor: NonNegative | None = field(
         None,
-        "resample: minimum temperature as a factor on T₀ (null: the preset's; guide 0, calibrated"
-        " 1.2)",
+        "resample: minimum temperature as a factor on T₀ (null: the"
+        " preset's; guide 0, calibrated 1.2)",
         group="strategies",
     )
     resample_top_p_attn_entropy: AttentionTerm = field(
@@ -235,14 +235,14 @@ class RouterSection(Section):
     adaptive_min_p_max: Fraction = field(0.5, "adaptive: maximum min_p", group="adaptive")
     score_logprob: Coefficient = field(
         1.0,
-        "candidate score: weight of ln p (0: the first candidate wins; below 0: the least likely"
-        " one)",
+        "candidate score: weight of ln p (0: the first candidate"
+        " wins; below 0: the least likely one)",
         group="adaptive",
     )
     score_entropy: Coefficient = field(
         0.1,
-        "candidate score: weight of 1 − H; like the next five, it shifts all candidates of a token"
-        " equally",
+        "candidate score: weight of 1 − H; like the next five, it shifts"
+        " all candidates of a token equally",
         group="adaptive",
     )
     score_attn_entropy: AttentionTerm = field(

@@ -182,8 +182,8 @@ class StepSettings(Section):
     )
     logit_bias: Biases = field(
         {},
-        "numbers to add to the logits of tokens, by id or string of one token (null or -inf: ban"
-        " the token)",
+        "numbers to add to the logits of tokens, by id or string of one"
+        " token (null or -inf: ban the token)",
         group="edits",
     )
     sequence_bias: SequenceBiases = field(
@@ -205,14 +205,14 @@ class StepSettings(Section):
     )
     min_tokens: int = field(
         0,
-        "minimum number of tokens before the EOS token, a stop token or a stop string can end the"
-        " text",
+        "minimum number of tokens before the EOS token, a stop token"
+        " or a stop string can end the text",
         group="request",
     )
     encoder_repetition_penalty: Positive = field(
         1.0,
-        "multiply positive and divide negative logits of tokens of the prompt by this number (1:"
-        " off)",
+        "multiply positive and divide negative logits of tokens of"
+        " the prompt by this number (1: off)",
         group="penalties",
     )
     repetition_penalty: Positive = field(
@@ -225,8 +225,8 @@ class StepSettings(Section):
     )
     repetition_slope: Annotated[NonNegative, *NEEDS_RANGE] = field(
         0.0,
-        "how much more the newest of the last repetition_range tokens are penalized (0: all"
-        " equally)",
+        "how much more the newest of the last repetition_range"
+        " tokens are penalized (0: all equally)",
         group="penalties",
     )
     repetition_scope: Scope = field(
@@ -242,8 +242,8 @@ class StepSettings(Section):
     )
     presence_scope: Scope = field(
         "output",
-        "apply presence and frequency penalties to tokens of prompt and output (all), or only of"
-        " the output",
+        "apply presence and frequency penalties to tokens of prompt and"
+        " output (all), or only of the output",
         group="penalties",
     )
     dry_multiplier: NonNegative = field(
@@ -311,8 +311,8 @@ class StepSettings(Section):
     )
     typical: Fraction = field(
         1.0,
-        "keep the tokens whose surprise is closest to the entropy, up to this total probability (1:"
-        " off)",
+        "keep the tokens whose surprise is closest to the entropy, up"
+        " to this total probability (1: off)",
         group="truncation",
     )
     epsilon_cutoff: Fraction = field(
@@ -341,8 +341,8 @@ class StepSettings(Section):
     )
     top_h: Fraction = field(
         1.0,
-        "keep the largest set of most likely tokens with at most this fraction of the entropy (1:"
-        " off)",
+        "keep the largest set of most likely tokens with at most"
+        " this fraction of the entropy (1: off)",
         group="truncation",
     )
     top_h_rule: Annotated[Literal["renormalized", "cumulative"], *NEEDS_CHAIN] = field(
@@ -362,8 +362,8 @@ class StepSettings(Section):
     )
     ties: Annotated[Literal["first", "all"], *NEEDS_CHAIN] = field(
         "first",
-        "top_k, top_p, typical: of tokens equal to the last kept one, keep those with lower ids"
-        " (first), or all",
+        "top_k, top_p, typical: of tokens equal to the last kept one, keep"
+        " those with lower ids (first), or all",
         group="steps",
     )
     mirostat: Literal[0, 1, 2] = field(
@@ -377,14 +377,14 @@ class StepSettings(Section):
     )
     skew: Annotated[float, Field(ge=-10, le=10)] = field(
         0.0,
-        "raise the cumulative probability to the power e^skew: above 0, unlikely tokens become more"
-        " likely (0: off)",
+        "raise the cumulative probability to the power e^skew: above 0, unlikely"
+        " tokens become more likely (0: off)",
         group="surprise",
     )
     adaptive_target: Annotated[float, Field(le=1, allow_inf_nan=False)] = field(
         -1.0,
-        "adaptive-p: favor tokens with a probability near this value, on average over the text"
-        " (negative: off)",
+        "adaptive-p: favor tokens with a probability near this value, on"
+        " average over the text (negative: off)",
         group="surprise",
     )
     adaptive_decay: Annotated[float, Field(ge=0, le=0.99)] = field(
@@ -399,8 +399,8 @@ class StepSettings(Section):
     )
     watermark_ngram: Annotated[int, Field(ge=2, le=16)] = field(
         5,
-        "SynthID watermark: length of the token sequences that are hashed, including the next"
-        " token",
+        "SynthID watermark: length of the token sequences that"
+        " are hashed, including the next token",
         group="watermark",
     )
 

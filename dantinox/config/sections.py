@@ -64,8 +64,8 @@ class TokenizerSection(Section):
 
     tokenizer_type: Literal["char", "byte", "bpe", "file"] = field(
         "bpe",
-        "characters, bytes, byte-level BPE trained on the corpus, or a tokenizer.json at"
-        " tokenizer_path",
+        "characters, bytes, byte-level BPE trained on the corpus, or"
+        " a tokenizer.json at tokenizer_path",
     )
     vocab_size: Annotated[
         int, Field(ge=260, le=1_000_000), Needs(("tokenizer.tokenizer_type", "bpe"))
@@ -149,8 +149,8 @@ class DataSection(Section):
     ] = field("text", "field of a JSON Lines record that holds the text")
     on_bad_file: Literal["error", "skip"] = field(
         "error",
-        "a file that is not UTF-8 text or JSON Lines, or that cannot be read: stop, or skip it with"
-        " a warning",
+        "a file that is not UTF-8 text or JSON Lines, or that cannot be"
+        " read: stop, or skip it with a warning",
     )
     dataset_source: Literal["local", "huggingface"] = field(
         "local", "read path as local files or as Hugging Face datasets (needs the extra `hf`)"
@@ -317,8 +317,8 @@ class Config(Section):
         names = (log.log_file, log.summary_file, *RUN_FILES)
         if len(set(names)) < len(names):
             others = (
-                f"each other and from the other files of a run ({', '.join(RUN_FILES[:3])} and"
-                " so on)"
+                f"each other and from the other files of a run ({', '.join(RUN_FILES[:3])}"
+                " and so on)"
             )
             got = f"got {log.log_file} and {log.summary_file}"
             yield "logging.log_file", f"and logging.summary_file must differ from {others}, {got}"
@@ -343,8 +343,8 @@ class Config(Section):
             yield (
                 key,
                 (
-                    f"must be null with {uneven}: the budget needs layers whose keys have the same"
-                    " shape"
+                    f"must be null with {uneven}: the budget needs"
+                    " layers whose keys have the same shape"
                 ),
             )
 

@@ -49,8 +49,8 @@ def starting_config(path: str | Path, cpus: int | None = None) -> str:
     )
     lines = [
         (
-            "# The settings that most runs change. Every other setting has a default: dantinox"
-            " settings"
+            "# The settings that most runs change. Every other"
+            " setting has a default: dantinox settings"
         ),
         "#",
         f"#   dantinox train --config {path} --run_dir runs/first",
@@ -65,8 +65,8 @@ def starting_config(path: str | Path, cpus: int | None = None) -> str:
             "#",
             why,
             (
-                "# kv_heads, num_blocks, max_context, batch_size, optimizer and lr for larger"
-                " defaults."
+                "# kv_heads, num_blocks, max_context, batch_size,"
+                " optimizer and lr for larger defaults."
             ),
         ]
     for section, names in ESSENTIAL_SETTINGS.items():

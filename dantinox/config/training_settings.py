@@ -48,8 +48,8 @@ class TrainingSection(Section):
     )
     simpo_margin: Annotated[NonNegative, Needs(("training.objective", "simpo"))] = field(
         0.5,
-        "simpo: target margin γ by which the reward of the chosen answer exceeds that of the"
-        " rejected one",
+        "simpo: target margin γ by which the reward of the chosen"
+        " answer exceeds that of the rejected one",
         group="objective",
     )
     kto_desirable_weight: Annotated[Positive, Needs(("training.objective", "kto"))] = field(
@@ -72,8 +72,8 @@ class TrainingSection(Section):
         Positive | None, Needs(("training.steps", None)), Needs(("model.depth", is_set))
     ] = field(
         None,
-        "with model.depth: training tokens per weight in the layers, which set batch_size and steps"
-        " (null: 20)",
+        "with model.depth: training tokens per weight in the layers, which"
+        " set batch_size and steps (null: 20)",
         group="batches",
     )
     max_minutes: Annotated[
@@ -162,8 +162,8 @@ class TrainingSection(Section):
     )
     ema: Annotated[float, Field(ge=0, lt=1)] = field(
         0.0,
-        "decay of a moving average of the weights, which is evaluated, sampled and exported (0:"
-        " none)",
+        "decay of a moving average of the weights, which is"
+        " evaluated, sampled and exported (0: none)",
         group="optimizer",
     )
     grad_clip: NonNegative = field(
@@ -208,8 +208,8 @@ class TrainingSection(Section):
     )
     nan_policy: Literal["stop", "skip", "rewind"] = field(
         "stop",
-        "on a NaN or Inf in loss or gradient: stop, skip the update, or rewind to a checkpoint and"
-        " skip past it",
+        "on a NaN or Inf in loss or gradient: stop, skip the update, or"
+        " rewind to a checkpoint and skip past it",
         group="optimizer",
     )
     deterministic: bool = field(

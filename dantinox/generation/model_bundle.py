@@ -321,8 +321,8 @@ class ModelBundle:
         reasoning = request.reasoning
         if constraint is not None and request.config.router.clarify_text is not None:
             message = (
-                "router.clarify_text cannot be combined with a constraint on the output: remove one"
-                " of them"
+                "router.clarify_text cannot be combined with a constraint"
+                " on the output: remove one of them"
             )
             raise UserError(message, key="router.clarify_text")
         regexes = compile_regexes(section.banned_regexes) if section.banned_regexes else []
@@ -416,8 +416,8 @@ class ModelBundle:
                 allowed = False
             if not allowed:
                 raise UserError(
-                    "the beginning of the answer does not satisfy its constraint: change one of"
-                    " them"
+                    "the beginning of the answer does not satisfy"
+                    " its constraint: change one of them"
                 )
 
     def prompt_ids(self, prompt: str, *, parse_special: bool = False) -> list[int]:
@@ -439,8 +439,8 @@ class ModelBundle:
             return ids if before == (ids[0],) else [*before, *ids]
         if self.tokenizer.bos_id is None:
             raise UserError(
-                "the prompt is empty and the tokenizer has no BOS token: enter at least one"
-                " character"
+                "the prompt is empty and the tokenizer has no BOS"
+                " token: enter at least one character"
             )
         return [self.tokenizer.bos_id]
 

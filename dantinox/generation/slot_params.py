@@ -125,8 +125,8 @@ class ServedSettings:
         beams = section.num_beams
         if beams > 1:
             message = (
-                f"generation.num_beams must be 1 in a server, got {beams}: beam search runs offline"
-                " only"
+                f"generation.num_beams must be 1 in a server, got {beams}:"
+                " beam search runs offline only"
             )
             raise UserError(message, key="generation.num_beams", value=beams)
         self._check_drafts(section)

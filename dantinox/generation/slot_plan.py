@@ -226,7 +226,7 @@ def _fitting_slots(
     if fitting < 1:
         raise UserError(
             f"the cache of one request of {context} tokens takes {needed / 1e9:.1f} GB, over half"
-            f" of the {usable / 1e9:.1f} GB of free memory that the programs leave: set a shorter"
-            " context"
+            f" of the {usable / 1e9:.1f} GB of free memory that the"
+            " programs leave: set a shorter context"
         )
     return int(min(DEFAULT_SLOTS, fitting))

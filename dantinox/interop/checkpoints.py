@@ -202,8 +202,8 @@ def _check_texts(source: Source, origin: str) -> None:
         ) from None
     if size > MAX_TEMPLATE_BYTES:
         raise UserError(
-            f"{source.path} has a chat template of {size} bytes; at most {MAX_TEMPLATE_BYTES} are"
-            " allowed"
+            f"{source.path} has a chat template of {size} bytes; at most {MAX_TEMPLATE_BYTES}"
+            " are allowed"
         )
 
 
@@ -419,8 +419,8 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
     run = open_run(run_dir)
     if run.weights_or_adapter != run.weights:
         raise UserError(
-            f"{run.path} contains only adapters: use `dantinox merge-lora` and export the"
-            " merged run"
+            f"{run.path} contains only adapters: use `dantinox"
+            " merge-lora` and export the merged run"
         )
     config = load_run_config(run)
     tokenizer = Tokenizer.load(run.tokenizer)

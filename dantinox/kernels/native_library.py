@@ -115,8 +115,8 @@ def load_kernels() -> Kernels:
     if instructions is None:
         return Kernels(
             None,
-            f"no native kernels exist for this CPU ({platform.machine()}), so XLA multiplies the"
-            " weights",
+            f"no native kernels exist for this CPU ({platform.machine()}),"
+            " so XLA multiplies the weights",
         )
     try:
         path = _packaged(instructions) or _compiled(instructions)

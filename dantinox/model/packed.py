@@ -383,8 +383,8 @@ def pack_modules(model: Any, packed: Mapping[str, Any]) -> None:
         old = getattr(modules[owner], name)
         if isinstance(old, (TernaryLinear, TernaryExpertLinear)):
             raise ValueError(
-                f"hold {escape_name(module)} in packed blocks, which model.projections: ternary"
-                " does not support"
+                f"hold {escape_name(module)} in packed blocks, which"
+                " model.projections: ternary does not support"
             )
         new: Any
         if module in layouts:

@@ -283,8 +283,8 @@ def read_kv_calibration(
     file = _read(path, HeadCalibrationFile, MAX_KV_BYTES, hint)
     theirs = f"{file.n_layer} layers with {file.n_head} query heads and {file.n_head_kv} key heads"
     ours = (
-        f"{config.num_blocks} layers with {config.n_heads} query heads and {config.kv_heads} key"
-        " heads"
+        f"{config.num_blocks} layers with {config.n_heads} query heads and {config.kv_heads}"
+        " key heads"
     )
     if theirs != ours:
         raise UserError(

@@ -82,8 +82,8 @@ def load_lora(
         open_run(path)
         if not run.adapter.is_file():
             raise UserError(
-                f"{path} is a run without adapters: give a run that was trained with lora.rank, or"
-                " a PEFT folder"
+                f"{path} is a run without adapters: give a run that was"
+                " trained with lora.rank, or a PEFT folder"
             )
         run.check(run.adapter.parent / ADAPTER_CONFIG)
     folder = run.adapter.parent if run.adapter.is_file() else path
@@ -97,8 +97,8 @@ def load_lora(
         check_base(path, trained_on, base, "use the base that they were trained on")
     if any(delta.magnitude_O is not None for changes in deltas.values() for delta in changes):
         raise UserError(
-            f"{path} has DoRA adapters, which must be merged into their base: use dantinox"
-            " merge-lora"
+            f"{path} has DoRA adapters, which must be merged into"
+            " their base: use dantinox merge-lora"
         )
     rank = max(delta.a_IR.shape[1] for changes in deltas.values() for delta in changes)
     return LoraAdapter(deltas, rank, _digest(deltas))

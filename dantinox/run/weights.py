@@ -116,8 +116,8 @@ def load_weights(
         if widen is None:
             raise UserError(
                 f"the weights {path} are quantized ({escape_name(next(iter(quantized)))}), and this"
-                " use needs float weights: import the checkpoint again with --dtype bfloat16 or"
-                " float32"
+                " use needs float weights: import the checkpoint"
+                " again with --dtype bfloat16 or float32"
             )
         try:
             arrays = {

@@ -371,8 +371,8 @@ def _apply_router(
     assert params.router is not None
     if params.uses_attention and attention is None:
         raise ValueError(
-            "this router uses attention metrics: pass attention, or build it with use_attention:"
-            " false"
+            "this router uses attention metrics: pass attention, or"
+            " build it with use_attention: false"
         )
     metrics = Metrics(
         *jax.vmap(logit_metrics)(raw_BV), attention if params.uses_attention else None

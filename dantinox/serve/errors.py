@@ -105,8 +105,8 @@ ERRORS: dict[str, tuple[int, str | None, str]] = {
         403,
         "origin",
         (
-            "web pages of other origins may not use this server: start it with --cors to allow an"
-            " origin"
+            "web pages of other origins may not use this server: start"
+            " it with --cors to allow an origin"
         ),
     ),
     "key": (

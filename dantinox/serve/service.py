@@ -416,8 +416,8 @@ def check_aliases(aliases: Mapping[str, str], own_names: Collection[str]) -> Non
     for alias, name in aliases.items():
         if name in aliases or name not in own_names:
             raise UserError(
-                f"the alias {quote(alias)} stands for {quote(name)}, which is not a model of this"
-                " server"
+                f"the alias {quote(alias)} stands for {quote(name)},"
+                " which is not a model of this server"
             )
         if alias in own_names:
             raise UserError(

@@ -77,8 +77,8 @@ def pack_documents(
     starts_P, sizes_P = split_documents(document_ends(ids, eos_id, bos_id), length)
     if not len(sizes_P):
         raise UserError(
-            "data.packing: best_fit found no document with at least two tokens: set data.path to"
-            " other text"
+            "data.packing: best_fit found no document with at least two"
+            " tokens: set data.path to other text"
         )
     occupied_P = sizes_P.copy()
     # If the validation split cut the last document, no EOS token ends it, so no document may follow

@@ -520,8 +520,8 @@ def _open_store(
     path = directory / header["file"]
     if config.data.mixture and len(header.get("mixture", ())) != len(config.data.mixture):
         raise UserError(
-            f"the tokens in {directory} were not built with this data.mixture: remove them to build"
-            " them again"
+            f"the tokens in {directory} were not built with this"
+            " data.mixture: remove them to build them again"
         )
     # An empty file cannot be memory-mapped.
     tokens = (

@@ -186,8 +186,8 @@ class ChatTemplate:
                 and special not in tokenizer.template_variables
             ):
                 raise UserError(
-                    f"the chat template {name} needs a vocabulary with {special}: choose another"
-                    " template"
+                    f"the chat template {name} needs a vocabulary with {special}:"
+                    " choose another template"
                 )
         return cls(source, tokenizer, f"the chat template {name}")
 
@@ -384,8 +384,8 @@ class ChatTemplate:
             if not (after.startswith(before) and full_text.startswith(after)):
                 return UserError(
                     f"{self.name} does not support training on single turns: a turn of the"
-                    " assistant does not continue its generation prompt, or changes if other turns"
-                    " follow"
+                    " assistant does not continue its generation"
+                    " prompt, or changes if other turns follow"
                 )
             turn_tokens = np.flatnonzero((ends_N > len(before)) & (ends_N <= len(after)))
             specials = np.flatnonzero(self._tokenizer.is_special_V[ids_N[turn_tokens]])

@@ -181,8 +181,8 @@ class ConversationStore(TokenStore):
         noun = "pairs of conversations" if self.form == "pair" else "conversations"
         if not short.any():
             raise UserError(
-                f"all {noun} are longer than model.max_context {self.sequence_length}: raise it, or"
-                " use shorter ones"
+                f"all {noun} are longer than model.max_context {self.sequence_length}:"
+                " raise it, or use shorter ones"
             )
         self.left_out += int(np.count_nonzero(~short)) // (2 if self.pairs else 1)
         starts = starts[short]

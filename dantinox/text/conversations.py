@@ -211,8 +211,8 @@ class Conversations(NamedTuple):
         if labels in ({True}, {False}):
             label = str(labels.pop()).lower()
             raise UserError(
-                f"the field 'label' is {label} in all training records: kto needs both true and"
-                " false"
+                f"the field 'label' is {label} in all training"
+                " records: kto needs both true and false"
             )
 
 
@@ -301,8 +301,8 @@ def _refuse_fields(record: Mapping[str, Any], form: RecordForm) -> None:
             raise UserError(f"the field {name!r} of a record is not supported: {remedy}")
     if form == "conversation" and record.get("label") is False:
         raise UserError(
-            "the field 'label' is false, but sft trains on every answer: remove the record, or"
-            " use kto"
+            "the field 'label' is false, but sft trains on every"
+            " answer: remove the record, or use kto"
         )
     if form == "conversation" and "messages" in record and "completion" in record:
         raise UserError(
@@ -414,8 +414,8 @@ def with_mismatched_completions(
         same.append(conversation)
     if earlier is None:
         raise UserError(
-            f"all records of {corpus} have the same prompt: kto needs completions of at least two"
-            " prompts"
+            f"all records of {corpus} have the same prompt: kto needs"
+            " completions of at least two prompts"
         )
     yield from mismatched(earlier)
 

@@ -183,8 +183,8 @@ class Corpus:
         for file, content in self._contents(total, expected):
             if not file.records:
                 raise UserError(
-                    f"{file.path} is plain text: conversations must be records of JSON Lines"
-                    " (.jsonl)"
+                    f"{file.path} is plain text: conversations must"
+                    " be records of JSON Lines (.jsonl)"
                 )
             for number, record in _objects(file, content):
                 yield _where(file, number), record
@@ -234,8 +234,8 @@ def _check_encoding(file: CorpusFile, data: bytes) -> None:
     )
     if found is not None:
         raise UserError(
-            f"{file.path} is {found} (byte order mark at byte 0), but a corpus must be UTF-8:"
-            " convert it"
+            f"{file.path} is {found} (byte order mark at byte 0), but"
+            " a corpus must be UTF-8: convert it"
         )
 
 

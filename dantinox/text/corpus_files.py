@@ -148,8 +148,8 @@ def _list_folder(path: Path, skip_bad: bool) -> list[CorpusFile]:
     files = [file for file in files if _text_suffix(file) in TEXT_SUFFIXES]
     if not files:
         raise UserError(
-            f"no text file in the folder {path} (by suffix: .txt, .md, .py, .jsonl, …, also with"
-            " .gz or .zst)"
+            f"no text file in the folder {path} (by suffix: .txt, .md, .py,"
+            " .jsonl, …, also with .gz or .zst)"
         )
     if skipped:
         listed = ", ".join(map(escape_name, skipped[:MAX_LISTED])) + (
@@ -246,8 +246,8 @@ def _builtin_python() -> list[CorpusFile]:
         chosen.append(CorpusFile(path, records=False, named=False))
     if not chosen:
         raise UserError(
-            f"this interpreter has no standard library sources in {root}: set data.path to a text"
-            " file"
+            f"this interpreter has no standard library sources in {root}:"
+            " set data.path to a text file"
         )
     return chosen
 

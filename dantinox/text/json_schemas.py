@@ -43,8 +43,8 @@ def rewrite_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[
     rewritten: dict[str, Any] = rewriter.schema(schema, "")
     if rewriter.combines and _common_multiple(rewriter.multiples) > MAX_MULTIPLE:
         message = (
-            f"the values of multipleOf have a common multiple beyond {MAX_MULTIPLE:,}, which is too"
-            " large"
+            f"the values of multipleOf have a common multiple beyond {MAX_MULTIPLE:,},"
+            " which is too large"
         )
         if not lenient:
             raise ValueError(message)
@@ -193,8 +193,8 @@ def _check_constants(values: Any) -> None:
     def check(number: int | float) -> bool:
         if not is_exact(number):
             raise _Inexpressible(
-                f"{quote(number)} cannot be written exactly, because it is beyond ±2^53: use a"
-                " string"
+                f"{quote(number)} cannot be written exactly,"
+                " because it is beyond ±2^53: use a string"
             )
         return True
 

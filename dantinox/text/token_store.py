@@ -228,15 +228,15 @@ class TokenStore:
         if end - start <= self.sequence_length:
             raise UserError(
                 f"a source of the mixture has {end - start} training tokens, fewer than the"
-                f" {self.sequence_length + 1} of a window (model.max_context + 1): add text to"
-                " data.path"
+                f" {self.sequence_length + 1} of a window"
+                " (model.max_context + 1): add text to data.path"
             )
         if not self.packing:
             return WindowRows(start, end, self.sequence_length)
         if self._eos is None:
             raise UserError(
-                "data.packing: best_fit requires a tokenizer with an EOS token, which this one"
-                " lacks"
+                "data.packing: best_fit requires a tokenizer with"
+                " an EOS token, which this one lacks"
             )
         return pack_documents(
             self.training_ids[start:end], start, self.sequence_length, self._eos, self.bos_id

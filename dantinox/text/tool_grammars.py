@@ -142,8 +142,8 @@ class _PropertyMerger:
         if self._entries > MAX_ENTRIES:
             tool = quote(self._tool)
             raise UserError(
-                f"the parameters of the tool {tool} refer too often to large schemas: use smaller"
-                " ones"
+                f"the parameters of the tool {tool} refer too often"
+                " to large schemas: use smaller ones"
             )
 
     def merge(self, schema: Any, depth: int = 0) -> tuple[dict[str, Any], set[str]]:
@@ -420,8 +420,8 @@ class _RuleWriter:
         self._characters += len(text)
         if self._characters > MAX_GRAMMAR:
             raise UserError(
-                f"the grammar of the tools has more than {MAX_GRAMMAR:,} characters: use fewer or"
-                " smaller schemas"
+                f"the grammar of the tools has more than {MAX_GRAMMAR:,}"
+                " characters: use fewer or smaller schemas"
             )
         return text
 

@@ -316,8 +316,8 @@ class Checkpoints:
                 for found in find_log_damage(self.path.parent, self.path / str(step)):
                     if "is missing" not in found:
                         raise UserError(
-                            f"{found}: restore the original file, or move it away to continue"
-                            " without its rows"
+                            f"{found}: restore the original file, or move it"
+                            " away to continue without its rows"
                         )
                     notes.append(f"{found}: starting a new one")
                 return step, list(damaged.items()), notes

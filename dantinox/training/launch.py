@@ -264,8 +264,8 @@ def _prepare_resumed_run(config: Config, run: RunDirectory, console: Console) ->
     if store is None:
         if has_tokens:
             raise UserError(
-                f"the tokens in {run.data} are damaged: remove that directory to rebuild them from"
-                " the corpus"
+                f"the tokens in {run.data} are damaged: remove that"
+                " directory to rebuild them from the corpus"
             )
         with_saved_template = config.model_copy(
             update={"data": config.data.model_copy(update={"chat_template": None})}
@@ -358,8 +358,8 @@ def _describe_data(config: Config, store: TokenStore, steps: int) -> tuple[str, 
         )
         return text + _left_out(store.left_out), rows, epochs
     text = (
-        f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)} for"
-        " validation"
+        f"{human_count(store.train.tokens)} training tokens, {human_count(store.val.tokens)}"
+        " for validation"
     )
     rows = f"{batch} × {context} tokens"
     if not isinstance(store, ConversationStore):

@@ -123,8 +123,8 @@ def abort_on_peer_loss(error: Exception, console: Console) -> None:
     never return.
     """
     console.note(
-        f"another process of this training run has ended ({first_line(error)}): continue with"
-        " --resume"
+        f"another process of this training run has ended ({first_line(error)}):"
+        " continue with --resume"
     )
     console.close()
     exit_now(PEER_LOST)

@@ -59,8 +59,8 @@ class MemoryPlan:
         parameters = f"{human_count(count)} parameters"
         if self.frozen:
             parameters = (
-                f"{human_count(count + self.frozen_count)} parameters, {human_count(count)} of them"
-                " trained"
+                f"{human_count(count + self.frozen_count)} parameters, {human_count(count)}"
+                " of them trained"
             )
             weights = f"weights {human_bytes(self.frozen)}, adapters {human_bytes(self.parameters)}"
         if self.teacher:

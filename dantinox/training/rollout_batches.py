@@ -121,8 +121,8 @@ class RolloutBatches:
         config = self._config = step.config
         if step.layout.mesh is not None:
             raise UserError(
-                f"training.objective: grpo runs on one device, got {step.layout.devices}: make only"
-                " one visible"
+                f"training.objective: grpo runs on one device, got {step.layout.devices}:"
+                " make only one visible"
             )
         self._store = store
         self._layout = step.layout

@@ -45,8 +45,8 @@ class SampledBatches:
         """
         if step.layout.mesh is not None:
             raise UserError(
-                f"distill.data: samples runs on one device, got {step.layout.devices}: make only"
-                " one visible"
+                f"distill.data: samples runs on one device, got {step.layout.devices}:"
+                " make only one visible"
             )
         self._config, self._layout, self._length = step.config, step.layout, step.length
         self._store = store

@@ -302,8 +302,8 @@ def _select_layers(source: RunDirectory, model: ModelConfig) -> dict[str, np.nda
                 found += f" and {from_name} of {array.shape}"
             raise UserError(
                 f"distill.init_from_teacher: the teacher {source.path} has {found}, and this model"
-                f" {model.num_blocks} layers and {name} of {leaf.shape}: only the number of layers"
-                " may be smaller"
+                f" {model.num_blocks} layers and {name} of {leaf.shape}: only"
+                " the number of layers may be smaller"
             )
         selected[name] = np.array(array, np.float32)
     return selected

@@ -51,8 +51,8 @@ def test_lines_through_a_pipe(talk, tmp_path):
     assert (code, out) == (0, AROUND + "\n" + "\nca" + AROUND[:1] + "\n")
     assert err.splitlines() == [
         (
-            "this model has no chat template: it continues your text, and the conversation is a"
-            " single text"
+            "this model has no chat template: it continues your text, and"
+            " the conversation is a single text"
         ),
         "max_new_tokens 5",
         "removed: b",

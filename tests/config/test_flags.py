@@ -150,8 +150,8 @@ def test_the_dropout_of_other_programs_is_not_that_of_adapters():
     with pytest.raises(UserError) as caught:
         config_of("--dropout", "0.1")
     hint = (
-        "lora.dropout has no effect while lora.rank is null, did you mean model.dropout_rate?"
-        " (command line)"
+        "lora.dropout has no effect while lora.rank is null, did you mean"
+        " model.dropout_rate? (command line)"
     )
     assert str(caught.value) == hint
 
@@ -199,8 +199,8 @@ def test_no_flag_changes_nothing():
         (
             "--data my.txt",
             (
-                "--data belongs to several settings: write --distill.data or --distributed.data or"
-                " --data_path"
+                "--data belongs to several settings: write --distill.data or"
+                " --distributed.data or --data_path"
             ),
         ),
         ("--max_seq_len 3", "unknown flag --max_seq_len, did you mean --max_context?"),
@@ -210,8 +210,8 @@ def test_no_flag_changes_nothing():
         (
             "--device cuda",
             (
-                "unknown flag --device: the environment variable JAX_PLATFORMS selects cpu, cuda"
-                " or tpu"
+                "unknown flag --device: the environment variable"
+                " JAX_PLATFORMS selects cpu, cuda or tpu"
             ),
         ),
         ("--compile", "unknown flag --compile: all programs are compiled"),
@@ -241,15 +241,15 @@ def test_no_flag_changes_nothing():
         (
             "--optimizer adam",
             (
-                "training.optimizer must be one of adamw, muon, lion, adafactor, sgd, got 'adam'"
-                " (command line)"
+                "training.optimizer must be one of adamw, muon, lion,"
+                " adafactor, sgd, got 'adam' (command line)"
             ),
         ),
         (
             "--log_file a/b",
             (
-                "logging.log_file must be a file name of letters, digits, - and _ and ., got 'a/b'"
-                " (command line)"
+                "logging.log_file must be a file name of letters, digits, - and"
+                " _ and ., got 'a/b' (command line)"
             ),
         ),
         (

@@ -80,8 +80,8 @@ def test_inherited_settings_without_effect_are_dropped_silently(base):
             "model__dim",
             96,
             (
-                "model.dim is 48 in .*base, whose weights the training starts from, got 96: leave"
-                " it out"
+                "model.dim is 48 in .*base, whose weights the training"
+                " starts from, got 96: leave it out"
             ),
         ),
         ("model__activation", "swiglu", "model.activation is 'geglu' in .* got 'swiglu'"),

@@ -55,7 +55,7 @@ def test_a_run_without_sections_is_recognized(tmp_path):
     with pytest.raises(UserError) as caught:
         load_config(path)
     says = (
-        f"{path} has no sections, like a config of DantinoX 0: write absolute_pos under attention:"
-        " and so on"
+        f"{path} has no sections, like a config of DantinoX 0: write"
+        " absolute_pos under attention: and so on"
     )
     assert str(caught.value).startswith(says)

@@ -231,8 +231,8 @@ def test_layer_ratios_of_another_number_of_layers_are_rejected():
             "int2",
             builder.config(latent=LatentConfig(16, 4, 6), kv_heads=4),
             (
-                "kv.dtype int2 needs latents and their rotated parts with sizes that are multiples"
-                " of 16, got 4"
+                "kv.dtype int2 needs latents and their rotated parts with"
+                " sizes that are multiples of 16, got 4"
             ),
         ),
     ],
@@ -273,15 +273,15 @@ def test_budget_tokens_are_slots_per_head():
         (
             {"budget": 0.1},
             (
-                "kv.budget 0.1 leaves 12 slots per head for a sequence of 128 tokens, but each head"
-                " needs 24"
+                "kv.budget 0.1 leaves 12 slots per head for a sequence of"
+                " 128 tokens, but each head needs 24"
             ),
         ),
         (
             {"budget_tokens": 20},
             (
-                "kv.budget_tokens 20 leaves 20 slots .* but each head needs 24 .* set it to at"
-                " least 24$"
+                "kv.budget_tokens 20 leaves 20 slots .* but each head"
+                " needs 24 .* set it to at least 24$"
             ),
         ),
         ({"budget": 0.3, "sinks": 40}, "each head needs 56 .* set it to at least 0.438$"),

@@ -275,8 +275,8 @@ def test_a_full_context_limits_the_text_with_a_warning(run):
     with pytest.warns(UserWarning) as caught:
         result = greedy(run, "a" * 100, max_new_tokens=40)
     assert [str(w.message) for w in caught] == [
-        "the context of 128 tokens leaves room for 28 new tokens after a prompt of 100: 12 fewer"
-        " than requested"
+        "the context of 128 tokens leaves room for 28 new tokens after a"
+        " prompt of 100: 12 fewer than requested"
     ]
     assert len(result.tokens) == 28 and result.finish_reason == "length"
     assert result.text == greedy(run, "a" * 99, max_new_tokens=28).text, (

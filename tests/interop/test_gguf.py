@@ -371,8 +371,8 @@ def rewrite(file, path, metadata=None, arrays=None, drop=()):
             "glm",
             {"head_dim": 12},
             (
-                "llama.cpp's chatglm does not support model.head_size: other than model.dim /"
-                " model.n_heads"
+                "llama.cpp's chatglm does not support model.head_size:"
+                " other than model.dim / model.n_heads"
             ),
         ),
         (
@@ -496,8 +496,8 @@ def rewrite(file, path, metadata=None, arrays=None, drop=()):
                 },
             },
             (
-                "llama.cpp's gemma4 does not support attention.kv_shared_layers, unless the two"
-                " layers before"
+                "llama.cpp's gemma4 does not support"
+                " attention.kv_shared_layers, unless the two layers before"
             ),
         ),
         (

@@ -347,8 +347,8 @@ PACKED = {
             GPTQ | {"shiny": 1},
             INT4,
             (
-                "has the unknown option shiny in quantization_config of gptq, expected one of bits,"
-                " group"
+                "has the unknown option shiny in quantization_config of"
+                " gptq, expected one of bits, group"
             ),
         ),
         (

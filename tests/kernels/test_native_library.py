@@ -48,8 +48,8 @@ def test_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert load_kernels() == Kernels(
         None,
-        "no native kernels, so XLA multiplies the weights: there is no C++ compiler (c++, g++,"
-        " clang++)",
+        "no native kernels, so XLA multiplies the weights: there is"
+        " no C++ compiler (c++, g++, clang++)",
     )
 
 

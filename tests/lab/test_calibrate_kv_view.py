@@ -86,8 +86,8 @@ def test_spread_if_there_are_many_heads(width):
 
 def test_lines_explain_how_to_use_the_file(tmp_path):
     used = (
-        "--kv_budget 0.3 divides the cache slots among the heads, with --kv_signal entropy by their"
-        " entropy"
+        "--kv_budget 0.3 divides the cache slots among the heads, with"
+        " --kv_signal entropy by their entropy"
     )
     assert f"saved in the run directory: {used}" in " ".join(kv_calibration_lines(make(1, 2)))
     text = "".join(
@@ -109,8 +109,8 @@ def test_lines_contain_measured_loss_rises():
     text = " ".join(kv_calibration_lines(make(2, 4, **LOSS)))
     assert "sees at most 32 tokens: +0.0150 for the median head, at most +0.3010, for L1_K0" in text
     used = (
-        "with --kv_signal loss by the loss that eviction causes, with --kv_signal entropy by their"
-        " entropy"
+        "with --kv_signal loss by the loss that eviction causes, with"
+        " --kv_signal entropy by their entropy"
     )
     assert (
         "saved in the run directory: --kv_budget 0.3 divides the cache slots among the heads,"

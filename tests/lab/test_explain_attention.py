@@ -93,8 +93,8 @@ def test_the_table_has_the_largest_weights_of_the_last_token():
     found = HeadWeights(2, 5, 1, ['"a"', '"b"', '"c"'], weights, [0, 0, 0], [0.0, 0.0, 0.125])
     assert list(head_lines(found, 2, 200)) == [
         (
-            "attention of layer 2, query head 5 (key head 1): the largest weights of the last token"
-            " of the prompt"
+            "attention of layer 2, query head 5 (key head 1): the largest"
+            " weights of the last token of the prompt"
         ),
         "position  token  weight",
         '0         "a"    50.00%',

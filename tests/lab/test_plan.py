@@ -318,8 +318,8 @@ def test_kernels_and_memory_errors_of_a_program():
         "tpu_custom_call": 2,
     }
     message = (
-        "RESOURCE_EXHAUSTED: E1000: memory required for HLO temporaries (26.25G) exceeds available"
-        " HBM (15.75G)"
+        "RESOURCE_EXHAUSTED: E1000: memory required for HLO temporaries"
+        " (26.25G) exceeds available HBM (15.75G)"
     )
     assert parse_needed_bytes(message) == 26.25 * 2**30
     assert parse_needed_bytes("INTERNAL: 3.5G of something") is None
@@ -353,15 +353,15 @@ def test_json_and_table_agree(plan, command, capfd):
         (
             "gpu:h100",
             (
-                "the compiler for gpu:h100 is not installed: in a separate environment and in a"
-                " checkout"
+                "the compiler for gpu:h100 is not installed: in a"
+                " separate environment and in a checkout"
             ),
         ),
         (
             "tpu:v5e:1x1",
             (
-                "the compiler for tpu:v5e:1x1 is not installed: in a separate environment of Python"
-                " 3.12 or newer"
+                "the compiler for tpu:v5e:1x1 is not installed: in a separate"
+                " environment of Python 3.12 or newer"
             ),
         ),
     ],
@@ -381,8 +381,8 @@ def test_texts_that_exceed_the_context(config):
 def test_a_batch_that_is_too_large(config):
     """The limit is checked before an array of the size of the batch is allocated."""
     message = (
-        "batch × generation.n × (prompt + new) must be at most 268,435,456 tokens, got 10,000,000 ×"
-        " 1 × 32"
+        "batch × generation.n × (prompt + new) must be at most"
+        " 268,435,456 tokens, got 10,000,000 × 1 × 32"
     )
     with pytest.raises(UserError, match=re.escape(message)):
         make_plan(find_topology("cpu"), config, 259, TrainStep, batch=10**7)

@@ -101,8 +101,8 @@ def test_errors(run_dir, file, capsys):
         (
             {},
             (
-                "the run has no generation.watermark_keys: give the keys of the text with"
-                " --watermark_keys"
+                "the run has no generation.watermark_keys: give the keys"
+                " of the text with --watermark_keys"
             ),
         ),
         (

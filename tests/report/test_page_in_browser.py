@@ -91,8 +91,8 @@ def selected(browser):
     same one.
     """
     (i,) = browser.execute_script(
-        "return state.nodes.flatMap((n, i) => n.getAttribute('aria-selected') === 'true' ? [i]"
-        " : [])"
+        "return state.nodes.flatMap((n, i) =>"
+        " n.getAttribute('aria-selected') === 'true' ? [i] : [])"
     )
     assert browser.execute_script(
         "return state.nodes.flatMap((n, i) => n.tabIndex === 0 ? [i] : [])"

@@ -145,8 +145,8 @@ def test_another_model_is_reported_with_both_counts(path):
     for change in ({"num_blocks": 3, "windows": (None,) * 3}, {"n_heads": 8}, {"kv_heads": 4}):
         other = replace(CONFIG, **change)
         counts = (
-            f"{other.num_blocks} layers with {other.n_heads} query heads and {other.kv_heads} key"
-            " heads"
+            f"{other.num_blocks} layers with {other.n_heads} query heads and {other.kv_heads}"
+            " key heads"
         )
         for file in (path, SAMPLE):
             assert (

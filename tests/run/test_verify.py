@@ -234,8 +234,8 @@ def test_files_of_a_killed_save_are_not_damage(run):
     found = verify_run(run)
     assert found.damage == []
     assert found.remarks == [
-        f"{run.checkpoints / '16'} is unfinished: it is being saved, or the run ended during the"
-        " save"
+        f"{run.checkpoints / '16'} is unfinished: it is being"
+        " saved, or the run ended during the save"
     ]
 
 

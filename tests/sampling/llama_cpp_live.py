@@ -131,8 +131,8 @@ def main() -> int:
     rng, failed = np.random.default_rng(0), 0
     own, peer, between = np.max([adaptive_p(rng) for _ in range(SEQUENCES)], axis=0)
     print(
-        f"adaptive_p, {SEQUENCES} sequences of {LENGTH} tokens, largest difference of a probability"
-        " to float64:"
+        f"adaptive_p, {SEQUENCES} sequences of {LENGTH} tokens, largest"
+        " difference of a probability to float64:"
     )
     print(f"  DantinoX {own:.1e}, llama.cpp {peer:.1e}; between the two {between:.1e}")
     failed += between > TOLERANCE + own + peer or own > max(TOLERANCE, peer)

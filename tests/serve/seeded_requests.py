@@ -26,8 +26,8 @@ TEMPLATE = (
     " %}assistant:{% if thinking %}<think>{% endif %}{# </think> #}"
 )
 STORY = (
-    "Once upon a time a fox lived in a wood, and every evening it told the owl what it had seen on"
-    " the hill. "
+    "Once upon a time a fox lived in a wood, and every evening it told the"
+    " owl what it had seen on the hill. "
 )
 PROMPTS = ("a", "é😀 b\n", STORY, STORY * 2, STORY * 2 + "The owl ", STORY + "Then", "x" * 130)
 SAMPLERS: tuple[dict[str, Any], ...] = (

@@ -463,8 +463,8 @@ def test_training_of_few_steps_prints_a_warning(epochs, warned):
         )
     )
     warning = (
-        "warning: training.epochs 1 with this corpus (336 rows, 300 per step) gives only 2 steps:"
-        " raise"
+        "warning: training.epochs 1 with this corpus (336 rows, 300"
+        " per step) gives only 2 steps: raise"
     )
     assert any(line.startswith(warning) for line in lines) == warned
 

@@ -256,8 +256,8 @@ def test_state_and_memory_contain_only_adapters(base):
     assert programs.memory.frozen == held == 4 * programs.memory.frozen_count
     line = programs.memory.line()
     assert line.startswith(
-        "5.06k parameters, 736 of them trained: weights 17.3 kB, adapters 2.94 kB, optimizer"
-        " 5.90 kB"
+        "5.06k parameters, 736 of them trained: weights 17.3 kB,"
+        " adapters 2.94 kB, optimizer 5.90 kB"
     )
 
 

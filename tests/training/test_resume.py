@@ -160,8 +160,8 @@ def test_other_versions_and_gpus_are_noted(monkeypatch):
     assert check_facts(now, now, deterministic=False) == []
     saved = now | {"versions": now["versions"] | {"jax": "0.1"}}
     version = (
-        f"jax was 0.1 when the checkpoint was written and is {jax.__version__} now: results may not"
-        " be bit-exact"
+        f"jax was 0.1 when the checkpoint was written and is {jax.__version__}"
+        " now: results may not be bit-exact"
     )
     assert check_facts(saved, now, deterministic=False) == [version]
     monkeypatch.setattr(starting_point, "get_platform", lambda: get_platform("gpu"))

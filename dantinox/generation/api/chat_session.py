@@ -144,8 +144,8 @@ class Chat:
             )
         if config.generation.token_healing:
             raise UserError(
-                "generation.token_healing must be false in a conversation, whose template ends the"
-                " prompt"
+                "generation.token_healing must be false in a"
+                " conversation, whose template ends the prompt"
             )
         base = settings_of(self._base)
         self.config = config
@@ -256,8 +256,8 @@ class Chat:
         """
         if self.is_completion and text:
             raise UserError(
-                "this model has no chat template, so it has no system message: start the text"
-                " with it"
+                "this model has no chat template, so it has no"
+                " system message: start the text with it"
             )
         self.system = text
         self._num_dropped = 0
@@ -345,8 +345,8 @@ def _read_messages(path: Path) -> list[Message]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UserError(
-                f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB, which is too large for a"
-                " conversation"
+                f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB,"
+                " which is too large for a conversation"
             )
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

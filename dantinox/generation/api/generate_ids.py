@@ -285,8 +285,8 @@ class _IdsModel(LoadedModel):
                 " kv_calibration to a file of them"
             )
         remedy = (
-            "set kv_calibration to the file of the measurements of the heads, or set kv_signal to"
-            " uniform"
+            "set kv_calibration to the file of the measurements of the"
+            " heads, or set kv_signal to uniform"
         )
         return fall_back_to_uniform(kv, None, remedy), None
 

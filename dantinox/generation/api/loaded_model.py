@@ -321,8 +321,8 @@ class LoadedModel(ModelBundle):
         )
         if config.generation.n != 1:
             raise UserError(
-                f"n must be 1 in a chat, got {config.generation.n}: use request and complete for"
-                " several samples"
+                f"n must be 1 in a chat, got {config.generation.n}: use"
+                " request and complete for several samples"
             )
         given: dict[str, Any] = {
             "constraint": constraint,
@@ -548,8 +548,8 @@ class LoadedModel(ModelBundle):
             raise UserError("at least one prompt is required")
         if stream and any(request.config.generation.num_beams > 1 for request in requests):
             raise UserError(
-                "generation.num_beams must be 1 in a stream: beam search knows its text only at"
-                " the end"
+                "generation.num_beams must be 1 in a stream: beam"
+                " search knows its text only at the end"
             )
         random_seed = secrets.randbits(32)
         seeded = [

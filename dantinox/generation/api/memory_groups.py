@@ -88,8 +88,8 @@ class DividedRun:
     def summary(self) -> str:
         """Returns a line about each batch."""
         reason = (
-            f"decoded in {len(self._starts)} batches, because together they need more memory than"
-            " is free"
+            f"decoded in {len(self._starts)} batches, because together"
+            " they need more memory than is free"
         )
         return "\n".join([reason, *self._summaries])
 

@@ -122,13 +122,13 @@ class AdapterSlots:
         }
         if not known:
             raise UserError(
-                "this model supports no adapters: multi-head latent attention has no projections"
-                " for them"
+                "this model supports no adapters: multi-head latent"
+                " attention has no projections for them"
             )
         if len(adapters) > self.capacity:
             raise UserError(
-                f"{len(adapters)} adapters are given, but at most {self.capacity} can be loaded at"
-                " the same time"
+                f"{len(adapters)} adapters are given, but at most {self.capacity}"
+                " can be loaded at the same time"
             )
         used = {name for adapter in adapters.values() for _, name, _ in self._changes(adapter)}
         self._targets = sorted(used if capacity is None else known)
@@ -232,13 +232,13 @@ class AdapterSlots:
         free = [number for number in range(1, self.capacity + 1) if number not in used]
         if not free and len(self.names) < self.capacity:
             raise UserError(
-                "running requests use adapters that were unloaded: load this one again when they"
-                " have ended"
+                "running requests use adapters that were unloaded: load"
+                " this one again when they have ended"
             )
         if not free:
             raise UserError(
-                f"{self.capacity} adapters are loaded, the most that this server allows: unload one"
-                " first"
+                f"{self.capacity} adapters are loaded, the most that"
+                " this server allows: unload one first"
             )
         return free[0]
 

@@ -76,8 +76,8 @@ def plan_cache(
     """
     if kv.compresses and config.latent is not None:
         message = (
-            "kv.budget does not support latent caches: all heads share one latent, which cannot be"
-            " evicted per head"
+            "kv.budget does not support latent caches: all heads share one"
+            " latent, which cannot be evicted per head"
         )
         raise UserError(message, key="kv.budget")
     if kv.compresses and (uneven := uneven_keys(config)) is not None:
@@ -312,8 +312,8 @@ def _decays(
     """
     if calibration is None:
         raise UserError(
-            "kv.decay entropy needs the heads' entropies: run `dantinox calibrate --run_dir …"
-            " --what kv`",
+            "kv.decay entropy needs the heads' entropies: run"
+            " `dantinox calibrate --run_dir … --what kv`",
             key="kv.decay",
         )
     entropy_LK = reduce_query_heads(calibration.signal("entropy"), config.kv_heads, kv.grouping)

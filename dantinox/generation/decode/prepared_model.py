@@ -107,8 +107,8 @@ def prepare(
     if packed_bytes is not None and (size := weight_bytes(model)) > packed_bytes:
         warnings.warn(
             f"generation.weights: {weights} needs {size / 1e6:.1f} MB for weights that are"
-            f" quantized already and take {packed_bytes / 1e6:.1f} MB: leave it out to decode with"
-            " them",
+            f" quantized already and take {packed_bytes / 1e6:.1f}"
+            " MB: leave it out to decode with them",
             stacklevel=3,
         )
     return model

@@ -41,7 +41,7 @@ def combine_masks(masks: Sequence[np.ndarray | None]) -> np.ndarray | None:
         combined = combined & mask
     if len(given) > 1 and not combined.any():
         raise UserError(
-            "the constraint, banned texts and reasoning budget of this request together allow no"
-            " token here"
+            "the constraint, banned texts and reasoning budget of this"
+            " request together allow no token here"
         )
     return combined

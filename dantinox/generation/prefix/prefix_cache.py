@@ -234,8 +234,8 @@ def pool_bytes(
         )
     if free is not None and requested > free:
         raise UserError(
-            f"the prefix cache of {requested / 1e6:g} MB does not fit into the {free / 1e6:.0f} MB"
-            " of free memory"
+            f"the prefix cache of {requested / 1e6:g} MB does not fit into the {free / 1e6:.0f}"
+            " MB of free memory"
         )
     return requested
 

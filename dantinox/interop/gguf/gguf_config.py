@@ -123,8 +123,8 @@ def _common_config(meta: Metadata, file: GGUFFile, family: Family) -> dict[str, 
         del config["head_dim"]
     if family.arch == "olmo" and (epsilon := config.pop("layer_norm_eps")) != OLMO_EPSILON:
         raise UserError(
-            f"{file.path} has olmo.attention.layer_norm_epsilon: {epsilon}; only {OLMO_EPSILON} is"
-            " supported"
+            f"{file.path} has olmo.attention.layer_norm_epsilon: {epsilon}; only {OLMO_EPSILON}"
+            " is supported"
         )
     if family.model_type == "granitemoehybrid":
         config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
@@ -144,15 +144,15 @@ def _sizes(meta: Metadata, file: GGUFFile, family: Family) -> dict[str, Any]:
     config = {hf_key: meta(key, defaults.get(key), key_type(key)) for key, hf_key in sizes.items()}
     if config["hidden_size"] % heads and not meta.has("attention.key_length"):
         raise UserError(
-            f"{file.path} must have {family.arch}.attention.key_length: {heads} heads do not divide"
-            " the width"
+            f"{file.path} must have {family.arch}.attention.key_length: {heads}"
+            " heads do not divide the width"
         )
     layers = config["num_hidden_layers"]
     mtp_layers = count_mtp_layers(meta)
     if mtp_layers >= layers:
         raise UserError(
-            f"{file.path} has {layers} layers, of which {mtp_layers} are multi-token prediction"
-            " layers"
+            f"{file.path} has {layers} layers, of which {mtp_layers}"
+            " are multi-token prediction layers"
         )
     config["num_hidden_layers"] = layers - mtp_layers
     return config
@@ -337,8 +337,8 @@ def _no_window_config(meta: Metadata, family: Family, layers: int) -> dict[str, 
             layers == LARGE_MODEL_LAYERS
         ):  # for this number of layers, llama.cpp assumes sliding windows
             raise UserError(
-                f"{meta.name} has an exaone4 of {layers} layers, whose sliding windows are not"
-                " supported"
+                f"{meta.name} has an exaone4 of {layers} layers, whose"
+                " sliding windows are not supported"
             )
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     if family.model_type in WITHOUT_WINDOW:

@@ -215,8 +215,8 @@ def _encode_tensor(array: np.ndarray, kind: str, find_blocks: FindBlocks) -> np.
     encoded = quantize(kind, array)
     if not has_finite_scales(kind, encoded):
         raise UserError(
-            f"the weights have numbers that {kind} cannot represent (too large, or NaN): export"
-            " bf16 or f32"
+            f"the weights have numbers that {kind} cannot represent (too"
+            " large, or NaN): export bf16 or f32"
         )
     return encoded
 

@@ -50,13 +50,13 @@ def gemma4_config(meta: Metadata, file: GGUFFile, windows: dict[str, Any]) -> di
         heads[full[0]]
     }:
         raise UserError(
-            f"{meta.name} has layers of one kind with different numbers of key heads, which is not"
-            " supported"
+            f"{meta.name} has layers of one kind with different numbers of"
+            " key heads, which is not supported"
         )
     if wider and (wider != [*range(own, layers)] or {widths[i] for i in wider} != {2 * widths[0]}):
         raise UserError(
-            f"{meta.name} has layers with the feed-forward widths {quote(widths)}, which is not"
-            " supported"
+            f"{meta.name} has layers with the feed-forward widths {quote(widths)},"
+            " which is not supported"
         )
     size = meta("attention.key_length")  # of heads in full layers
     local = meta("attention.key_length_swa")  # of heads in sliding layers
@@ -69,8 +69,8 @@ def gemma4_config(meta: Metadata, file: GGUFFile, windows: dict[str, Any]) -> di
     has_values = {i: f"blk.{i}.attn_v.weight" in file.tensors for i in full if i < own}
     if len(set(has_values.values())) > 1:
         raise UserError(
-            f"{meta.name} has a value projection in some full layers and not in others, which is"
-            " not supported"
+            f"{meta.name} has a value projection in some full layers and not"
+            " in others, which is not supported"
         )
     theta = meta("rope.freq_base", 10000.0, float)
     local_theta = meta("rope.freq_base_swa", theta, float)

@@ -106,8 +106,8 @@ def _read_scaled(file: GGUFFile, name: str) -> np.ndarray:
     scale = float(read_tensor(file, scale_name).reshape(-1)[0])
     if not 0 < abs(scale) < np.inf:
         raise UserError(
-            f"{file.path} has the scale {scale:g} in {escape_name(scale_name)}, expected a number"
-            " other than 0"
+            f"{file.path} has the scale {scale:g} in {escape_name(scale_name)},"
+            " expected a number other than 0"
         )
     return array * np.float32(scale)
 

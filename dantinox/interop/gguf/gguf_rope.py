@@ -57,8 +57,8 @@ def rope_config(
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind not in ("none", "linear"):
         raise UserError(
-            f"{file.path} has {meta.arch}.rope.scaling.type: {quote(kind)}, expected none, linear"
-            " or yarn"
+            f"{file.path} has {meta.arch}.rope.scaling.type: {quote(kind)},"
+            " expected none, linear or yarn"
         )
     if family.model_type in ("gemma3_text", "olmo3"):
         local = {

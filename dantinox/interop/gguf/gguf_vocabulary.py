@@ -157,8 +157,8 @@ def _byte_level_metadata(tree: dict[str, Any], names: Mapping[int, str]) -> dict
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if not complete or any(model[key] for key in options):
         raise UserError(
-            "GGUF cannot represent this tokenizer: its byte-level BPE has an option that llama.cpp"
-            " does not support"
+            "GGUF cannot represent this tokenizer: its byte-level BPE has an"
+            " option that llama.cpp does not support"
         )
     rules = [
         name
@@ -257,8 +257,8 @@ def _sentencepiece_metadata(
         or model["continuing_subword_prefix"]
     ):
         raise UserError(
-            "GGUF cannot represent this tokenizer: llama.cpp supports only BPE of bytes or with"
-            " byte fallback"
+            "GGUF cannot represent this tokenizer: llama.cpp supports only"
+            " BPE of bytes or with byte fallback"
         )
     special = {names[index] for index, kind in kinds.items() if kind == CONTROL}
     pieces = {
@@ -365,8 +365,8 @@ def read_vocabulary(metadata: Mapping[str, Any], file_name: str) -> Vocabulary:
     for key, value in entries.items():
         if key not in KNOWN_KEYS or (key in UNSUPPORTED_FLAGS and value):
             raise UserError(
-                f"{file_name} has {KEY_PREFIX}{escape_name(key)}: {quote(value)}, which is not"
-                " supported"
+                f"{file_name} has {KEY_PREFIX}{escape_name(key)}: {quote(value)},"
+                " which is not supported"
             )
     tokens = entries.get("tokens")
     kind = entries.get("model")
@@ -375,8 +375,8 @@ def read_vocabulary(metadata: Mapping[str, Any], file_name: str) -> Vocabulary:
     types = entries.get("token_type", [NORMAL] * len(tokens))
     if not _is_list_of(int, types) or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise UserError(
-            f"{file_name} has {len(tokens)} tokens that do not match its token types, or has a"
-            " token twice"
+            f"{file_name} has {len(tokens)} tokens that do not match its"
+            " token types, or has a token twice"
         )
     if kind == "gemma4" or (kind == "gpt2" and entries.get("pre") in UNSPLIT_NAMES):
         tree = _unsplit_tree(entries, tokens, types, file_name)

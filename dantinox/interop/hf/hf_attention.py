@@ -330,8 +330,8 @@ def head_settings(keys: ConfigKeys, settings: Mapping[str, Any]) -> dict[str, An
     if layers != expected or common.keys() - FULL_LAYER_HEADS.keys():
         raise UserError(
             f"config.json has per_layer_config: {quote(per_layer)}, expected equal head_dim and"
-            f" num_key_value_heads for all layers of {FULL} ({', '.join(map(str, full))}) and no"
-            " other layer"
+            f" num_key_value_heads for all layers of {FULL} ({', '.join(map(str, full))})"
+            " and no other layer"
         )
     return {path: common.get(key) for key, path in FULL_LAYER_HEADS.items()}
 

@@ -115,8 +115,8 @@ def download_repository(name: str) -> Path:
     """
     with require_extra(
         "hf",
-        f"there is no folder {name}; to download it from the Hugging Face Hub, install the extra"
-        " `hf`",
+        f"there is no folder {name}; to download it from the"
+        " Hugging Face Hub, install the extra `hf`",
     ):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -129,8 +129,8 @@ def download_repository(name: str) -> Path:
     except Exception as error:  # network errors have many exception classes
         raise UserError(
             f"there is no folder {name}, and the Hub cannot be reached: {first_line(error)}. To"
-            " import without network access, copy the checkpoint's folder to this machine and give"
-            " its path"
+            " import without network access, copy the checkpoint's folder"
+            " to this machine and give its path"
         ) from None
 
 
@@ -225,8 +225,8 @@ def _list_files(folder: Path) -> dict[str, set[str]]:
             or Path(file).name != file
         ):
             raise UserError(
-                f"{index} lists {escape_name(name)} in {quote(file)}, which is not a safetensors"
-                " file next to it"
+                f"{index} lists {escape_name(name)} in {quote(file)}, which is"
+                " not a safetensors file next to it"
             )
         files.setdefault(file, set()).add(name)
     return files

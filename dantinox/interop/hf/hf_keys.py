@@ -89,8 +89,8 @@ def check_object(value: Any, key: str) -> dict[str, Any]:
 def check_per_layer(values: Any, layers: int, key: str) -> list[Any]:
     if not isinstance(values, list) or len(values) != layers:
         raise UserError(
-            f"config.json has {key}: {quote(values)}, expected a list of {layers}, one for each"
-            " layer"
+            f"config.json has {key}: {quote(values)}, expected a list of {layers},"
+            " one for each layer"
         )
     return values
 

@@ -121,8 +121,8 @@ def dequantize_checkpoint(
         plain["quantization_config"] = dict(method.result)
     if not found and not _is_unpacked_bitnet(options):
         raise UserError(
-            f"config.json has quantization_config.quant_method: {name}, but no tensor has this"
-            " format"
+            f"config.json has quantization_config.quant_method: {name},"
+            " but no tensor has this format"
         )
     used = {stored for entry in found.values() for stored in entry.stored}
     rest = {
@@ -211,8 +211,8 @@ def _block_size(block: Any, key: str) -> tuple[int, int] | None:
         or any(type(size) is not int or size < 1 for size in block)
     ):
         raise UserError(
-            f"config.json has {key}: {quote(block)} in quantization_config, expected two numbers of"
-            " at least 1"
+            f"config.json has {key}: {quote(block)} in quantization_config,"
+            " expected two numbers of at least 1"
         )
     return block[0], block[1]
 
@@ -232,8 +232,8 @@ def _scaled_matrix(
     scales = stored_tensor(tensors, scale, name, (*FLOATS, "float8_e8m0fnu", "uint8"))
     if len(weight.shape) not in (2, 3):
         raise UserError(
-            f"the checkpoint has {escape_name(name)} of shape {list(weight.shape)}, expected two or"
-            " three axes"
+            f"the checkpoint has {escape_name(name)} of shape {list(weight.shape)},"
+            " expected two or three axes"
         )
     grid = scales.shape
     if grid in ((), (1,)):
@@ -496,8 +496,8 @@ def _unpack_ternary(tensors: LazyArrays, name: str, scale: str, divides: bool) -
     codes = np.concatenate([packed >> np.uint8(shift) & np.uint8(3) for shift in (0, 2, 4, 6)])
     if (codes == 3).any():
         raise UserError(
-            f"the checkpoint has {escape_name(name)} with the bits 11, which are not a ternary"
-            " weight"
+            f"the checkpoint has {escape_name(name)} with the bits"
+            " 11, which are not a ternary weight"
         )
     magnitude = magnitude_with_scale(factor, int(np.count_nonzero(codes != 1)), codes.size)
     return np.array([-magnitude, 0, magnitude], np.float32)[codes]

@@ -88,16 +88,16 @@ def from_hf(
         tensors
     ):  # checked first, because building a model with too many layers could exhaust the memory
         raise UserError(
-            f"the checkpoint has {len(tensors)} tensors, but its config has {expected} layers or"
-            " experts"
+            f"the checkpoint has {len(tensors)} tensors, but its config has {expected}"
+            " layers or experts"
         )
     shapes = parameter_shapes(model)
     if large := next(
         (name for name, shape in shapes.items() if math.prod(shape) > MAX_ELEMENTS), None
     ):
         raise UserError(
-            f"config.json describes a parameter {large} of shape {list(shapes[large])}, which is"
-            " too large"
+            f"config.json describes a parameter {large} of shape {list(shapes[large])},"
+            " which is too large"
         )
     locations = _locate(family, shapes)
     mtp_layers = range(model.num_blocks, model.num_blocks + count_mtp_layers(config))
@@ -217,8 +217,8 @@ def count_mtp_layers(config: Mapping[str, Any]) -> int:
     count = next((config[key] for key in MTP.split("|") if config.get(key)), 0)
     if type(count) is not int or not 0 <= count < MAX_LAYERS:
         raise UserError(
-            f"config.json has num_nextn_predict_layers: {escape_name(str(count))}, expected a"
-            " number"
+            f"config.json has num_nextn_predict_layers: {escape_name(str(count))},"
+            " expected a number"
         )
     return count
 

@@ -128,14 +128,14 @@ def calibrate_kv(
     if not texts:
         least = min(MIN_TOKENS, length)
         raise UserError(
-            f"the text has no document of at least {least} tokens: select another text with"
-            " --data_path"
+            f"the text has no document of at least {least} tokens:"
+            " select another text with --data_path"
         )
     entropy_SRLN, coverage_SRLN, distance_SRLN = measure_attention(run.model, texts, progress)
     if not np.isfinite(entropy_SRLN).all():
         raise UserError(
-            f"the attention of the model in {directory.path} is NaN or infinite: its weights are"
-            " damaged"
+            f"the attention of the model in {directory.path} is NaN or"
+            " infinite: its weights are damaged"
         )
     found = {
         **_attention_fields(entropy_SRLN, coverage_SRLN, distance_SRLN),
@@ -195,14 +195,14 @@ def _checked_length(directory: RunDirectory, length: int | None) -> int:
     config = load_run_config(directory)
     if config.attention.kv_lora_rank is not None:
         raise UserError(
-            f"the heads of {directory.path} share latents (attention.kv_lora_rank): a budget cannot"
-            " be divided"
+            f"the heads of {directory.path} share latents"
+            " (attention.kv_lora_rank): a budget cannot be divided"
         )
     uneven = uneven_keys(config.attention)
     if uneven is not None:
         raise UserError(
-            f"the keys of {directory.path} differ between layers ({uneven}): a budget cannot be"
-            " divided"
+            f"the keys of {directory.path} differ between layers ({uneven}):"
+            " a budget cannot be divided"
         )
     context = config.model.max_context
     if context < ROWS:

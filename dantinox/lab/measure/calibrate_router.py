@@ -128,8 +128,8 @@ def calibrate_router(
     )
     if not np.isfinite(H + V).all():
         raise UserError(
-            f"the model of {directory.path} returns NaN or infinite probabilities: its weights are"
-            " damaged"
+            f"the model of {directory.path} returns NaN or infinite"
+            " probabilities: its weights are damaged"
         )
     measured = thresholds(H, V)
     percentiles = {

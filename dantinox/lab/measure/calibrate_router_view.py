@@ -95,8 +95,8 @@ def unused_strategies(calibration: RouterCalibration) -> Iterator[str]:
             ]
             yield (
                 f"problem: none of the {calibration.tokens:,} positions meets the calibrated"
-                f" thresholds of {name} ({' and '.join(limits)}): this model will hardly ever use"
-                " that strategy"
+                f" thresholds of {name} ({' and '.join(limits)}): this model"
+                " will hardly ever use that strategy"
             )
 
 

@@ -55,8 +55,8 @@ def check_head(model: ModelConfig, head: tuple[int, int], tokens: int, config: C
         )
     if tokens > MAX_TOKENS:
         raise UserError(
-            f"attention shows at most {MAX_TOKENS} tokens, got a prompt of {tokens}: shorten the"
-            " prompt"
+            f"attention shows at most {MAX_TOKENS} tokens, got a prompt of {tokens}:"
+            " shorten the prompt"
         )
     check_settings(config, "attention")
 

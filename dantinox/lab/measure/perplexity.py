@@ -140,8 +140,8 @@ def measure_perplexity(
     nats = math.fsum(parts)
     if not math.isfinite(nats):
         raise UserError(
-            "the model returns a NaN or infinite log-probability for the text: its weights are"
-            " damaged"
+            "the model returns a NaN or infinite log-probability for"
+            " the text: its weights are damaged"
         )
     unscored = [] if len(begin) else [document.ids[:1] for document in documents]
     size = sum(document.bytes for document in documents)
@@ -268,8 +268,8 @@ def perplexity_lines(result: Perplexity) -> list[str]:
             (
                 "took",
                 (
-                    f"{result.seconds:.1f} s, {human_count(result.tokens / result.seconds)} tokens"
-                    " per second"
+                    f"{result.seconds:.1f} s, {human_count(result.tokens / result.seconds)}"
+                    " tokens per second"
                 ),
             ),
         ]

@@ -259,6 +259,6 @@ def profile_lines(result: Profile, unit: str, width: int = 100, number: int = 10
         width,
     )
     yield (
-        f"trace: {result.folder} (TensorBoard with its profile plug-in, or the .trace.json.gz in"
-        " ui.perfetto.dev)"
+        f"trace: {result.folder} (TensorBoard with its profile plug-in, or the"
+        " .trace.json.gz in ui.perfetto.dev)"
     )

@@ -116,8 +116,8 @@ def open_text_store(
     ids = read_tokens(tokenizer, str(data_path), config.data.text_field, tokens)
     if len(ids) < 2:
         raise UserError(
-            f"{data_path} has {len(ids)} tokens, fewer than 2: select a longer text with"
-            " --data_path"
+            f"{data_path} has {len(ids)} tokens, fewer than 2:"
+            " select a longer text with --data_path"
         )
     length = min(config.model.max_context, WINDOW, len(ids) - 1)
     bos_id = next(iter(tokenizer.ids_before_text), None)

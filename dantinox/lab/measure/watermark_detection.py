@@ -65,8 +65,8 @@ def detect_watermark(
     ngram = section.watermark_ngram
     if not keys:
         raise UserError(
-            "the run has no generation.watermark_keys: give the keys of the text with"
-            " --watermark_keys"
+            "the run has no generation.watermark_keys: give the keys"
+            " of the text with --watermark_keys"
         )
     documents = read_documents(
         Tokenizer.load(run.tokenizer), data_path, base.data.text_field, tokens
@@ -77,8 +77,8 @@ def detect_watermark(
     ]
     if not any(found):
         raise UserError(
-            f"{data_path} has no document of at least {ngram} tokens, the length of the hashed"
-            " sequences"
+            f"{data_path} has no document of at least {ngram} tokens,"
+            " the length of the hashed sequences"
         )
     marked = sum(detection is not None and detection.p < MARKED_BELOW for detection in found)
     return WatermarkReport(marked, found, ngram, len(keys))

@@ -74,8 +74,8 @@ class LMEvalModel:
         ][:1]
         if not found:
             raise UserError(
-                "eval tasks needs a tokenizer with a BOS or an EOS token, to score the first token"
-                " of a text"
+                "eval tasks needs a tokenizer with a BOS or an EOS token,"
+                " to score the first token of a text"
             )
         return found
 

@@ -238,8 +238,8 @@ def _left_out_lines(study: KVStudy) -> list[str]:
     left_out = [*study.left_out]
     if study.tasks is None:
         left_out.append(
-            "needle and copy tasks, because the tokenizer does not encode each of their words as"
-            " one token"
+            "needle and copy tasks, because the tokenizer does not"
+            " encode each of their words as one token"
         )
     return [f"Left out: {line}" for line in left_out]
 
@@ -268,8 +268,8 @@ def _notes(study: KVStudy) -> list[str]:
         (
             "ΔPPL: change of the perplexity of the text after the prompt, relative to the full"
             " cache. KL: divergence from the prediction with the full cache, in nats per token."
-            " top-1: share of tokens with the same most likely prediction. Prompt tokens are not"
-            " counted."
+            " top-1: share of tokens with the same most likely"
+            " prediction. Prompt tokens are not counted."
         ),
         (
             "gap: how much of the loss difference between streaming and oracle the method recovers;"

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from dantinox.config import UserError
 
 NOISE = (
-    "The meadow is wide. The lake is cold. The moon is bright. We walk a while. Then we come home"
-    " again."
+    "The meadow is wide. The lake is cold. The moon is bright. We walk"
+    " a while. Then we come home again."
 )
 MIN_SENTENCES = 50  # of a haystack
 MIN_WORDS = 300
@@ -272,8 +272,8 @@ def _common_word_sample(rng: random.Random, haystack: Haystack, length: int, siz
         )
 
     question = (
-        "Question: Which 10 words come most often in the list above? Answer: The 10 words that come"
-        " most often are:"
+        "Question: Which 10 words come most often in the list above? Answer: The"
+        " 10 words that come most often are:"
     )
     # The number of words in the example, and how often the 10 common words and the others come in
     # the list and the example.

@@ -98,8 +98,8 @@ def _notes() -> list[str]:
         (
             "Scores are the expected answers that were found, in %, by RULER's string match."
             " agnostic: the cache chooses what it keeps before the question is read; aware: with"
-            " the question in the prompt. Pairs are agnostic / aware, means over the tasks of a"
-            " group."
+            " the question in the prompt. Pairs are agnostic /"
+            " aware, means over the tasks of a group."
         ),
         (
             "full: the cache keeps everything. streaming: it keeps the first and the last tokens."

@@ -348,8 +348,8 @@ def _check_calibration(names: Sequence[str], directory: RunDirectory) -> None:
     if calibrated and not directory.router.is_file():
         raise UserError(
             f"{', '.join(calibrated)} cannot run without {directory.router}: run `dantinox"
-            f" calibrate --run_dir {directory.path} --what router`, or name other methods in"
-            " --methods"
+            f" calibrate --run_dir {directory.path} --what router`,"
+            " or name other methods in --methods"
         )
 
 

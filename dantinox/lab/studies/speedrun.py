@@ -269,8 +269,8 @@ def _load_state(folder: Path, request: SpeedrunRequest) -> dict[str, Any]:
         unexpected = sorted(child.name for child in folder.iterdir() if child.name != ".lock")
         if unexpected:
             raise UserError(
-                f"{folder} is not empty and not a speedrun (it has {unexpected[0]}): choose another"
-                " --run_dir"
+                f"{folder} is not empty and not a speedrun (it has {unexpected[0]}):"
+                " choose another --run_dir"
             )
         state = {"request": asdict(request), "finished": [], "seconds": {}}
         _save_state(folder, state)

@@ -184,8 +184,8 @@ def speedrun_blocks(speedrun: Speedrun) -> Iterator[Block]:
             for sample in speedrun.samples
         ]
         note = (
-            "Greedy answers of the final model to held-out questions, each with the reference"
-            " answer."
+            "Greedy answers of the final model to held-out"
+            " questions, each with the reference answer."
         )
         yield Details([Heading("Chat"), Paragraph(note), *map(Verbatim, texts)])
     commands = [*(stage.command for stage in speedrun.stages), chat_command(speedrun)]

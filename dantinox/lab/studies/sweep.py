@@ -169,8 +169,8 @@ def _open_directory(path: Path) -> RunDirectory:
         unexpected = [child.name for child in folder.path.iterdir() if child.name != ".lock"]
     if unexpected and not (folder.path / PLAN_FILE).is_file():
         raise UserError(
-            f"{path} is not empty and not a sweep (it has {sorted(unexpected)[0]}): choose another"
-            " runs_dir"
+            f"{path} is not empty and not a sweep (it has {sorted(unexpected)[0]}):"
+            " choose another runs_dir"
         )
     return folder
 

@@ -133,8 +133,8 @@ def read_questions(path: Path) -> tuple[Question, ...]:
         questions.append(_question(record, where))
     if len(questions) < 2:
         raise UserError(
-            f"the task {path} has {len(questions)} questions, but at least 2 are needed for an"
-            " interval"
+            f"the task {path} has {len(questions)} questions, but at"
+            " least 2 are needed for an interval"
         )
     return tuple(questions)
 

@@ -247,8 +247,8 @@ class ModelPool:
                 seconds = None if member.state == "loading" else until - time.monotonic()
                 if seconds is not None and seconds <= 0:
                     raise Unavailable(
-                        f"the model {member.name} cannot be loaded now: all loaded models are"
-                        " in use"
+                        f"the model {member.name} cannot be loaded"
+                        " now: all loaded models are in use"
                     )
                 await self._change(seconds)
         finally:

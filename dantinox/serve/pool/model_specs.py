@@ -80,8 +80,8 @@ def check_names(names: list[str]) -> None:
         other = next((other for other in names if name.startswith(f"{other}:")), None)
         if other is not None:
             raise UserError(
-                f"the model name {quote(name)} could also mean an adapter of {quote(other)}: use"
-                " another name"
+                f"the model name {quote(name)} could also mean an adapter of {quote(other)}:"
+                " use another name"
             )
     if len(names) > MAX_MODELS:
         raise UserError(f"a server must have at most {MAX_MODELS} models, got {len(names)}")

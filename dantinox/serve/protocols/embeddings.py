@@ -46,8 +46,8 @@ def _to_inputs(value: Any) -> list[str | list[int]]:
             raise ValueError(f"must have at most {MAX_EMBEDDINGS:,} texts")
         return value
     raise ValueError(
-        "must be a string, a list of strings, a list of token ids, or a list of such lists, none of"
-        " them empty"
+        "must be a string, a list of strings, a list of token ids, or a list"
+        " of such lists, none of them empty"
     )
 
 

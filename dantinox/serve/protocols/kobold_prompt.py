@@ -80,8 +80,8 @@ class Placeholders:
         parts = re.split("|".join(MARKERS), template.text(messages, generation_prompt=True))
         if len(parts) != 4:
             raise UserError(
-                f"{template.name} changes the text of messages: instruction placeholders cannot be"
-                " replaced"
+                f"{template.name} changes the text of messages:"
+                " instruction placeholders cannot be replaced"
             )
         first, _, turn, answer = parts
         return {"FIRST": first, "INPUT": turn, "OUTPUT": answer, "SYSTEM": _system_tag(template)}
@@ -129,8 +129,8 @@ def fit_to_context(
     min_prompt = min(len(prompt_ids), MIN_TOKENS)
     if len(memory_ids) + min_prompt >= context:
         message = (
-            f"the memory has {len(memory_ids):,} tokens and the context is {context:,}: shorten the"
-            " memory"
+            f"the memory has {len(memory_ids):,} tokens and the context is {context:,}:"
+            " shorten the memory"
         )
         raise RequestError(400, message, param="memory")
     max_text = min(max(context - new, context // 2), context - 1)

@@ -71,8 +71,8 @@ def _to_prompts(value: Any) -> list[str | list[int]]:
                     raise ValueError(f"must have at most {MAX_PROMPTS} prompts")
                 return value
     raise ValueError(
-        "must be a string, a list of strings, a list of token ids, or a list of such lists, none of"
-        " them empty"
+        "must be a string, a list of strings, a list of token ids, or a list"
+        " of such lists, none of them empty"
     )
 
 
@@ -384,8 +384,8 @@ class ChatBody(Body):
             continues = not self.add_generation_prompt
         if continues and not continues_last(messages):
             message = (
-                "continue_final_message needs a last message that is of the assistant and has a"
-                " text"
+                "continue_final_message needs a last message that"
+                " is of the assistant and has a text"
             )
             raise RequestError(400, message, param="continue_final_message")
         return Conversation(

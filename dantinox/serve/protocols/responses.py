@@ -159,8 +159,8 @@ def routes(service: Service) -> list[Route]:
             sentence = f"this server has no response {quote(name)}"
             if most == 0:
                 sentence += (
-                    ": it keeps no responses; start it with --store_responses, or send the whole"
-                    " conversation"
+                    ": it keeps no responses; start it with"
+                    " --store_responses, or send the whole conversation"
                 )
             raise RequestError(
                 404, sentence, param="previous_response_id", code="response_not_found"

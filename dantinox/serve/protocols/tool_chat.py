@@ -231,8 +231,8 @@ def without_healing(config: Config, by_default: bool) -> Config:
     """
     if config.generation.token_healing and not by_default:
         message = (
-            "token_healing must be false in a conversation and after a given beginning of the"
-            " answer"
+            "token_healing must be false in a conversation and"
+            " after a given beginning of the answer"
         )
         raise RequestError(400, message, param="token_healing")
     return with_generation(config, token_healing=False)
