@@ -61,12 +61,10 @@ def train(options: argparse.Namespace) -> int:
     saved = check_resumable(options.run_dir) if options.resume else None
     given = overrides(options)
     path = options.config or saved or DEFAULT_CONFIG
-    if options.config is None and path != saved and given.get("training.init_from"):
+    if options.config is None and saved is None and given.get("training.init_from"):
         config = build_training({}, given)  # the run of init_from sets the model
     else:
-        load = (
-            load_config if path == saved else load_training
-        )  # the config of a run has all settings
+        load = load_training if path != saved else load_config  # a run's config has all settings
         config = load(path, given)
     if options.print_config:
         print(dump_config(config, complete=True), end="")
@@ -208,7 +206,8 @@ def add_speedrun_flags(command: Parser) -> None:
     )
     command.add_argument("--data", metavar="PATH", help=data)
     conversations = (
-        "conversations to fine-tune on, as data.path, with sums (default: builtin:instructions)"
+        "conversations to fine-tune on, as data.path; arithmetic sums are added"
+        " (default: builtin:instructions)"
     )
     command.add_argument("--sft_data", metavar="PATH", help=conversations)
     ratio = "training.tokens_per_parameter of pretraining (default: 0.6, for a CPU)"

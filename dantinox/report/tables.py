@@ -113,7 +113,7 @@ def side_by_side(
         max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns
     ]
     start = front
-    while start < max(len(columns), front + 1):
+    while start < max(len(columns), front + 1):  # once even without other columns
         stop = start + 1
         while (
             stop < len(columns)

@@ -134,8 +134,9 @@ Order = SharedOrder | RowOrders
 
 
 def order_array(names: Sequence[str]) -> np.ndarray:
-    """Returns the order array [N] int32 for the names of the steps, without the last steps, whose
-    order is fixed.
+    """Returns the order array [N] int32 for the names of a `section_order`, which has no edits.
+
+    The last steps are left out, because their order is fixed.
     """
     steps_N = np.full(len(ORDERABLE), -1, np.int32)
     indices = [ORDERABLE.index(name) for name in names if name not in LAST_STEPS]

@@ -143,7 +143,7 @@ class RolloutBatches:
         sampler = partial(RolloutSampler, config, step.model, tokenizer, store.longest)
         self._rollouts = sampler(samples=config.grpo.samples, prompts=store.batch_size)
         self._greedy = sampler(samples=1, prompts=store.validation_rows)
-        self.skipped_batches = 0
+        self.skipped_batches = 0  # by rewinds; the training loop sets it
         self.metrics: dict[str, float] = {}
         self.groups: list[Group] = []
         self._ready = 0.0  # when the newest batch was on the device
@@ -156,7 +156,7 @@ class RolloutBatches:
           UserError: a reward function failed.
         """
         started = time.perf_counter()
-        weights = state.parameters | self._frozen
+        weights = state.parameters | self._frozen  # not their moving average, as in `evaluate`
         groups, rounds = self._sample_groups(step + self.skipped_batches, weights)
         sampled = time.perf_counter()
         rows, sampled_RT = rollout_rows(groups, self._length, self._config, self._pad)
@@ -243,7 +243,8 @@ class RolloutBatches:
         """Returns the groups of a batch, and the rounds of sampling.
 
         With dynamic sampling (Yu et al. 2025, DAPO, section 3.2), groups of equal rewards are
-        replaced by groups of further prompts, as long as `grpo.max_sampling_rounds` allows.
+        replaced by groups of further prompts, in at most `grpo.max_sampling_rounds` further
+        rounds.
         """
         seed = self._config.training.seed
         rounds = 0

@@ -174,7 +174,7 @@ class AdapterSlots:
         stacks = self._empty_arrays()
         for path, target, change in self._changes(adapter):
             a_IR, b_RO = self._permuted(path, change.a_IR, change.b_RO * np.float32(change.scale))
-            a_1IR = stacks[path].a
+            a_1IR = stacks[path].a  # all projections side by side, in the order of their names
             first = sorted(stacks[path].b).index(target) * self.rank
             a_1IR[0, :, first : first + a_IR.shape[1]] = a_IR
             stacks[path].b[target][0, : len(b_RO)] = b_RO

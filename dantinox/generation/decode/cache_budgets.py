@@ -91,8 +91,8 @@ def allocate_by_loss(
     min_rise_W = np.zeros(KNAPSACK_STEPS + 1)
     choices = []
     for curve_KS in curves_LKS:
-        # What the heads gain with the larger size, the most first, and what the first 0…K − 1 of
-        # them gain together.
+        # [larger size, smaller size, heads]: what the heads gain with the larger size, the most
+        # first, and what the first 0…K − 1 of them gain together.
         gain_SSK = -np.sort(curve_KS.T[:, None] - curve_KS.T, axis=-1)
         gain_SSK = np.cumsum(
             np.concatenate([np.zeros((S, S, 1)), gain_SSK[..., :-1]], axis=-1), axis=-1
@@ -331,6 +331,7 @@ def _resplit(
     small_HS = (middle_H1 // SLOT_UNIT + np.arange(-K, K + 1)).astype(np.int64) * SLOT_UNIT
     left_HS = total - (K - heads_H1) * small_HS
     large_HS = np.minimum(left_HS // heads_H1, cap) // SLOT_UNIT * SLOT_UNIT
+    # Where whole units leave a unit or more unused: the cap, which need not be whole units.
     large_HS = np.where(left_HS - heads_H1 * large_HS < SLOT_UNIT, large_HS, cap)
     spare_HS = left_HS - heads_H1 * large_HS
     allowed_HS = (

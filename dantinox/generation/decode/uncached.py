@@ -48,7 +48,7 @@ class UncachedStepper(Stepper):
         return x_PTD, ()
 
     def weights(self, model: Transformer, rows: int) -> Transformer:
-        return dequantize(model)
+        return dequantize(model)  # each step multiplies all tokens of the rows, not one per row
 
     def forward(
         self, model: Transformer, caches: Caches, state: DecodeState, params: SamplingParams

@@ -132,6 +132,7 @@ async def parse_completion(service: Service, body: CompletionBody) -> Reply:
             tuple(ids),
             config,
             logprobs=logprobs,
+            # The engine reports the tokens of the prompt; its text is in `echoed`.
             echo=bool(body.echo) and logprobs is not None,
             constraint=constraint,
             lora=lora,
@@ -353,6 +354,7 @@ class ChatReply(OpenAIReply):
         self, service: Service, request: GenerationRequest, body: ChatBody, prepared: PreparedChat
     ):
         super().__init__(service, [request], body, [""])
+        # For each choice, what splits its text into content, reasoning and calls.
         self._replies = [prepared.fields() for _ in range(self._choices)]
         self._opened = (
             False  # whether the first chunk of each choice, which has the role, is written
