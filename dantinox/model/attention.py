@@ -65,10 +65,10 @@ class Attention(nnx.Module):
             if config.qk_norm
             else None
         )
-        norm_keys = config.qk_norm and not self.reuses_kv
-        self.k_norm = (
-            make_rms_norm(config, (K, H) if self.norm_over_heads else H) if norm_keys else None
-        )
+        k_norm = None
+        if config.qk_norm and not self.reuses_kv:
+            k_norm = make_rms_norm(config, (K, H) if self.norm_over_heads else H)
+        self.k_norm = k_norm
         self.v_norm = (
             RMSNorm(H, config.norm_epsilon, scaled=False)
             if config.v_norm and not self.reuses_kv

@@ -201,10 +201,7 @@ class Store:
         """Returns the slots at `index_BKS` (the K axis may be 1), in that order."""
 
         def take_leaf(axis: int, leaf: jax.Array) -> jax.Array:
-            index = (
-                index_BKS if leaf.ndim == 3 else jnp.expand_dims(index_BKS, 2 if axis == 3 else 3)
-            )
-            return jnp.take_along_axis(leaf, index, axis=axis)
+            return jnp.take_along_axis(leaf, _expand_slots(index_BKS, leaf, axis), axis=axis)
 
         return self.map_slots(take_leaf)
 
@@ -214,11 +211,7 @@ class Store:
         """
 
         def select_leaf(axis: int, a: jax.Array, b: jax.Array) -> jax.Array:
-            return jnp.where(
-                chosen_BKS if a.ndim == 3 else jnp.expand_dims(chosen_BKS, 2 if axis == 3 else 3),
-                a,
-                b,
-            )
+            return jnp.where(_expand_slots(chosen_BKS, a, axis), a, b)
 
         return self.map_slots(select_leaf, other)
 
@@ -277,6 +270,17 @@ class LatentStore(Store):
         )
         rotated = _matmul(q_BKMC[..., rank:], self.k_BKHS, self.k_scale_BKS, jnp.float32, slots=-1)
         return (latent + rotated) * q_BKMC.shape[-1] ** -0.5
+
+
+def _expand_slots(x_BKS: jax.Array, leaf: jax.Array, axis: int) -> jax.Array:
+    """Returns x with an axis of length 1 for the head dimension of a leaf, if the leaf has one.
+
+    Args:
+      axis: the axis of the slots in the leaf.
+    """
+    if leaf.ndim == 3:
+        return x_BKS
+    return jnp.expand_dims(x_BKS, 2 if axis == 3 else 3)
 
 
 def _corner(leaf: jax.Array, axis: int, row: Any, slot: Any) -> list[Any]:

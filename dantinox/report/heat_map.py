@@ -121,7 +121,8 @@ def _cell(x: int, y: int, cell: int, share: float, title: str) -> str:
     drawn = f"{_square(x, y, side, share)}<title>{title}</title></rect>"
     if cell < NUMBER_CELL:
         return drawn
-    kind, digits = "on" if shade(share) > DARK else "off", 1 if share < 0.0995 else 0
+    kind = "on" if shade(share) > DARK else "off"
+    digits = 1 if share < 0.0995 else 0
     middle = f'x="{x + side / 2:g}" y="{y + side / 2 + 4:g}" text-anchor="middle"'
     return f'{drawn}<text class="{kind}" {middle}>{100 * share:.{digits}f}</text>'
 

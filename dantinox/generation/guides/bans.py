@@ -260,15 +260,13 @@ class TextBan:
         return count
 
     def _fitting(self, partial: str) -> str:
-        """Returns the longest suffix of a state that lies inside the held text and is a state
-        itself.
+        """Returns the longest suffix of `partial` that fits in the held text and begins a banned
+        string.
         """
         size = len(self._window)
-        return (
-            partial
-            if len(partial) <= size
-            else self._strings.longest_prefix(partial[len(partial) - size :])
-        )
+        if len(partial) <= size:
+            return partial
+        return self._strings.longest_prefix(partial[len(partial) - size :])
 
     def _release(self, window: str) -> None:
         """Releases the tokens that no longer can be discarded.
