@@ -84,6 +84,12 @@ TINY = [
 ]  # fmt: skip
 
 
+def tiny_run(text, run):
+    """Returns the arguments of a command that trains a tiny quickstart model on a text."""
+    config = ROOT / "configs/quickstart.yaml"
+    return ["train", "--config", config, "--data_path", text, "--run_dir", run, *TINY]
+
+
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text.txt"
@@ -176,16 +182,7 @@ def test_init_writes_a_config_that_trains(dantinox, tmp_path, monkeypatch):
 
 def test_an_invalid_sample_prompt_is_reported_before_training(dantinox, tmp_path, text):
     run = tmp_path / "run"
-    argv = [
-        "train",
-        "--config",
-        ROOT / "configs/quickstart.yaml",
-        "--data_path",
-        text,
-        "--run_dir",
-        run,
-        *TINY,
-    ]
+    argv = tiny_run(text, run)
     code, out, err = dantinox(*argv, "--tokenizer_type", "char", "--sample_prompt", "é")
     assert (
         (code, out) == (2, "")
@@ -196,16 +193,7 @@ def test_an_invalid_sample_prompt_is_reported_before_training(dantinox, tmp_path
 
 def test_an_invalid_token_id_is_reported_before_training(dantinox, tmp_path, text):
     run = tmp_path / "run"
-    argv = [
-        "train",
-        "--config",
-        ROOT / "configs/quickstart.yaml",
-        "--data_path",
-        text,
-        "--run_dir",
-        run,
-        *TINY,
-    ]
+    argv = tiny_run(text, run)
     code, out, err = dantinox(*argv, "--allowed_tokens", 999_999)
     assert (code, out) == (
         2,
@@ -319,16 +307,7 @@ def test_a_run_is_trained_once(dantinox, tmp_path, text):
 @pytest.mark.slow
 def test_train_then_generate_then_resume(dantinox, tmp_path, text):
     run = tmp_path / "run"
-    code, out, err = dantinox(
-        "train",
-        "--config",
-        ROOT / "configs/quickstart.yaml",
-        "--data_path",
-        text,
-        "--run_dir",
-        run,
-        *TINY,
-    )
+    code, out, err = dantinox(*tiny_run(text, run))
     assert (code, out) == (0, "") and "finished at step 4" in err
     names = {
         "config.yaml",
@@ -385,16 +364,7 @@ def test_train_then_generate_then_resume(dantinox, tmp_path, text):
 @pytest.mark.slow
 def test_a_run_directory_may_have_any_name(dantinox, tmp_path, text):
     run = tmp_path / "[/a-1] *?\\'\"\nè"
-    code, _, err = dantinox(
-        "train",
-        "--config",
-        ROOT / "configs/quickstart.yaml",
-        "--data_path",
-        text,
-        "--run_dir",
-        run,
-        *TINY,
-    )
+    code, _, err = dantinox(*tiny_run(text, run))
     assert code == 0 and "finished at step 4" in err
     code, _, err = dantinox("train", "--run_dir", run, "--resume", "--steps", 6)
     assert code == 0 and "resumed from step 4" in err and "finished at step 6" in err
