@@ -41,7 +41,7 @@ from dantinox.sampling.params import SamplingParams
 from dantinox.sampling.selection import first_argmax
 from dantinox.sampling.state import SamplerState, token_histories, update
 from dantinox.sampling.step_info import RouterReport, StepInfo, step_info
-from dantinox.sampling.window import Context, run_chain, run_steps
+from dantinox.sampling.window import Context, map_rows, run_chain, run_steps
 
 GREEDY_STEPS = frozenset((*EDIT_STEPS, *PENALTY_STEPS))  # the steps that also apply to greedy rows
 XTC_KEY, CANDIDATES_KEY = 1, 2  # folded into the key of the row, for independent draws
@@ -487,7 +487,7 @@ def _apply_step(name: str, x_BN: Array, on_B: Array, context: Context) -> Array:
             x_N, on, row = operands
             return lax.cond(on, step, lambda x_N, _: x_N, x_N, row)
 
-        return lax.map(run_row, (x_BN, on_B, context))
+        return map_rows(run_row, (x_BN, on_B, context))
     return jnp.where(on_B[:, None], jax.vmap(step)(x_BN, context), x_BN)
 
 

@@ -180,7 +180,17 @@ def run_failed_rows(
         )
         return jax.tree.map(lambda leaf: leaf[0], outcome)
 
-    return lax.map(row, (order, rows, context, windowed))
+    return map_rows(row, (order, rows, context, windowed))
+
+
+def map_rows(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Applies a function to the rows of a batch one by one. A single row needs no loop, which would
+    copy every array.
+    """
+    if len(jax.tree.leaves(batch)[0]) > 1:
+        return lax.map(function, batch)
+    result = function(jax.tree.map(lambda leaf: leaf[0], batch))
+    return jax.tree.map(lambda leaf: leaf[None], result)
 
 
 def run_in_windows(apply: Apply, order: Order, logits_BV: Array, context: Context) -> WindowResult:

@@ -28,6 +28,7 @@ from dantinox.generation.static_batch import (
 )
 from dantinox.generation.token_settings import end_ids
 from dantinox.model import CacheReport
+from dantinox.platform import release_free_memory
 from dantinox.sampling import StepInfo
 
 
@@ -218,6 +219,8 @@ class BatchRun:
         self.results = self._build_results(["".join(parts) for parts in texts], reports)
         # The next batch may need the memory before this one is collected as garbage.
         self.batch.caches = ()
+        if self.times.compiling > 0:
+            release_free_memory()  # that of the compiler
 
     def summary(self) -> str:
         """Returns one line about a finished run: tokens, times, speed, seeds, size of the cache."""
