@@ -51,7 +51,6 @@ from dantinox.generation.slot_prefill import PrefillBatch, SlotRow
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import tree_bytes
 from dantinox.sampling import LogitProcessor
-from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.state import recurrent_fields
 from dantinox.sampling.step_subsets import ALL_STEPS, LARGEST_SUBSET, reduce_state, restore
 
@@ -276,7 +275,8 @@ class SlotBatch(PrefillBatch):
         if kind == "decode":
             report = min(MAX_ALTERNATIVES, V) if key[1] == ALL_STEPS else None
             state = replace(state, sampler=reduce_state(key[1], state.sampler))
-            arguments = (self._model, caches, state, params, zero, self._constants)
+            host_params = self._host_params()
+            arguments = (self._model, caches, state, params, host_params, zero, self._constants)
             return decode_slots.lower(
                 *arguments, stepper=self.plan.stepper, report=report, subset=key[1]
             )
@@ -297,9 +297,7 @@ class SlotBatch(PrefillBatch):
             jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), done_B=np.ones(1, bool)
         )
         idle = (
-            PackedParams.of(
-                replace(params, enabled=jax.tree.map(np.zeros_like, params.enabled)), V
-            ),
+            PackedParams.of(replace(params, enabled=jax.tree.map(np.zeros_like, params.enabled))),
             state,
         )
         packed, state = jax.device_put(
@@ -380,8 +378,8 @@ class SlotBatch(PrefillBatch):
           output: the generated tokens to keep, which this row has generated before. Its tokens in
             pending chunks are dropped.
           report: whether to return a `StepInfo` with the tokens.
-          constrained: whether `set_token_mask` will be called for every token. The row then gets
-            one token per step, because the mask of a token depends on the tokens before it.
+          constrained: whether the host chooses the tokens that the row may get next. The row then
+            gets one token per step, because they depend on the tokens before them.
           followers: the slots of the rows that follow this one, in which their prompts are
             prefilled.
         """
@@ -407,12 +405,9 @@ class SlotBatch(PrefillBatch):
         row.program = program
         row.reports = report
         row.counts = {}
-        row.subset = ALL_STEPS if report or constrained else row_params.subset
+        row.restricted = constrained
+        row.steps_subset = row_params.subset
         previous.program = None  # so that its pending chunks are dropped
-
-    def set_token_mask(self, slot: int, bits_W: np.ndarray | None) -> None:
-        super().set_token_mask(slot, bits_W)
-        self._rows[slot].subset = ALL_STEPS  # only this program reads the masks
 
     def _init_row(
         self,
@@ -433,10 +428,7 @@ class SlotBatch(PrefillBatch):
         self._states[program] = self._programs["start", program](
             *self._states[program], pack(inputs), numbers
         )
-        # Drop pending changes that were meant for the previous request of this slot.
-        self._stopped.get(program, set()).discard(slot)
-        if program in self._masks:
-            self._masks[program][slot] = ALL_ALLOWED
+        self._drop_changes(program, slot)
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         needed = max(row.subset for row in self._rows if row.program == program)
@@ -449,7 +441,13 @@ class SlotBatch(PrefillBatch):
         params, state = self._states[program]
         reduced = replace(state, sampler=reduce_state(subset, state.sampler))
         self.caches, reduced, emitted = self._programs["decode", program, subset](
-            self._model, self.caches, reduced, params, int32(steps), self._constants
+            self._model,
+            self.caches,
+            reduced,
+            params,
+            self._host_params(),
+            int32(steps),
+            self._constants,
         )
         state = replace(reduced, sampler=restore(state.sampler, reduced.sampler))
         self._states[program] = params, state
@@ -497,8 +495,7 @@ class SlotBatch(PrefillBatch):
         """Empties all slots and allocates new caches, for use after a program failed."""
         self.caches = self.plan.make_caches(self.count)
         self._rows = [SlotRow() for _ in range(self.count)]
-        self._masks = {}
-        self._stopped = {}
+        self._drop_all_changes()
         if self._prefixes is not None:
             self._prefixes.clear()
         done_B = jax.device_put(np.ones(self.count, bool))

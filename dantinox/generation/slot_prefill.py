@@ -66,7 +66,8 @@ class SlotRow(Row):
       prefilled: the number of tokens in the slot; of these, `reused` came from the prefix cache.
       prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not
         requested.
-      subset: the index of the smallest decode program for the row, see `sampling.step_subsets`.
+      steps_subset: the index of the smallest decode program for the settings of the row, see
+        `sampling.step_subsets`.
     """
 
     ids: Sequence[int] = ()
@@ -76,7 +77,12 @@ class SlotRow(Row):
     prefilled: int = 0
     reused: int = 0
     prompt_reports: list[StepInfo] | None = None
-    subset: int = ALL_STEPS
+    steps_subset: int = ALL_STEPS
+
+    @property
+    def subset(self) -> int:
+        """The index of the smallest decode program for the row."""
+        return ALL_STEPS if self.reports or self.restricted else self.steps_subset
 
 
 class PrefillBatch(RunningBatch):
@@ -91,7 +97,7 @@ class PrefillBatch(RunningBatch):
 
     def __init__(self, plan: SlotPlan, weights: SplitModel):
         """Creates the slots, which are empty. Their caches and programs do not exist yet."""
-        super().__init__(plan.count)
+        super().__init__(plan.count, plan.architecture.vocab_size, constrained=True)
         self.plan = plan
         self._model = weights
         self.context = plan.context

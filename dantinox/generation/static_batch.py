@@ -42,7 +42,6 @@ from dantinox.generation.running_batch import (
 from dantinox.model import KVCache, Transformer
 from dantinox.platform import get_platform
 from dantinox.sampling import SamplingParams, StepInfo, init_state
-from dantinox.sampling.chain import all_allowed
 from dantinox.sampling.params import next_power_of_two
 
 PROGRAM_NAME = "static"  # the key of the only program
@@ -162,7 +161,7 @@ class StaticOptions:
         None: all rows.
       features: the features of the rows, except those of the stepper.
       constants: the arrays of the features and the stepper that all rows share.
-      constrained: whether `set_token_mask` and `restart` may be called.
+      constrained: whether guides may restrict the tokens of a row, or restart it.
       report: the number of alternatives to report per token; None: report nothing.
       echo: whether to report the log-probabilities of the prompt tokens.
     """
@@ -211,7 +210,11 @@ class StaticBatch(RunningBatch):
           limits_B: the most new tokens of each row.
           eos_ids: for each row, the ids that end it.
         """
-        super().__init__(len(prompt_PT) * options.samples)
+        super().__init__(
+            len(prompt_PT) * options.samples,
+            model.config.vocab_size,
+            constrained=options.constrained,
+        )
         self.times = Times()
         self.echo: np.ndarray | None = None
         self.before_dispatch: Callable[[], None] = lambda: None
@@ -230,10 +233,6 @@ class StaticBatch(RunningBatch):
         padded_PT = pad_prompts(prompt_PT, lengths_P, options.pad)
         tokens_BT = np.repeat(padded_PT, options.samples, axis=0)
         state = self._initial_state(tokens_BT, lengths_B, params, limits_B, eos_ids, options)
-        if options.constrained:
-            params = replace(
-                params, allowed_bits=jax.device_put(all_allowed(self.count, self._vocab_size))
-            )
         self._states[PROGRAM_NAME] = params, state
         self._model = split_model(model)
         self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))
@@ -384,12 +383,13 @@ class StaticBatch(RunningBatch):
             vocab_size=self._vocab_size,
         )
         self._states[PROGRAM_NAME] = params, _compiled_write_row(state, initial, np.int32(slot))
-        self._stopped.get(PROGRAM_NAME, set()).discard(slot)
+        self._drop_changes(PROGRAM_NAME, slot)
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
+        read = replace(params, **self._host_params())
         self.caches, state, emitted = self._program(
-            self._model, self.caches, state, params, np.int32(steps), **self._options
+            self._model, self.caches, state, read, np.int32(steps), **self._options
         )
         self._states[program] = params, state
         return emitted, RowStatus.of(state)
@@ -465,7 +465,7 @@ class StaticBatch(RunningBatch):
           to_shapes: maps arrays and shapes to shapes for the target device.
         """
         model, prompt, state, params = to_shapes(
-            (self._model, self._prompt, self.state, self.params)
+            (self._model, self._prompt, self.state, replace(self.params, **self._host_params()))
         )
         prefill = _prefill_toks.jitted_fn.trace(
             model, prompt, state.features, **self._prefill_options

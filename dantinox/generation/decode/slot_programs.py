@@ -2,8 +2,10 @@
 argument.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,6 @@ from dantinox.generation.decode.split_model import SplitModel
 from dantinox.model import KVCache, Transformer
 from dantinox.model.scoring import map_logits
 from dantinox.sampling import StepInfo
-from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.step_info import step_info
 from dantinox.sampling.step_subsets import reduce_params
 
@@ -43,6 +44,7 @@ def decode_slots(
     caches: Caches,
     state: DecodeState,
     params: PackedParams,
+    host_params: Mapping[str, Any],
     steps: jax.Array,
     constants: Constants,
     *,
@@ -54,8 +56,9 @@ def decode_slots(
 
     Args:
       state: what the subset of the sampling steps reads.
+      host_params: the sampling parameters that the host chooses before each chunk, by name.
     """
-    reduced = reduce_params(subset, params.unpack())
+    reduced = reduce_params(subset, replace(params.unpack(), **host_params))
     decoded: tuple[Caches, DecodeState, Emitted] = _generate_toks(
         model, caches, state, reduced, steps, constants, stepper=stepper, report=report
     )
@@ -174,9 +177,7 @@ def start_row(
         vocab_size=vocab_size,
     )
     words = words_1N[:, : params.layout.words]
-    packed = replace(
-        params, words_BN=words, allowed_bits=jnp.full_like(params.allowed_bits[:1], ALL_ALLOWED)
-    )
+    packed = replace(params, words_BN=words)
     replaced: tuple[PackedParams, DecodeState] = write_row((params, state), (packed, initial), slot)
     return replaced
 
