@@ -2,8 +2,10 @@
 and `SlotBatch`.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -165,7 +167,9 @@ class RunningBatch:
         # Changes are collected on the host and written to the device in one operation before the
         # next chunk.
         self._stopped: dict[Hashable, set[int]] = {}
-        self._allowed = AllowedTokens(count, vocab_size) if constrained else None
+        self._new_allowed = partial(AllowedTokens, count, vocab_size)
+        self._allowed = defaultdict[Hashable, AllowedTokens](self._new_allowed)
+        self._constrained = constrained
 
     @property
     def cache_is_valid(self) -> bool:
@@ -199,8 +203,8 @@ class RunningBatch:
         """
         row = self._rows[slot]
         if row.program is not None:
-            assert self._allowed is not None
-            self._allowed.set(slot, bits_W)
+            assert self._constrained
+            self._allowed[row.program].set(slot, bits_W)
             row.restricted = True
 
     def stop(self, slot: int) -> None:
@@ -281,20 +285,22 @@ class RunningBatch:
             *jax.device_get((emitted.tokens, emitted.active, status, info, emitted.recurrent))
         )
 
-    def _host_params(self) -> dict[str, Any]:
+    def _host_params(self, program: Hashable) -> dict[str, Any]:
         """Returns the sampling parameters that the host chooses before each chunk, by name."""
-        return {} if self._allowed is None else self._allowed.params()
+        return self._allowed[program].params() if self._constrained else {}
+
+    def _first_host_params(self) -> dict[str, Any]:
+        """Returns those before the first chunk; any thread may call it."""
+        return self._new_allowed().params() if self._constrained else {}
 
     def _drop_changes(self, program: Hashable, slot: int) -> None:
         """Drops what was meant for the previous row of a slot."""
         self._stopped.get(program, set()).discard(slot)
-        if self._allowed is not None:
-            self._allowed.set(slot, None)
+        self._allowed[program].set(slot, None)
 
     def _drop_all_changes(self) -> None:
         self._stopped = {}
-        if self._allowed is not None:
-            self._allowed.clear()
+        self._allowed.clear()
 
     def _write_stopped(self) -> None:
         for program, slots in self._stopped.items():

@@ -45,7 +45,7 @@ from dantinox.generation.prefix.prefix_cache import (
 from dantinox.generation.prefix.prefix_files import fingerprint, read_blocks, write_blocks
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.running_batch import Recurrent, RowStatus
-from dantinox.generation.slot_params import MAX_ALTERNATIVES, ProgramKey, RowParams, ServedSettings
+from dantinox.generation.slot_params import ProgramKey, RowParams, ServedSettings
 from dantinox.generation.slot_plan import plan_slots
 from dantinox.generation.slot_prefill import PrefillBatch, SlotRow
 from dantinox.platform import get_platform, release_free_memory
@@ -153,7 +153,7 @@ class SlotBatch(PrefillBatch):
         Any thread may call it; simultaneous calls run one after the other.
 
         Args:
-          echo: also those that report the prompt.
+          echo: also those for requests with `echo`.
           subset: only the programs that such requests need if their steps are in this subset; None:
             those of all subsets, of which the smaller ones are faster.
         """
@@ -236,9 +236,9 @@ class SlotBatch(PrefillBatch):
     ) -> list[tuple[Any, ...]]:
         """Returns the keys of the programs for requests; see `compile`."""
         prefills = [
-            ("prefill", length, reports, 1)
+            ("prefill", length, echoes, 1)
             for length in self.plan.lengths
-            for reports in {False, echo}
+            for echoes in {False, echo}
         ]
         prefills += [
             ("prefill", self.prefill_chunk, False, rows) for rows in self._row_counts if rows > 1
@@ -273,13 +273,10 @@ class SlotBatch(PrefillBatch):
             return self._lower_prefill(*key)
         params, state = self._states[key[0]]
         if kind == "decode":
-            report = min(MAX_ALTERNATIVES, V) if key[1] == ALL_STEPS else None
             state = replace(state, sampler=reduce_state(key[1], state.sampler))
-            host_params = self._host_params()
+            host_params = self._first_host_params()
             arguments = (self._model, caches, state, params, host_params, zero, self._constants)
-            return decode_slots.lower(
-                *arguments, stepper=self.plan.stepper, report=report, subset=key[1]
-            )
+            return decode_slots.lower(*arguments, stepper=self.plan.stepper, subset=key[1])
         inputs, numbers = self._idle_row_inputs(config)
         return start_row.lower(
             params, state, pack(inputs), numbers, layout=Layout.of(inputs), vocab_size=V
@@ -445,7 +442,7 @@ class SlotBatch(PrefillBatch):
             self.caches,
             reduced,
             params,
-            self._host_params(),
+            self._host_params(program),
             int32(steps),
             self._constants,
         )

@@ -226,7 +226,11 @@ class ServedSettings:
             name: _padded_table(name, table, params.tables, V)
             for name, table in params.tables.items()
         }
-        changes: dict[str, Any] = {"tables": tables, "report_rows": np.zeros(1, bool)}
+        changes: dict[str, Any] = {
+            "tables": tables,
+            "report": min(MAX_ALTERNATIVES, V),
+            "report_rows": np.zeros(1, bool),
+        }
         return RowParams(
             program,
             jax.device_get(replace(params, **changes)),

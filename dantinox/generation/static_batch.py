@@ -238,7 +238,8 @@ class StaticBatch(RunningBatch):
         self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))
         self._program = generation_program(get_platform(model.config.platform))
         shared: dict[str, Any] = {"constants": options.constants, "stepper": options.stepper}
-        self._options = {**shared, "report": options.report}
+        self._options = shared
+        self._report = options.report
         self._prefill_options = {
             **shared,
             "plan": plan,
@@ -301,6 +302,11 @@ class StaticBatch(RunningBatch):
         self._states[PROGRAM_NAME] = params, self.state
 
     @property
+    def _read_params(self) -> SamplingParams:
+        """The sampling parameters that the program reads."""
+        return replace(self.params, report=self._report, **self._host_params(PROGRAM_NAME))
+
+    @property
     def state(self) -> DecodeState:
         return self._states[PROGRAM_NAME][1]
 
@@ -317,9 +323,9 @@ class StaticBatch(RunningBatch):
     @property
     def no_steps(self) -> StepInfo | None:
         """A `StepInfo` of zero steps; None without reports."""
-        if self._options["report"] is None:
+        if self._report is None:
             return None
-        shapes = emitted_shapes(self._vocab_size, self.state, self.params, self._options["report"])
+        shapes = emitted_shapes(self._vocab_size, self.state, self._read_params)
         empty: StepInfo | None = jax.tree.map(
             lambda x: np.zeros((0, *x.shape[1:]), x.dtype), shapes.info
         )
@@ -387,9 +393,8 @@ class StaticBatch(RunningBatch):
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
-        read = replace(params, **self._host_params())
         self.caches, state, emitted = self._program(
-            self._model, self.caches, state, read, np.int32(steps), **self._options
+            self._model, self.caches, state, self._read_params, np.int32(steps), **self._options
         )
         self._states[program] = params, state
         return emitted, RowStatus.of(state)
@@ -465,7 +470,7 @@ class StaticBatch(RunningBatch):
           to_shapes: maps arrays and shapes to shapes for the target device.
         """
         model, prompt, state, params = to_shapes(
-            (self._model, self._prompt, self.state, replace(self.params, **self._host_params()))
+            (self._model, self._prompt, self.state, self._read_params)
         )
         prefill = _prefill_toks.jitted_fn.trace(
             model, prompt, state.features, **self._prefill_options

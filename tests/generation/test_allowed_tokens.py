@@ -19,7 +19,7 @@ def test_rows_change_and_are_reset():
     allowed.set(2, ONE)
     allowed.set(1, None)
     assert masks(allowed) == [[ALL, ALL], [ALL, ALL], [8, 0]]
-    allowed.clear()
+    allowed.set(2, None)
     assert masks(allowed) == [[ALL, ALL]] * 3
 
 

@@ -34,11 +34,6 @@ class AllowedTokens:
         else:
             self._restricted.add(row)
 
-    def clear(self) -> None:
-        """Allows every row all tokens."""
-        for row in [*self._restricted]:
-            self.set(row, None)
-
     def params(self) -> dict[str, Any]:
         """Returns the masks as sampling parameters, by name; copies them if a row has changed."""
         if self._on_device is None:

@@ -24,11 +24,10 @@ from dantinox.generation.decode.generate_toks import (
 )
 from dantinox.generation.decode.packing import Layout, PackedParams, unpack
 from dantinox.generation.decode.prepared_model import dequantize
+from dantinox.generation.decode.prompt_echo import echo_steps
 from dantinox.generation.decode.split_model import SplitModel
 from dantinox.model import KVCache, Transformer
-from dantinox.model.scoring import map_logits
 from dantinox.sampling import StepInfo
-from dantinox.sampling.step_info import step_info
 from dantinox.sampling.step_subsets import reduce_params
 
 
@@ -38,7 +37,7 @@ def int32(value: int) -> np.ndarray:
     )  # jnp.int32 would run a separate operation, which takes a third of a millisecond
 
 
-@partial(jax.jit, static_argnames=("stepper", "report", "subset"), donate_argnames=("caches",))
+@partial(jax.jit, static_argnames=("stepper", "subset"), donate_argnames=("caches",))
 def decode_slots(
     model: SplitModel,
     caches: Caches,
@@ -49,7 +48,6 @@ def decode_slots(
     constants: Constants,
     *,
     stepper: Stepper,
-    report: int | None,
     subset: int,
 ) -> tuple[Caches, DecodeState, Emitted]:
     """Decodes a chunk of tokens, as `_generate_toks` does.
@@ -60,12 +58,12 @@ def decode_slots(
     """
     reduced = reduce_params(subset, replace(params.unpack(), **host_params))
     decoded: tuple[Caches, DecodeState, Emitted] = _generate_toks(
-        model, caches, state, reduced, steps, constants, stepper=stepper, report=report
+        model, caches, state, reduced, steps, constants, stepper=stepper
     )
     return decoded
 
 
-@partial(jax.jit, static_argnames=("stepper", "report"), donate_argnames=("caches",))
+@partial(jax.jit, static_argnames=("stepper", "echo"), donate_argnames=("caches",))
 def prefill_part(
     model: SplitModel,
     caches: Caches,
@@ -78,7 +76,7 @@ def prefill_part(
     constants: Constants,
     *,
     stepper: Stepper,
-    report: int | None,
+    echo: int | None,
 ) -> tuple[Caches, StepInfo | None]:
     """Prefills R chunks: `count_R` tokens of the sequences in the slots `slot_R`, from the
     positions `first_R` on.
@@ -89,10 +87,10 @@ def prefill_part(
     Args:
       next_RT: the token after each of `tokens_RT`.
       features: those of the R rows.
-      report: the number of alternatives in the reports; None: no reports.
+      echo: the number of alternatives of `echo_steps`; None: without it.
 
     Returns:
-      The caches, and reports on the tokens `next_RT` of the first row.
+      The caches, and the result of `echo_steps` for the first row.
     """
     index_T = jnp.arange(tokens_RT.shape[1])
     positions_RT = jnp.where(index_T < count_R[:, None], first_R[:, None] + index_T, -1)
@@ -110,14 +108,8 @@ def prefill_part(
         cache,
         *(read(other, cache)[1] for other, cache in zip(others, caches[1:], strict=True)),
     )
-    if report is None:
-        return caches, None
-
-    def report_of(logits_V: jax.Array, token: jax.Array) -> StepInfo:
-        return step_info(report, logits_V, logits_V, token, jnp.asarray(False))
-
-    info = map_logits(report_of, transformer, x_RTD[:1], next_RT[:1])
-    return caches, jax.tree.map(lambda x_1T: x_1T[0], info)
+    steps = None if echo is None else echo_steps(echo, transformer, x_RTD, next_RT)
+    return caches, steps
 
 
 @partial(jax.jit, donate_argnames=("leaf",))
