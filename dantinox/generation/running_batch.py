@@ -117,6 +117,11 @@ class Row:
     followers: tuple[int, ...] = ()
     history: list[Recurrent] = field(default_factory=list)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the row needs nothing but its sampling steps."""
+        return not (self.reports or self.restricted)
+
     def add_history(self, slot: int, count: int, recurrent: dict[str, np.ndarray]) -> None:
         """Appends the history of `count` tokens of a chunk."""
         columns = {name: values_BN[slot, :count].tolist() for name, values_BN in recurrent.items()}

@@ -25,13 +25,7 @@ from dantinox.generation.decode.cache_plan import head_order
 from dantinox.generation.decode.features import Features
 from dantinox.generation.decode.generate_toks import DecodeState, Emitted, init_row
 from dantinox.generation.decode.packing import Layout, PackedParams, pack
-from dantinox.generation.decode.prompt_scope import (
-    NO_SCOPE,
-    PromptScope,
-    find_scope,
-    is_current,
-    scope_features,
-)
+from dantinox.generation.decode.prompt_scope import NO_SCOPE, PromptScope
 from dantinox.generation.decode.request_features import row_features
 from dantinox.generation.decode.slot_programs import copy_slot, decode_slots, int32, start_row
 from dantinox.generation.decode.split_model import SplitModel, split_model
@@ -120,7 +114,7 @@ class SlotBatch(PrefillBatch):
     @property
     def memory_bytes(self) -> int:
         """The bytes of the weights, of the caches of all slots, of the prefix cache and of the
-        adapters.
+        constants of the programs.
 
         A weight that the stored and the prepared model share counts once.
         """
@@ -180,9 +174,9 @@ class SlotBatch(PrefillBatch):
         """Returns an empty prefix cache; None if it is off."""
         if self._prefix_bytes == 0:
             return None
-        # The measurement of the prefix cache uses no adapter, so it says nothing about the products
-        # with their matrices.
-        whole_chunks = self.adapters is not None
+        # The measurement of the prefix cache uses the weights of one scope, so it says nothing
+        # about the products of the others.
+        whole_chunks = self.scopes.change_weights
         lengths = self.plan.lengths
         prefixes = make_prefix_cache(
             self, self.plan.architecture, self._prefix_bytes, self.context, lengths, whole_chunks
@@ -306,7 +300,7 @@ class SlotBatch(PrefillBatch):
         """Returns the result of `_row_inputs` for a row that is not used, in a program for requests
         with these settings.
         """
-        features = *row_features(config, [0])[0], *scope_features(self.adapters, [NO_SCOPE])
+        features = *row_features(config, [0])[0], *self.scopes.features([NO_SCOPE])
         return self._row_inputs(
             0,
             self.row_params(config),
@@ -344,14 +338,14 @@ class SlotBatch(PrefillBatch):
         return (row_params.params, tokens_1S, row_params.end_ids_1E, features, values), numbers
 
     def scope(self, request: GenerationRequest) -> PromptScope:
-        """Returns the scope of the prompt of a request, as `find_scope` does. Any thread may call
-        it.
+        """Returns the scope of the prompt of a request, as `PromptScopes.resolve` does. Any thread
+        may call it.
         """
-        return find_scope(self.adapters, request.salt, request.lora)
+        return self.scopes.resolve(request.scope)
 
     def is_current(self, scope: PromptScope) -> bool:
         """Returns whether new prompts may still share keys with those of this scope."""
-        return is_current(self.adapters, scope)
+        return self.scopes.is_current(scope)
 
     # --- requests
 
@@ -418,7 +412,7 @@ class SlotBatch(PrefillBatch):
         """Writes the state of a row, whose prompt is in its slot, to the state of its program."""
         program = row_params.program
         row = self._rows[slot]
-        features += scope_features(self.adapters, [row.scope])
+        features += self.scopes.features([row.scope])
         inputs, numbers = self._row_inputs(
             slot, row_params, (*row.ids, *output), len(output), limit, recurrent, features
         )

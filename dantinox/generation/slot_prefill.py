@@ -11,12 +11,7 @@ import numpy as np
 
 from dantinox.generation.decode.features import Constants
 from dantinox.generation.decode.prompt_echo import PromptEcho
-from dantinox.generation.decode.prompt_scope import (
-    NO_SCOPE,
-    PromptScope,
-    scope_constants,
-    scope_features,
-)
+from dantinox.generation.decode.prompt_scope import NO_SCOPE, PromptScope
 from dantinox.generation.decode.slot_programs import (
     int32,
     prefill_part,
@@ -82,7 +77,7 @@ class SlotRow(Row):
     @property
     def subset(self) -> int:
         """The index of the smallest decode program for the row."""
-        return ALL_STEPS if self.reports or self.restricted else self.steps_subset
+        return self.steps_subset if self.is_plain else ALL_STEPS
 
 
 class PrefillBatch(RunningBatch):
@@ -90,7 +85,7 @@ class PrefillBatch(RunningBatch):
 
     Attributes:
       plan: the slots and their programs.
-      context, prefill_chunk, adapters: those of the plan.
+      context, prefill_chunk, scopes: those of the plan.
     """
 
     _rows: list[SlotRow]  # type: ignore[assignment]
@@ -102,7 +97,7 @@ class PrefillBatch(RunningBatch):
         self._model = weights
         self.context = plan.context
         self.prefill_chunk = plan.prefill_chunk
-        self.adapters = plan.adapters
+        self.scopes = plan.scopes
         self.can_restart = not plan.compressed
         self._rows = [SlotRow() for _ in range(plan.count)]
         self._programs: dict[Hashable, Any] = {}
@@ -331,7 +326,7 @@ class PrefillBatch(RunningBatch):
             start_R[r] = chunk.start
             size_R[r] = chunk.size
             scopes[r] = self._rows[chunk.slot].scope
-        features = scope_features(self.adapters, scopes)
+        features = self.scopes.features(scopes)
         args = slot_R, tokens_RT, start_R, size_R, next_RT, features, self._constants
         self.caches, steps = self._programs["prefill", first.length, first.echo, rows](
             self._model, self.caches, *args
@@ -383,7 +378,7 @@ class PrefillBatch(RunningBatch):
             self._model,
             self.plan.cache_shapes,
             *chunks,
-            scope_features(self.adapters, [NO_SCOPE] * rows),
+            self.scopes.features([NO_SCOPE] * rows),
             self._constants,
         )
         count = min(MAX_ALTERNATIVES, self.plan.architecture.vocab_size) if echo else None
@@ -392,7 +387,7 @@ class PrefillBatch(RunningBatch):
     @property
     def _constants(self) -> Constants:
         """The arrays of the features and the stepper that all rows share."""
-        return {**self.plan.stepper_constants, **scope_constants(self.adapters)}
+        return {**self.plan.stepper_constants, **self.scopes.constants}
 
     def prompt_steps(self, slot: int) -> StepInfo | None:
         """Returns `PromptEcho.steps` of the prompt tokens after the first one, `[len(ids) − 1, …]`;
