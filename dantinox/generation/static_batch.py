@@ -233,15 +233,17 @@ class StaticBatch(RunningBatch):
         padded_PT = pad_prompts(prompt_PT, lengths_P, options.pad)
         tokens_BT = np.repeat(padded_PT, options.samples, axis=0)
         state = self._initial_state(tokens_BT, lengths_B, params, limits_B, eos_ids, options)
-        self._states[PROGRAM_NAME] = params, state
+        self._report = options.report
+        self._states[PROGRAM_NAME] = replace(params, report=options.report), state
         self._model = split_model(model)
         self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))
         self._program = generation_program(get_platform(model.config.platform))
-        shared: dict[str, Any] = {"constants": options.constants, "stepper": options.stepper}
-        self._options = shared
-        self._report = options.report
+        self._options: dict[str, Any] = {
+            "constants": options.constants,
+            "stepper": options.stepper,
+        }
         self._prefill_options = {
-            **shared,
+            **self._options,
             "plan": plan,
             "samples": options.samples,
             "echo": options.echo,
@@ -299,12 +301,13 @@ class StaticBatch(RunningBatch):
 
     @params.setter
     def params(self, params: SamplingParams) -> None:
-        self._states[PROGRAM_NAME] = params, self.state
+        self._states[PROGRAM_NAME] = replace(params, report=self._report), self.state
 
     @property
     def _read_params(self) -> SamplingParams:
         """The sampling parameters that the program reads."""
-        return replace(self.params, report=self._report, **self._host_params(PROGRAM_NAME))
+        host_params = self._host_params(PROGRAM_NAME)
+        return replace(self.params, **host_params) if host_params else self.params
 
     @property
     def state(self) -> DecodeState:
@@ -374,9 +377,9 @@ class StaticBatch(RunningBatch):
         tokens_1S[0, : len(tokens)] = tokens
         names = sorted(state.sampler.recurrent)
         values = {name: np.asarray([recurrent.get(name, np.nan)], np.float32) for name in names}
-        row_params, end_ids_1E, features = _read_row(
-            (params, state.eos_BE, state.features), np.int32(slot)
-        )
+        # Batches with and without reports share the programs.
+        read = replace(params, report=None), state.eos_BE, state.features
+        row_params, end_ids_1E, features = _read_row(read, np.int32(slot))
         initial = _compiled_init_row(
             row_params,
             tokens_1S,
