@@ -416,11 +416,12 @@ def explain(options: argparse.Namespace) -> int:
     from dantinox.config import overlay
     from dantinox.run import load_run_config, open_run
 
-    base = load_run_config(open_run(options.run_dir))
+    directory = open_run(options.run_dir, check=False)  # `load_opened` checks it
+    base = load_run_config(directory)
     overlay(base, settings, "command line")
     prompt = given_prompt(options, base)
     use_compilation_cache()
-    from dantinox.generation import load
+    from dantinox.generation.api.loaded_model import load_opened
     from dantinox.lab.measure.explain import explain
     from dantinox.lab.measure.explain_view import (
         draw_explanation,
@@ -429,7 +430,7 @@ def explain(options: argparse.Namespace) -> int:
     )
     from dantinox.report.document import to_html
 
-    model = load(options.run_dir)
+    model = load_opened(directory, base)
     text = model.chat_prompt(prompt)[1] if options.chat else prompt
     found = explain(
         model,

@@ -121,9 +121,7 @@ class Member:
         """Whether it can be unloaded: no request uses it, and none that waited for its load is
         about to use it.
         """
-        return self.can_reload or (
-            self.state == "loaded" and not self.users and not self.waiting
-        )
+        return self.can_reload or (self.state == "loaded" and not self.users and not self.waiting)
 
     @property
     def can_reload(self) -> bool:

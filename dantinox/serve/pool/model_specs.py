@@ -52,7 +52,7 @@ def file_bytes(spec: ModelSpec) -> int:
     Raises:
       UserError: a file is missing or a setting is invalid.
     """
-    directory = open_run(spec.run_dir, check=False)  # `load` checks it
+    directory = open_run(spec.run_dir, check=False)  # `open_model` checks it
     overlay(load_run_config(directory), spec.settings, "command line")
     find_chat_template(directory)
     with wrap_os_errors(f"cannot read {directory.weights_or_adapter}"):
