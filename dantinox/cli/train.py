@@ -17,7 +17,7 @@ from dantinox.cli.common import (
 )
 from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.packaged import DEFAULT_CONFIG
-from dantinox.files import UserError, atomic_write, quote
+from dantinox.files import UserError, atomic_write, check_writable_folder, quote
 
 MOST_USED = (
     "config", "run_dir", "resume", "dry_run", "print_config", "data_path", "dim", "num_blocks",
@@ -169,6 +169,7 @@ def sweep(options: argparse.Namespace) -> int:
     from dantinox.config.sweep_file import load_sweep
 
     found = load_sweep(options.file)
+    check_writable_folder(found.runs_dir, "runs_dir")
     if options.dry_run:
         for trial in found.trials:
             print(

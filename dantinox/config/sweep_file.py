@@ -87,8 +87,8 @@ def load_sweep(path: str | Path) -> Sweep:
     choices = list(_grid(tree, where) if kind == "grid" else _random(tree, where))
     runs_dir = tree.get("runs_dir")
     _require(
-        runs_dir is None or (isinstance(runs_dir, str) and runs_dir),
-        "runs_dir must be a path",
+        runs_dir is None or (isinstance(runs_dir, str) and runs_dir and "\0" not in runs_dir),
+        f"runs_dir must be a path, got {quote(runs_dir)}",
         where,
         "runs_dir",
     )

@@ -378,6 +378,12 @@ def test_texts_that_exceed_the_context(config):
         make_plan(find_topology("cpu"), config, 259, TrainStep, prompt=30)
 
 
+def test_an_error_names_only_the_given_size(config):
+    message = "--new must be in [1, 31], less than the context of 32, got 99"
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_plan(find_topology("cpu"), config, 259, TrainStep, new=99)
+
+
 def test_a_batch_that_is_too_large(config):
     """The limit is checked before an array of the size of the batch is allocated."""
     message = (

@@ -205,6 +205,11 @@ def make_plan(
     model = config.architecture(vocab_size, topology.platform)
     if new is None:
         new = min(config.generation.max_new_tokens, model.max_context // 2)
+    elif not 1 <= new < model.max_context:
+        raise UserError(
+            f"--new must be in [1, {model.max_context - 1}], less than the context of"
+            f" {model.max_context}, got {new}"
+        )
     if prompt is None:
         prompt = model.max_context - new
     _check_sizes(batch, prompt, new, model.max_context, config.generation.n)
