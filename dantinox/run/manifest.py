@@ -137,7 +137,7 @@ def read_manifest(path: Path, step: int | None = None) -> dict[str, Any]:
         if not path.is_file():  # reading a pipe would never end
             missing = f"{path} is missing, so the files next to it cannot be checked"
             raise DamagedFile(f"{path} is not a regular file" if os.path.lexists(path) else missing)
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             content = file.read(MAX_MANIFEST_BYTES + 1)
     if len(content) > MAX_MANIFEST_BYTES:
         raise DamagedFile(f"{path} is damaged: it is larger than {MAX_MANIFEST_BYTES >> 20} MiB")

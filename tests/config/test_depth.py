@@ -175,7 +175,7 @@ ERRORS = {
     "training.epochs has no effect while training.steps is 784": {
         "training.epochs": 2.0, "training.tokens_per_parameter": 1.0,
     },
-    "model.depth must be an integer in [1, 2^31), or null, got 0": {"model.depth": 0},
+    "model.depth must be an integer in [1, 4096], or null, got 0": {"model.depth": 0},
     "model.kv_heads must divide model.n_heads, got 3 and 4": {"model.kv_heads": 3},
     "model.dim must be an integer in [1, 2^31), got 'a'": {"model.dim": "a"},
     "unknown key model.dimm, did you mean model.dim?": {"model.dimm": 3},

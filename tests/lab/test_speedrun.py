@@ -445,7 +445,7 @@ def test_a_later_stage_without_its_base_is_rejected(tmp_path):
         ),
         (
             ["--depth", "0"],
-            "error: model.depth must be an integer in [1, 2^31), or null, got 0 (command line)",
+            "error: model.depth must be an integer in [1, 4096], or null, got 0 (command line)",
         ),
         (
             ["--tokens_per_parameter", "-1"],
