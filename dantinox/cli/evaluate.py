@@ -6,12 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dantinox.cli.common import (
-    add_run,
-    print_lines,
-    print_result,
-    use_compilation_cache,
-)
+from dantinox.cli.common import add_run, print_lines, print_result, use_compilation_cache
 from dantinox.cli.kind_flags import COUNT_OPTION, Flags, add_flags, given_flags
 from dantinox.config.flags import Parser
 from dantinox.files import UserError, check_writable_folder

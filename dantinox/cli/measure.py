@@ -346,7 +346,7 @@ def mesh_of(text: str) -> dict[str, int]:
 
 def plan(options: argparse.Namespace) -> int:
     from dantinox.config.flag_values import overrides
-    from dantinox.config.yaml_files import load_training
+    from dantinox.config.inherited_settings import load_training
 
     config = load_training(options.config, overrides(options))
     import jax

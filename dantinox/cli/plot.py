@@ -102,7 +102,7 @@ def _training_work(subject: Path, given: int | None) -> tuple[Callable[[], Any],
     """Returns a function that runs compiled training steps of a run or a config, and the number of
     steps.
     """
-    from dantinox.config.yaml_files import load_training
+    from dantinox.config.inherited_settings import load_training
     from dantinox.report.console import show_progress
     from dantinox.run import RunDirectory, load_run_config
     from dantinox.text import Tokenizer

@@ -50,7 +50,7 @@ def add_train_flags(command: Parser) -> None:
 def train(options: argparse.Namespace) -> int:
     from dantinox.config import dump_config, load_config
     from dantinox.config.flag_values import overrides
-    from dantinox.config.yaml_files import build_training, load_training
+    from dantinox.config.inherited_settings import build_training, load_training
     from dantinox.run import check_resumable, newest_run
     from dantinox.run.directory import check_new_run
 
@@ -119,7 +119,7 @@ def add_find_lr_flags(command: Parser) -> None:
 def find_lr(options: argparse.Namespace) -> int:
     check_plot(options)
     from dantinox.config.flag_values import overrides
-    from dantinox.config.yaml_files import load_training
+    from dantinox.config.inherited_settings import load_training
 
     config = load_training(options.config, overrides(options))
     use_compilation_cache()

@@ -11,9 +11,9 @@ import yaml
 from dantinox import cli
 from dantinox.config import Config, UserError, build_config, dump_config, load_config
 from dantinox.config.depth import model_of_depth
+from dantinox.config.inherited_settings import build_training
 from dantinox.config.model_size import block_parameters
 from dantinox.config.sections import flatten_config
-from dantinox.config.yaml_files import build_training
 from dantinox.model.parameters import abstract_model
 from dantinox.run import RunDirectory, save_config
 

@@ -19,7 +19,7 @@ import pytest
 from dantinox import cli
 from dantinox.config import UserError, load_config
 from dantinox.config.flag_values import overrides
-from dantinox.config.yaml_files import load_training
+from dantinox.config.inherited_settings import load_training
 from dantinox.lab.studies import speedrun_evaluation
 from dantinox.lab.studies.speedrun import (
     STAGES,

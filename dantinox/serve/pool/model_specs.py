@@ -9,7 +9,7 @@ from typing import Any
 
 from dantinox.config import UserError, overlay
 from dantinox.config.engine_options import EngineOptions
-from dantinox.config.yaml_files import read_yaml
+from dantinox.config.yaml_text import read_yaml
 from dantinox.files import escape_name, quote, wrap_os_errors
 from dantinox.run import find_chat_template, load_run_config, open_run
 
