@@ -355,7 +355,8 @@ def plan(options: argparse.Namespace) -> int:
         jax.config.update(
             "jax_platforms", "cpu"
         )  # jax must not look for the target device on this machine
-    from dantinox.lab.measure.plan import make_plan, plan_lines
+    from dantinox.lab.measure.plan import make_plan
+    from dantinox.lab.measure.plan_view import plan_lines
     from dantinox.lab.measure.topology import find_topology
     from dantinox.report.console import steady_progress
     from dantinox.training.starting_point import trained_vocab_size

@@ -23,9 +23,9 @@ from dantinox.lab.measure.plan import (
     make_plan,
     matrix_parameters,
     parse_needed_bytes,
-    plan_lines,
     training_programs,
 )
+from dantinox.lab.measure.plan_view import plan_lines
 from dantinox.lab.measure.topology import CUDNN_MODULE, _emulate_h100, find_topology
 from dantinox.model.flops import attention_flops
 from dantinox.model.parameters import abstract_model
