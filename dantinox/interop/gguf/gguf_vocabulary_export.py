@@ -1,4 +1,4 @@
-"""Export of tokenizers to GGUF metadata; `gguf_vocabulary` imports them and describes their kinds."""
+"""Exports tokenizers to GGUF metadata, of the kinds that `gguf_vocabulary` imports."""
 
 import json
 from collections import Counter
