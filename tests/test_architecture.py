@@ -20,7 +20,7 @@ TIERS = (
     {"files", "html_repr"},
     {"machine"},
     {"config"},
-    {"platform", "programs", "kernels"},
+    {"chips", "platform", "programs", "kernels"},
     {"text", "sampling", "model"},
     {"distributed", "run", "interop", "report"},
     {"generation"},

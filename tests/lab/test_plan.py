@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from dantinox import cli
+from dantinox.chips import CHIPS
 from dantinox.config import ExpertsConfig, LatentConfig, UserError, build_config, dump_config
 from dantinox.distributed import make_layout
 from dantinox.lab.measure import topology as topologies
@@ -29,7 +30,6 @@ from dantinox.lab.measure.plan_view import plan_lines
 from dantinox.lab.measure.topology import CUDNN_MODULE, _emulate_h100, find_topology
 from dantinox.model.flops import attention_flops
 from dantinox.model.parameters import abstract_model
-from dantinox.programs import CHIPS
 from dantinox.report.tables import human_time
 from dantinox.training.step import TrainStep
 from tests.error_texts import ERRORS

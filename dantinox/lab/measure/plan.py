@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from dantinox.chips import Chip
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.distributed import (
     ONE_DEVICE,
@@ -43,7 +44,7 @@ from dantinox.model.flops import (
 )
 from dantinox.model.parameters import abstract_model
 from dantinox.platform import get_platform
-from dantinox.programs import Chip, MemoryUsage, memory_usage, tree_bytes
+from dantinox.programs import MemoryUsage, memory_usage, tree_bytes
 from dantinox.sampling import SamplingParams
 
 LOOKUP_TABLES = ("embed", "position_embed")  # each token reads one row of these tables
