@@ -24,9 +24,8 @@ from dantinox.config.sampling_steps import (
     PENALTY_STEPS,
     STEPS,
     StepSettings,
-    Tokens,
-    is_digits,
 )
+from dantinox.config.token_lists import Tokens, is_digits
 
 MAX_LOOP_PERIOD = 256  # tokens
 MAX_BAN_LENGTH = 256  # characters of a banned string or expression
