@@ -189,6 +189,21 @@ def test_errors(sentence):
     assert str(error.value) == f"{sentence} (command line)"
 
 
+@pytest.mark.parametrize("batch_size", [2**31 - 1, 2**31 - 2])
+def test_a_huge_batch_is_divided_at_once(batch_size):
+    """The first number is a prime: only batches of one row divide it."""
+    t = build_config({}, {"model.depth": 2, "training.batch_size": batch_size}).training
+    rows = batch_size // t.grad_accum
+    most = 32768 // build_config({}, {"model.depth": 2}).model.max_context
+    assert rows == max(n for n in range(1, most + 1) if batch_size % n == 0)
+
+
+def test_a_huge_ratio_is_one_sentence():
+    with pytest.raises(UserError, match="must be an integer in") as caught:
+        build_config({}, {"model.depth": 2, "training.tokens_per_parameter": 1e300})
+    assert len(str(caught.value)) < 300
+
+
 def test_a_ratio_without_a_depth_has_no_effect():
     with pytest.raises(
         UserError, match=r"tokens_per_parameter has no effect while model\.depth is null"
