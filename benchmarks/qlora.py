@@ -17,8 +17,8 @@ from typing import Any, get_args
 from common import Parser, random_run, temporary_folder
 
 from dantinox.config import build_config
+from dantinox.config.inherited_settings import build_training
 from dantinox.config.lora_settings import BaseWeights
-from dantinox.config.yaml_files import build_training
 from dantinox.model.lora import frozen_parameters
 from dantinox.model.parameters import abstract_model
 from dantinox.programs import tree_bytes

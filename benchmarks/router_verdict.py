@@ -271,7 +271,7 @@ def difficulty(o: Any) -> Difficulty:
 
 def train(o: Any) -> None:
     """Trains the small model on solved tasks; their cloze text is the first 90 % of the text."""
-    from dantinox.config.yaml_files import load_training
+    from dantinox.config.inherited_settings import load_training
     from dantinox.training import launch
 
     source = read_source(Path(o.text).read_text(encoding="utf-8"), slice(0.0, 0.9), difficulty(o))

@@ -15,7 +15,7 @@ from typing import Any
 
 from common import Parser, temporary_folder
 
-from dantinox.config.yaml_files import load_training
+from dantinox.config.inherited_settings import load_training
 from dantinox.report import read_jsonl
 from dantinox.training import launch
 

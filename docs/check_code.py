@@ -45,9 +45,9 @@ from dantinox.cli import main, parser_of  # noqa: E402
 from dantinox.cli.common import choose_run, given_settings  # noqa: E402
 from dantinox.config import Config, UserError, overlay  # noqa: E402
 from dantinox.config.flag_values import overrides  # noqa: E402
+from dantinox.config.inherited_settings import build_training, load_training  # noqa: E402
 from dantinox.config.sections import SECTIONS  # noqa: E402
 from dantinox.config.sweep_file import load_sweep  # noqa: E402
-from dantinox.config.yaml_files import build_training, load_training  # noqa: E402
 from dantinox.serve.operations.api_keys import read_keys  # noqa: E402
 from dantinox.serve.pool.model_specs import read_models  # noqa: E402
 

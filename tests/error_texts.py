@@ -295,7 +295,6 @@ ERRORS = {
     ),
     "this_model_has_6_layers": r"this model has 6 layers with no projections that support adapters",
     "unpack": "unpack",
-    "which_is_too_large": "which is too large",
     "with_shape_expected": r"with shape .*expected",
     "with_which_means_a_space": "with ▁, which means a space there",
     "x_g_idx_with_numbers_outside": r"x.g_idx with numbers outside of its 1 groups",

@@ -20,7 +20,7 @@ TIERS = (
     {"files", "html_repr"},
     {"machine"},
     {"config"},
-    {"platform", "programs", "kernels"},
+    {"chips", "platform", "programs", "kernels"},
     {"text", "sampling", "model"},
     {"distributed", "run", "interop", "report"},
     {"generation"},
@@ -194,10 +194,10 @@ def test_every_unsafe_form_is_found(source, unsafe):
 def test_the_yaml_loader_is_safe():
     import yaml
 
-    from dantinox.config import yaml_files
+    from dantinox.config import yaml_text
 
-    assert issubclass(yaml_files._Loader, yaml.SafeLoader)
-    assert not issubclass(yaml_files._Loader, yaml.FullLoader)
+    assert issubclass(yaml_text._Loader, yaml.SafeLoader)
+    assert not issubclass(yaml_text._Loader, yaml.FullLoader)
 
 
 def test_mesh_axes_are_named_only_in_config_and_distributed():

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from shapes import Measured, Shapes, llama_config, random_model, shapes_of, training_config
 
-from dantinox.programs import find_chip, memory_usage
+from dantinox.chips import find_chip
+from dantinox.programs import memory_usage
 
-# Published dense bfloat16 FLOP/s and bytes per second of cards that `dantinox.programs.CHIPS` does
+# Published dense bfloat16 FLOP/s and bytes per second of cards that `dantinox.chips.CHIPS` does
 # not have.
 PUBLISHED = {
     "NVIDIA H200": (989.4e12, 4.8e12),  # NVIDIA H200 Tensor Core GPU data sheet

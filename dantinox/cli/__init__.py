@@ -212,7 +212,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Measure the values that a model's presets need, and save them in its run.",
     ),
     "eval": (
-        "measure",
+        "evaluate",
         "evaluate",
         "Measure perplexity or tasks; compare samplers or compressed caches.",
     ),

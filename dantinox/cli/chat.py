@@ -72,15 +72,16 @@ def chat(options: argparse.Namespace) -> int:
     from dantinox.config import overlay
     from dantinox.run import find_chat_template, load_run_config, open_run
 
-    directory = open_run(options.run_dir, check=False)  # `load` checks it
-    config = overlay(load_run_config(directory), settings, "command line")
+    directory = open_run(options.run_dir, check=False)  # `load_opened` checks it
+    base = load_run_config(directory)
+    config = overlay(base, settings, "command line")
     template_path = find_chat_template(directory)
     use_compilation_cache()
-    from dantinox.generation import load
     from dantinox.generation.api.chat_session import Chat
+    from dantinox.generation.api.loaded_model import load_opened
 
     loras = given_loras(options)
-    run = load(options.run_dir, config.generation.tensor_parallel, loras)
+    run = load_opened(directory, base, config.generation.tensor_parallel, loras)
     template = chosen_template(options, template_path, run.tokenizer)
     conversation = Chat(run, template, settings, next(iter(loras), None))
     conversation.set_system(options.system)

@@ -19,7 +19,7 @@ from dantinox.config.flags import Parser
 from dantinox.config.help_pages import FlagSection
 from dantinox.config.names import flat_name
 from dantinox.config.packaged import DEFAULT_CONFIG
-from dantinox.files import UserError, check_writable
+from dantinox.files import UserError, check_writable, quote
 
 if TYPE_CHECKING:
     from dantinox.config import Config
@@ -100,6 +100,7 @@ def add_chat_template(command: Parser | FlagSection, condition: str = "") -> Non
     command.add_argument("--chat_template", metavar="NAME", help=template)
 
 
+MAX_DIGITS = 30  # of a flag that is a count; each command has a smaller limit with its own error
 ADAPTER = "adapter"  # the name of the adapter of --lora
 
 
@@ -207,7 +208,9 @@ def print_result(
 def whole_number(text: str) -> int:
     """Parses the value of a flag that is a count."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be an integer ≥ 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer ≥ 0, got {quote(text)}")
+    if len(text) > MAX_DIGITS:
+        raise argparse.ArgumentTypeError(f"must have at most {MAX_DIGITS} digits, got {len(text)}")
     return int(text)
 
 

@@ -180,7 +180,6 @@ def generate(options: argparse.Namespace) -> int:
     from dantinox.generation.api.loaded_model import load_opened
 
     loras = given_loras(options)
-    directory.check(directory.tokenizer, directory.tokenizer_config, directory.weights_or_adapter)
     tensor_parallel = max((config.generation.tensor_parallel for _, config in prompts), default=1)
     run = load_opened(directory, base, tensor_parallel, loras)
     alternatives = min(TRACE_ALTERNATIVES, run.tokenizer.vocab_size) if traced else None

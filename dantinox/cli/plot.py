@@ -9,6 +9,8 @@ from dantinox.cli.common import add_run, print_result, whole_number
 from dantinox.config.flags import Parser
 from dantinox.files import UserError, check_writable, check_writable_folder
 
+MAX_STEPS = 1000  # of a trace, which holds an event for every operation of every step
+
 
 def add_plot_flags(command: Parser) -> None:
     text = "run directories; runs may still be training"
@@ -59,7 +61,7 @@ def plot(options: argparse.Namespace) -> int:
 
 def add_profile_flags(command: Parser) -> None:
     add_run(command, "run directory, YAML file or name of a packaged config")
-    count = "training steps or tokens to trace (default: 5 steps, 32 tokens)"
+    count = f"training steps or tokens to trace, at most {MAX_STEPS} (default: 5 steps, 32 tokens)"
     command.add_argument("--steps", type=whole_number, metavar="N", help=count)
     command.add_argument(
         "--generate",
@@ -83,8 +85,8 @@ def profile(options: argparse.Namespace) -> int:
         raise UserError(f"--generate needs a run directory, got {options.run_dir}")
     out = options.out or (options.run_dir / "profile" if is_run else Path("profile"))
     check_writable_folder(out, "--out")
-    if options.steps == 0:
-        raise UserError("--steps must be at least 1, got 0")
+    if options.steps is not None and not 1 <= options.steps <= MAX_STEPS:
+        raise UserError(f"--steps must be in [1, {MAX_STEPS}], got {options.steps}")
     from dantinox.lab.measure.profile import profile, profile_lines
     from dantinox.programs import separate_traces
 
@@ -100,7 +102,7 @@ def _training_work(subject: Path, given: int | None) -> tuple[Callable[[], Any],
     """Returns a function that runs compiled training steps of a run or a config, and the number of
     steps.
     """
-    from dantinox.config.yaml_files import load_training
+    from dantinox.config.inherited_settings import load_training
     from dantinox.report.console import show_progress
     from dantinox.run import RunDirectory, load_run_config
     from dantinox.text import Tokenizer
@@ -119,7 +121,13 @@ def _training_work(subject: Path, given: int | None) -> tuple[Callable[[], Any],
     step()
     step().loss.block_until_ready()
     steps = given or 5
-    return lambda: [step() for _ in range(steps)][-1], steps
+
+    def train() -> Any:
+        for _ in range(steps - 1):
+            step()
+        return step()
+
+    return train, steps
 
 
 def _generation_work(subject: Path, given: int | None) -> tuple[Callable[[], Any], int]:

@@ -17,7 +17,7 @@ from dantinox.cli.common import (
 )
 from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.packaged import DEFAULT_CONFIG
-from dantinox.files import UserError, atomic_write, quote
+from dantinox.files import UserError, atomic_write, check_writable_folder, quote
 
 MOST_USED = (
     "config", "run_dir", "resume", "dry_run", "print_config", "data_path", "dim", "num_blocks",
@@ -50,7 +50,7 @@ def add_train_flags(command: Parser) -> None:
 def train(options: argparse.Namespace) -> int:
     from dantinox.config import dump_config, load_config
     from dantinox.config.flag_values import overrides
-    from dantinox.config.yaml_files import build_training, load_training
+    from dantinox.config.inherited_settings import build_training, load_training
     from dantinox.run import check_resumable, newest_run
     from dantinox.run.directory import check_new_run
 
@@ -119,7 +119,7 @@ def add_find_lr_flags(command: Parser) -> None:
 def find_lr(options: argparse.Namespace) -> int:
     check_plot(options)
     from dantinox.config.flag_values import overrides
-    from dantinox.config.yaml_files import load_training
+    from dantinox.config.inherited_settings import load_training
 
     config = load_training(options.config, overrides(options))
     use_compilation_cache()
@@ -169,6 +169,7 @@ def sweep(options: argparse.Namespace) -> int:
     from dantinox.config.sweep_file import load_sweep
 
     found = load_sweep(options.file)
+    check_writable_folder(found.runs_dir, "runs_dir")
     if options.dry_run:
         for trial in found.trials:
             print(

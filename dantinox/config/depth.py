@@ -90,13 +90,11 @@ def training_of_depth(
     batch_size = batch_size or max(1, 2 ** round(math.log2(8 * tokens) / 2) // model.max_context)
     steps = math.ceil(tokens / (batch_size * model.max_context))
     max_rows = max(1, MICROBATCH_TOKENS // model.max_context)  # of an accumulation step
-    grad_accum = next(
-        n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n <= max_rows
-    )
+    rows = next(n for n in range(min(max_rows, batch_size), 0, -1) if batch_size % n == 0)
     found: dict[str, Any] = {
         "optimizer": OPTIMIZER,
         "batch_size": batch_size,
-        "grad_accum": grad_accum,
+        "grad_accum": batch_size // rows,
         "steps": steps,
     }
     if optimizer in RATES_AT_768:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from dantinox.config.names import ALIASES, SHORT_NAMES, flat_name
 from dantinox.config.sections import FIELDS
-from dantinox.config.yaml_files import parse_value
+from dantinox.config.yaml_text import parse_value
 from dantinox.files import UserError
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from dantinox.config.help_pages import LayeredParser
 from dantinox.config.names import ALIASES, OTHER_FLAGS, SHORT_NAMES, flat_name
 from dantinox.config.setting_records import setting_records
-from dantinox.files import UserError
+from dantinox.files import UserError, escape_name
 
 # Arity of a setting → the options of its flag for argparse.
 ARITY: dict[str, dict[str, Any]] = {
@@ -54,7 +54,10 @@ class Parser(LayeredParser):
         if unknown:
             flag = unknown[0].split("=")[0]
             if not flag.startswith("-"):
-                raise UserError(f"unknown argument {flag}")
+                name = escape_name(flag)
+                is_config = hasattr(namespace, "config")
+                hint = f": give the config as --config {name}" if is_config else ""
+                raise UserError(f"unknown argument {name}{hint}")
             raise UserError(f"unknown flag {flag}{_nearest_flag(flag, namespace.flags)}")
         return namespace
 

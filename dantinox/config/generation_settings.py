@@ -24,9 +24,8 @@ from dantinox.config.sampling_steps import (
     PENALTY_STEPS,
     STEPS,
     StepSettings,
-    Tokens,
-    is_digits,
 )
+from dantinox.config.token_lists import Tokens, is_digits
 
 MAX_LOOP_PERIOD = 256  # tokens
 MAX_BAN_LENGTH = 256  # characters of a banned string or expression
@@ -480,6 +479,11 @@ def generation_conflicts(g: GenerationSection) -> Iterator[Conflict]:
     for key in ("stop", "dry_breakers", "banned_strings", "banned_regexes"):
         if "" in getattr(g, key):
             yield f"generation.{key}", "must not hold an empty string"
+    keys = g.watermark_keys
+    if len({*keys}) < len(keys):
+        # The detector would count the layers of equal keys as independent.
+        twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+        yield "generation.watermark_keys", f"must hold different numbers, got {twice} twice"
     for key in ("banned_strings", "banned_regexes"):
         longest = max(map(len, getattr(g, key)), default=0)
         if longest > MAX_BAN_LENGTH:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dantinox.config.base import Count, CountOrZero, Positive, Section, field
+from dantinox.config.base import Count, CountOrZero, LayerCount, Positive, Section, field
 from dantinox.config.prerequisites import Needs, differs
 
 # The values of settings that `ModelConfig` has too.
@@ -28,7 +28,7 @@ GATED_ACTIVATIONS = (
 class ModelSection(Section):
     """Size and shape of the transformer."""
 
-    depth: Count | None = field(
+    depth: LayerCount | None = field(
         None,
         "number of layers from which size, optimizer, batch and steps follow unless they are set; a"
         " run saves the results",
@@ -40,7 +40,7 @@ class ModelSection(Section):
         None, "key/value heads per layer (null: n_heads; 1: multi-query attention)", group="size"
     )
     head_size: Count | None = field(None, "width of one head (null: dim / n_heads)", group="size")
-    num_blocks: Count = field(6, "number of layers", group="size")
+    num_blocks: LayerCount = field(6, "number of layers", group="size")
     hidden_dim: Count | None = field(
         None,
         "width of the feed-forward layer (null: 8/3 dim rounded up to a"

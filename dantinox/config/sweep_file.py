@@ -10,17 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dantinox.config.inherited_settings import build_training
 from dantinox.config.names import REQUEST_SECTIONS
 from dantinox.config.packaged import DEFAULT_CONFIG
 from dantinox.config.sections import FIELDS, Config
-from dantinox.config.yaml_files import (
-    allowed_values,
-    build_training,
-    did_you_mean,
-    find_config,
-    nearest_key,
-    read_yaml,
-)
+from dantinox.config.yaml_files import allowed_values, did_you_mean, find_config, nearest_key
+from dantinox.config.yaml_text import read_yaml
 from dantinox.files import UserError, escape_name, quote
 
 SWEEP_KEYS = ("base", "grid", "random", "trials", "seed", "runs_dir")
@@ -87,8 +82,8 @@ def load_sweep(path: str | Path) -> Sweep:
     choices = list(_grid(tree, where) if kind == "grid" else _random(tree, where))
     runs_dir = tree.get("runs_dir")
     _require(
-        runs_dir is None or (isinstance(runs_dir, str) and runs_dir),
-        "runs_dir must be a path",
+        runs_dir is None or (isinstance(runs_dir, str) and runs_dir and "\0" not in runs_dir),
+        f"runs_dir must be a path, got {quote(runs_dir)}",
         where,
         "runs_dir",
     )

@@ -1,21 +1,17 @@
-"""Reads and writes YAML config files, with line numbers, overrides, aliases and one-sentence
-validation errors.
-"""
+"""Loads and dumps configs: YAML files, overrides, aliases and one-sentence validation errors."""
 
 import difflib
 import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from dantinox.config.model_config import WEIGHT_FIELDS
 from dantinox.config.names import (
     ALIASES,
     FORMER_DEFAULTS,
@@ -37,104 +33,8 @@ from dantinox.config.sections import (
     reset_settings,
 )
 from dantinox.config.setting_records import PREREQUISITES, type_in_words
-from dantinox.files import UserError, escape_name, quote, read_text
-
-# A run inherits these sections from training.init_from, or else the second ones from
-# distill.teacher.
-INHERITED_SECTIONS: tuple[str, ...] = ("model", "moe", "attention", "tokenizer")
-TAUGHT_SECTIONS = ("tokenizer",)
-
-MAX_FILE_BYTES = 1 << 20
-
-
-class _RejectedYAML(yaml.MarkedYAMLError):
-    """The error for valid YAML that a config does not allow. It contains the line number."""
-
-
-class _Loader(yaml.SafeLoader):
-    """A SafeLoader that rejects duplicate keys and aliases of collections, and reads 5e-4 as a
-    number.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark: yaml.Mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-        is_alias = self.check_event(yaml.AliasEvent)
-        node = super().compose_node(parent, index)
-        if is_alias and isinstance(node, yaml.CollectionNode):
-            # Nested aliases expand exponentially when they are printed ("billion laughs").
-            raise _RejectedYAML(
-                problem="an alias (*name) may stand for a single value only", problem_mark=mark
-            )
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key = self.construct_object(key_node)
-            mark = key_node.start_mark
-            if not isinstance(key, str):
-                raise _RejectedYAML(
-                    problem=f"a key must be a name, got {quote(key)}", problem_mark=mark
-                )
-            if key in seen:
-                problem = (
-                    f"the key {quote(key)} appears twice, in lines {seen[key]} and {mark.line + 1}"
-                )
-                raise _RejectedYAML(problem=problem, problem_mark=mark)
-            seen[key] = mark.line + 1
-        return super().construct_mapping(node, deep)
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (yaml.YAMLError, RecursionError):
-            raise
-        # PyYAML raises many types, for example for 2024-13-45, !!int "" or an integer of 5,000
-        # digits.
-        except Exception:
-            kind = node.tag.rpartition(":")[2]
-            value = f"{quote(node.value)} " if isinstance(node, yaml.ScalarNode) else ""
-            raise _RejectedYAML(
-                problem=f"{value}cannot be read as {escape_name(kind)}",
-                problem_mark=node.start_mark,
-            ) from None
-
-    def construct_undefined(self, node: yaml.Node) -> Any:
-        tag = escape_name(node.tag.replace("tag:yaml.org,2002:", "!!"))
-        problem = f"the tag {tag} is not allowed: a config holds plain values only"
-        raise _RejectedYAML(problem=problem, problem_mark=node.start_mark)
-
-
-_Loader.add_constructor(None, _Loader.construct_undefined)  # of every other tag
-
-
-class _Dumper(yaml.SafeDumper):
-    """A SafeDumper whose output `_Loader` reads back unchanged. It quotes "5e-4" and escapes
-    Unicode line breaks.
-    """
-
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        style = '"' if any(character in data for character in "\x85\u2028\u2029\ufeff") else None
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_str)
-# YAML 1.1 requires a point in a number with an exponent. The last argument lists the first
-# characters of such numbers.
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-        list("-+0123456789"),
-    )
-
-
-def parse_value(text: str) -> object:
-    """Parses the value of a flag with the rules of the YAML files."""
-    try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, RecursionError):
-        return text
+from dantinox.config.yaml_text import dump_yaml, read_yaml
+from dantinox.files import UserError, escape_name, quote
 
 
 def find_config(name: str | Path) -> Path:
@@ -209,134 +109,6 @@ def build_config(
     config, unused = validate_settings(tree, overrides or {}, where or {}, source, origin)
     warn_inactive(unused, where or {}, source)
     return config
-
-
-def load_training(path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
-    """Loads the config of a new training run, like `load_config` but with the defaults of
-    `build_training`.
-    """
-    path = find_config(path)
-    tree, lines = read_yaml(path)
-    return build_training(
-        tree, overrides, {key: f"{path}, line {line}" for key, line in lines.items()}, str(path)
-    )
-
-
-def build_training(
-    tree: Mapping[str, object],
-    overrides: Mapping[str, object] | None = None,
-    where: dict[str, str] | None = None,
-    source: str = "",
-    origin: str = "command line",
-) -> Config:
-    """Validates the settings of a new training run. Model and tokenizer settings default to those
-    of `training.init_from`.
-
-    Without `training.init_from`, tokenizer settings default to those of the run `distill.teacher`.
-
-    Raises:
-      UserError: as for `build_config`, or a setting contradicts the weights of the run
-        `training.init_from`.
-    """
-    overrides = overrides or {}
-    where = where or {}
-
-    def given(section: str, name: str) -> object:
-        content = tree.get(section)
-        return overrides.get(
-            f"{section}.{name}", content.get(name) if isinstance(content, dict) else None
-        )
-
-    start = given("training", "init_from")
-    sections = INHERITED_SECTIONS
-    if not start and given("training", "objective") == "distill":
-        start = given("distill", "teacher")
-        sections = TAUGHT_SECTIONS
-    is_path = isinstance(start, str) and start != "" and "\0" not in start
-    file = Path(str(start)) / "config.yaml"
-    if not is_path or not file.is_file():  # the code that reads the weights reports the error
-        return build_config(tree, overrides, where, source, origin)
-    base = load_config(file)
-    written = {
-        f"{section}.{key}"
-        for section, keys in tree.items()
-        if isinstance(keys, dict)
-        for key in keys
-    } | set(overrides)
-    inherited = {section: getattr(base, section).model_dump(mode="json") for section in sections}
-    filled: dict[str, object] = {**tree, **inherited}
-    for section, keys in tree.items():
-        if isinstance(keys, dict | None):  # any other content is an error of `validate_settings`
-            filled[section] = inherited.get(section, {}) | (keys or {})
-    config, unused = validate_settings(filled, overrides, where, source, origin)
-    contradictable = sorted(key for key in written if key.partition(".")[0] in sections)
-    _check_start(base, config, contradictable, where | dict.fromkeys(overrides, origin), str(start))
-    # A setting without effect is reported if it was written. If it is inherited, it is silently
-    # reset.
-    warn_inactive({key: reason for key, reason in unused.items() if key in written}, where, source)
-    return reset_settings(config, [key for key in unused if key not in written])
-
-
-def inherit_settings(config: Config) -> Config:
-    """Returns `config`, completed by settings of the run `training.init_from`, or of the teacher,
-    if there is such a run.
-
-    Model and tokenizer settings that `config` does not set are copied from that run; of a teacher,
-    only tokenizer settings.
-
-    Raises:
-      UserError: as for `build_training`.
-    """
-    return (
-        build_training(config.model_dump(mode="json", exclude_unset=True))
-        if config.tokenizer_run
-        else config
-    )
-
-
-def _check_start(
-    base: Config, config: Config, keys: Iterable[str], where: Mapping[str, str], source: str
-) -> None:
-    """Raises a UserError if one of the settings `keys` contradicts the weights or the tokenizer of
-    the run `source`.
-
-    Args:
-      base: the settings of that run.
-      keys: settings of the sections that are inherited.
-    """
-    before, after = flatten_config(base), flatten_config(config)
-    for key in keys:
-        section, _, name = key.partition(".")
-        if before.get(key) == after.get(key):
-            continue
-        changed = base.model_copy(
-            update={section: getattr(base, section).model_copy(update={name: after[key]})}
-        )
-        if section == "tokenizer":
-            contradicts = config.tokenizer.tokenizer_type != "file"
-        else:
-            contradicts = _weight_fields(changed) != _weight_fields(base)
-        if contradicts:
-            role = (
-                "whose weights the training starts from"
-                if config.training.init_from
-                else "the teacher"
-            )
-            conflict = f"{key} is {quote(before[key])} in {source}, {role}"
-            place = f" ({where[key]})" if key in where else ""
-            raise UserError(
-                f"{conflict}, got {quote(after[key])}: leave it out{place}",
-                key=key,
-                value=after[key],
-            )
-
-
-def _weight_fields(config: Config) -> list[Any]:
-    """Returns the values of the architecture fields that the weights determine."""
-    model = config.architecture(
-        1
-    )  # the sections do not contain the size of the vocabulary, which is not compared here
-    return [getattr(model, name) for name in WEIGHT_FIELDS]
 
 
 def validate_settings(
@@ -476,12 +248,7 @@ def dump_config(config: Config, complete: bool = False) -> str:
         name: getattr(config, name).model_dump(mode="json", exclude_defaults=name in left_out)
         for name in SECTIONS
     }
-    return yaml.dump(
-        {name: keys for name, keys in dumped.items() if keys},
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-    )
+    return dump_yaml({name: keys for name, keys in dumped.items() if keys})
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[object, object]]:
@@ -618,67 +385,3 @@ def _error_of(error: ValidationError, where: dict[str, str], source: str) -> Use
     else:
         sentence = f"{key} must be {allowed_values(key)}, got {quote(first['input'])}{place}"
     return UserError(sentence, key=key, value=first["input"])
-
-
-def read_yaml(
-    path: Path, sections: Sequence[str] = tuple(SECTIONS), kind: str = "config file"
-) -> tuple[dict[str, object], dict[str, int]]:
-    """Returns the tree of a YAML file, and the line number of every section and key.
-
-    Args:
-      sections: the sections that the file may contain, for messages.
-      kind: the kind of file, for messages.
-
-    Raises:
-      UserError: the file cannot be read, is not YAML, or is not a mapping.
-    """
-    text = read_text(path, MAX_FILE_BYTES, f"the {kind}")
-    try:
-        tree, lines = _parse(text)
-    except yaml.MarkedYAMLError as error:
-        raise UserError(_yaml_sentence(error, path)) from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise UserError(
-            f"not valid YAML: the character U+{int(error.character):04X} ({path}, line {line})"
-        ) from None
-    except RecursionError:
-        raise UserError(f"not a {kind}: nested too deep to read ({path})") from None
-    if tree is None:
-        raise UserError(
-            f"{path} is empty: a config needs at least one section ({', '.join(sections)})"
-        )
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold sections ({', '.join(sections)}), got {quote(tree)}")
-    return tree, lines
-
-
-def _parse(text: str) -> tuple[Any, dict[str, int]]:
-    """Returns the value of a YAML text, and the line numbers of its sections and their keys."""
-    loader = _Loader(text)  # a SafeLoader
-    try:
-        node = loader.get_single_node()
-        lines: dict[str, int] = {}
-        for section, content in node.value if isinstance(node, yaml.MappingNode) else ():
-            lines[str(section.value)] = section.start_mark.line + 1
-            if isinstance(content, yaml.MappingNode):
-                lines |= {
-                    f"{section.value}.{key.value}": key.start_mark.line + 1
-                    for key, _ in content.value
-                }
-        return (None if node is None else loader.construct_document(node)), lines
-    finally:
-        loader.dispose()
-
-
-def _yaml_sentence(error: yaml.MarkedYAMLError, path: Path) -> str:
-    """Returns an error of the YAML parser as one sentence with file and line."""
-    problem = " ".join(str(error.problem).split())
-    if problem.startswith(
-        "but "
-    ):  # PyYAML says `expected …` in the context and `but found …` in the problem
-        problem = f"{error.context}, {problem}"
-    if not isinstance(error, _RejectedYAML):
-        problem = f"not valid YAML: {problem}"
-    line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-    return f"{problem} ({path}{line})"

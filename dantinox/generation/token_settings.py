@@ -8,9 +8,8 @@ from typing import Any, Unpack
 
 from dantinox.config import Config, GenerationSection, UserError, with_generation
 from dantinox.config.generation_settings import active_steps
-from dantinox.config.sampling_steps import (
-    SETTINGS,
-    STEPS,
+from dantinox.config.sampling_steps import SETTINGS, STEPS
+from dantinox.config.token_lists import (
     Biases,
     Breakers,
     SequenceBiases,

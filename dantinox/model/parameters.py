@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from dantinox.config import ModelConfig
-from dantinox.files import escape_name
+from dantinox.files import UserError, escape_name
 from dantinox.model.packed import (
     Layout,
     Part,
@@ -31,6 +31,8 @@ from dantinox.model.transformer import Transformer
 
 Parameters = dict[str, jax.Array]
 Shapes = dict[str, jax.ShapeDtypeStruct]
+# Far above this number, XLA ends the process because the size of an array overflows 64 bits.
+MAX_WEIGHTS = 10**14
 
 
 def abstract_model(
@@ -46,6 +48,7 @@ def abstract_model(
         They replace the parameters that they represent.
 
     Raises:
+      UserError: the model has more than `MAX_WEIGHTS` weights.
       ValueError: a packed array does not fit the model.
     """
     graph, flat, shapes = _split_abstract(config, packed) if packed else _abstract_state(config)
@@ -64,6 +67,12 @@ def _split_abstract(
     parameter by name.
     """
     abstract = _eval_shape(config)
+    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(abstract)))
+    if weights > MAX_WEIGHTS:
+        raise UserError(
+            f"the model must have at most {MAX_WEIGHTS:,} weights, got {weights:,}: lower the"
+            " settings of the section model"
+        )
     if packed:  # their arrays in files are bytes
         pack_modules(
             abstract,

@@ -26,6 +26,7 @@ from dantinox.files import UserError, atomic_write, quote, staged_write, wrap_os
 MANIFEST = "manifest.txt"
 MANIFEST_FORMAT = 1
 CHECKSUM_LINE_BYTES = 65  # bytes: 64 hexadecimal digits and a line break
+MAX_MANIFEST_BYTES = 256 << 20  # bytes: of two million files
 SMALL_FILE_BYTES = (
     1 << 20
 )  # bytes; a quick check hashes files up to this size; of a larger file it compares only the size
@@ -136,7 +137,10 @@ def read_manifest(path: Path, step: int | None = None) -> dict[str, Any]:
         if not path.is_file():  # reading a pipe would never end
             missing = f"{path} is missing, so the files next to it cannot be checked"
             raise DamagedFile(f"{path} is not a regular file" if os.path.lexists(path) else missing)
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise DamagedFile(f"{path} is damaged: it is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
     text, last = content[:-CHECKSUM_LINE_BYTES], content[-CHECKSUM_LINE_BYTES:]
     if last.decode(errors="replace") != hashlib.sha256(text).hexdigest() + "\n":
         raise DamagedFile(f"{path} is damaged: its last line is not the SHA-256 of the lines above")

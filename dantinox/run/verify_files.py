@@ -203,9 +203,11 @@ def accept_run(run: RunDirectory) -> list[str]:
       The names of the recorded files.
 
     Raises:
-      UserError: another process is working on the run, a file cannot be read, or the manifest
-        cannot be written.
+      UserError: the directory is not a run, another process is working on it, a file cannot be
+        read, or the manifest cannot be written.
     """
+    if not run.config.is_file():
+        raise UserError(f"{run.path} is not a run directory: it has no {run.config.name}")
     with run.lock():
         own = (
             run.config,

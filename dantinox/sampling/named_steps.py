@@ -22,7 +22,8 @@ from pydantic import (
 )
 
 from dantinox.config import Config, GenerationSection, UserError
-from dantinox.config.sampling_steps import SETTINGS, STEPS, Biases, Sequences, Tokens, number_bounds
+from dantinox.config.sampling_steps import SETTINGS, STEPS, number_bounds
+from dantinox.config.token_lists import Biases, Sequences, Tokens
 from dantinox.files import quote
 from dantinox.sampling.chain import run_step
 from dantinox.sampling.params import SamplingParams

@@ -26,16 +26,18 @@ from dantinox.config.sampling_steps import (
     PENALTY_STEPS,
     SETTINGS,
     STEPS,
+    Scope,
+    StepSettings,
+    WatermarkKeys,
+)
+from dantinox.config.token_lists import (
     Biases,
     Breakers,
-    Scope,
     SequenceBiases,
     Sequences,
-    StepSettings,
     Tokens,
-    WatermarkKeys,
     is_digits,
-)  # fmt: skip
+)
 from dantinox.sampling.clarify_text import ClarifyText
 from dantinox.sampling.entropy_router import Metrics, RouterConfig
 from dantinox.sampling.history import sequence_arrays

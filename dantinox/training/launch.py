@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from dantinox.config import Config, load_config
+from dantinox.config.inherited_settings import inherit_settings, load_training
 from dantinox.config.sections import find_inactive, reset_settings
-from dantinox.config.yaml_files import inherit_settings, load_training
 from dantinox.distributed import (
     NullOutput,
     broadcast_from_rank0,

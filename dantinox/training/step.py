@@ -266,14 +266,16 @@ class TrainStep:
         gradients, loss, counts_LE, metrics = gradient(
             state.parameters, batch, key, base, teacher_weights
         )
-        updates, moments = self.optimizer.update(gradients, state.optimizer, state.parameters)
-        parameters = optax.apply_updates(state.parameters, updates)
-        norm = optax.tree.norm(gradients)
+        parameters = state.parameters
+        # The optimizer does not change these biases, but its moving average must contain the moves.
         if counts_LE is not None and model.experts is not None and model.experts.bias:
             kinds = model.period if model.scan_layers else model.num_blocks
             parameters = update_router_biases(
                 parameters, counts_LE, self.config.moe.bias_update_rate, kinds
             )
+        updates, moments = self.optimizer.update(gradients, state.optimizer, parameters)
+        parameters = optax.apply_updates(parameters, updates)
+        norm = optax.tree.norm(gradients)
         loss_and_count = jnp.stack([loss, jnp.ones(())])
         if training.nan_policy == "skip":
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from dantinox.chips import find_chip
 from dantinox.config import Config, ModelConfig
 from dantinox.distributed import Layout, NullOutput, is_rank0
 from dantinox.files import UserError
 from dantinox.model.flops import forward_flops, training_flops
-from dantinox.programs import find_chip
 from dantinox.report import Console, MetricsLog, trackers
 from dantinox.report.tables import human_time
 from dantinox.run import RunDirectory

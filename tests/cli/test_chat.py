@@ -17,7 +17,9 @@ from dantinox import cli
 from dantinox.cli import chat as chatting
 from dantinox.config import UserError
 from dantinox.report.entropy_view import digit_lines, shade_text
-from dantinox.run import RunDirectory, accept_run
+from dantinox.run import RunDirectory, accept_run, directory
+from dantinox.serve.pool.model_loading import open_model
+from dantinox.serve.pool.model_specs import ModelSpec
 from tests.error_texts import ERRORS
 from tests.serve.lora_runs import make_lora_run
 
@@ -41,6 +43,21 @@ def talk(run_dir, capfd, monkeypatch):
         return code, *capfd.readouterr()
 
     return run
+
+
+def test_the_settings_of_a_run_are_read_once(talk, run_dir, monkeypatch):
+    """Between two reads, they could change."""
+    read = []
+    load_config = directory.load_config
+
+    def count(path):
+        read.append(path)
+        return load_config(path)
+
+    monkeypatch.setattr(directory, "load_config", count)
+    assert talk([])[0] == 0 and len(read) == 1
+    open_model(ModelSpec("name", run_dir))
+    assert len(read) == 2
 
 
 def test_lines_through_a_pipe(talk, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 from dantinox import cli
 from dantinox.cli import COMMANDS, command_parser
-from dantinox.cli.measure import EVALUATE
+from dantinox.cli.evaluate import EVALUATE
 from dantinox.cli.settings import find_settings
 from dantinox.config import UserError
 from dantinox.config.help_pages import all_pages, first_page, section_page

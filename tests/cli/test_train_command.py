@@ -498,3 +498,9 @@ def test_the_next_command_can_be_pasted(monkeypatch, capsys, tmp_path):
     assert cli.main(["train", "--run_dir", str(run.path)]) == 0
     command = capsys.readouterr().err.split("next: ")[1]
     assert shlex.split(command) == ["dantinox", "generate", str(run.path)]
+
+
+def test_a_config_without_its_flag_is_named(dantinox):
+    code, out, err = dantinox("train", "x.yaml")
+    assert (code, out) == (2, "")
+    assert err == "error: unknown argument x.yaml: give the config as --config x.yaml\n"

@@ -11,9 +11,9 @@ import yaml
 from dantinox import cli
 from dantinox.config import Config, UserError, build_config, dump_config, load_config
 from dantinox.config.depth import model_of_depth
+from dantinox.config.inherited_settings import build_training
 from dantinox.config.model_size import block_parameters
 from dantinox.config.sections import flatten_config
-from dantinox.config.yaml_files import build_training
 from dantinox.model.parameters import abstract_model
 from dantinox.run import RunDirectory, save_config
 
@@ -175,7 +175,7 @@ ERRORS = {
     "training.epochs has no effect while training.steps is 784": {
         "training.epochs": 2.0, "training.tokens_per_parameter": 1.0,
     },
-    "model.depth must be an integer in [1, 2^31), or null, got 0": {"model.depth": 0},
+    "model.depth must be an integer in [1, 4096], or null, got 0": {"model.depth": 0},
     "model.kv_heads must divide model.n_heads, got 3 and 4": {"model.kv_heads": 3},
     "model.dim must be an integer in [1, 2^31), got 'a'": {"model.dim": "a"},
     "unknown key model.dimm, did you mean model.dim?": {"model.dimm": 3},
@@ -187,6 +187,21 @@ def test_errors(sentence):
     with pytest.raises(UserError) as error:
         build_config({}, {"model.depth": 4} | ERRORS[sentence])
     assert str(error.value) == f"{sentence} (command line)"
+
+
+@pytest.mark.parametrize("batch_size", [2**31 - 1, 2**31 - 2])
+def test_a_huge_batch_is_divided_at_once(batch_size):
+    """The first number is a prime: only batches of one row divide it."""
+    t = build_config({}, {"model.depth": 2, "training.batch_size": batch_size}).training
+    rows = batch_size // t.grad_accum
+    most = 32768 // build_config({}, {"model.depth": 2}).model.max_context
+    assert rows == max(n for n in range(1, most + 1) if batch_size % n == 0)
+
+
+def test_a_huge_ratio_is_one_sentence():
+    with pytest.raises(UserError, match="must be an integer in") as caught:
+        build_config({}, {"model.depth": 2, "training.tokens_per_parameter": 1e300})
+    assert len(str(caught.value)) < 300
 
 
 def test_a_ratio_without_a_depth_has_no_effect():

@@ -16,9 +16,9 @@ from dantinox.cli.common import backend_problem, given_prompt
 from dantinox.config import UserError, build_config, dump_config, load_config
 from dantinox.config.flag_values import overrides
 from dantinox.config.flags import Parser, add_config_flags
+from dantinox.config.inherited_settings import load_training
 from dantinox.config.sections import FIELDS
 from dantinox.config.starting_config import starting_config
-from dantinox.config.yaml_files import load_training
 from dantinox.training.starting_point import total_steps
 from tests.error_texts import ERRORS
 

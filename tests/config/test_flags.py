@@ -222,7 +222,7 @@ def test_no_flag_changes_nothing():
             "unknown flag --training.batchsize, did you mean --training.batch_size?",
         ),
         ("--batch 3", "unknown flag --batch, did you mean --batch_size?"),
-        ("extra", "unknown argument extra"),
+        ("extra", "unknown argument extra: give the config as --config extra"),
         ("--lr", "argument --lr/--training.lr: expected one argument"),
         ("--lr fast", "training.lr must be a number > 0, got 'fast' (command line)"),
         ("--lr [[[", "training.lr must be a number > 0, got '[[[' (command line)"),

@@ -194,6 +194,10 @@ REFUSED = {
         {"dry_multiplier": 1, "dry_breakers": [""]},
         "generation.dry_breakers must not hold an empty string",
     ),
+    "a watermark key twice": (
+        {"watermark_keys": [5, 6, 5]},
+        "generation.watermark_keys must hold different numbers, got 5 twice",
+    ),
     "a bias that is text": (
         {"logit_bias": {"a": "x"}},
         "generation.logit_bias must be a mapping (each a number), got 'x'",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.cli import generate, measure
+from dantinox.cli import evaluate, generate, measure
 from dantinox.cli.common import given_settings
 from dantinox.config import (
     Config,
@@ -434,6 +434,6 @@ def test_flags_of_calibrate_depend_on_what_is_calibrated(argv, sentence):
 
 def test_eval_has_all_evaluations():
     for what in ("sampling", "kv"):
-        assert given_flags(what, "--run_dir", "r", command=measure.add_evaluate_flags).what == what
+        assert given_flags(what, "--run_dir", "r", command=evaluate.add_evaluate_flags).what == what
     with pytest.raises(UserError, match=ERRORS["choose_from"]):
-        given_flags("cache", "--run_dir", "r", command=measure.add_evaluate_flags)
+        given_flags("cache", "--run_dir", "r", command=evaluate.add_evaluate_flags)

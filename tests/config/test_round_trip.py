@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dantinox.config import Config, build_config, differences, dump_config, json_schema, load_config
-from dantinox.config.yaml_files import FIELDS, allowed_values, parse_value
+from dantinox.config.yaml_files import FIELDS, allowed_values
+from dantinox.config.yaml_text import parse_value
 
 ROOT = Path(__file__).parents[2]
 TEXT = st.text(max_size=20)

@@ -10,10 +10,10 @@ import pytest
 
 from dantinox.config import UserError, build_config, dump_config, load_config
 from dantinox.config.attention_settings import AttentionSection
+from dantinox.config.inherited_settings import build_training, load_training
 from dantinox.config.model_config import ARCHITECTURE, SETTING_OF, WEIGHT_FIELDS, ModelConfig
 from dantinox.config.model_settings import ModelSection
 from dantinox.config.sections import FIELDS
-from dantinox.config.yaml_files import build_training, load_training
 from tests.error_texts import ERRORS
 
 BASE = {

@@ -101,6 +101,10 @@ def load_sweep_base(name):
             r"a sweep has either grid or random \(.*s.yaml, line 3\)",
         ),
         ("grids: {}", "unknown key grids: a sweep has base, grid, random, trials, seed, runs_dir"),
+        (
+            'grid: {training.lr: [1]}\nruns_dir: "x\\0"',
+            r"runs_dir must be a path, got 'x\\x00' \(.*line 3\)",
+        ),
         ("grid: [1]", "grid must hold settings, got"),
         ("grid: {}", "grid must hold settings, got"),
         ("grid: {lr: [1e-3]}", r"unknown key lr, did you mean training.lr\? \(.*s.yaml, line 2\)"),
@@ -138,7 +142,7 @@ def load_sweep_base(name):
             "random: {training.optimizer: {min: 0, max: 1}}\ntrials: 1",
             "training.optimizer is not a number: give a list",
         ),
-        ("grid: {training.lr: [0.1]}\nruns_dir: 3", "runs_dir must be a path"),
+        ("grid: {training.lr: [0.1]}\nruns_dir: 3", "runs_dir must be a path, got 3"),
     ],
 )
 def test_an_error_is_one_sentence(sweep, text, says):

@@ -15,7 +15,8 @@ from training.small import random_weights
 
 from dantinox.config import UserError
 from dantinox.distributed import AXES, BATCH
-from dantinox.lab.measure.plan import Collectives, make_plan, plan_lines
+from dantinox.lab.measure.plan import Collectives, make_plan
+from dantinox.lab.measure.plan_view import plan_lines
 from dantinox.lab.measure.topology import Topology, find_topology
 from dantinox.model.parameters import abstract_model
 from dantinox.text import LabeledCompletions, Preferences

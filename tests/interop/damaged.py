@@ -524,7 +524,7 @@ FOLDERS: dict[str, Folder] = {
     "unknown family": _json("config.json", model_type="none"),
     "other class": _json("config.json", architectures=["LlamaForSequenceClassification"]),
     "10^9 layers": _json("config.json", num_hidden_layers=10**9),
-    "9,000 layers": _json("config.json", num_hidden_layers=9000),
+    "4,000 layers": _json("config.json", num_hidden_layers=4000),
     "a layer more": lambda folder: _json(
         "config.json",
         num_hidden_layers=json.loads((folder / "config.json").read_text())["num_hidden_layers"] + 1

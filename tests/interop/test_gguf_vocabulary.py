@@ -19,8 +19,8 @@ from dantinox.interop.gguf.gguf_vocabulary import (
     UNUSED,
     USER_DEFINED,
     read_vocabulary,
-    vocabulary_metadata,
 )
+from dantinox.interop.gguf.gguf_vocabulary_export import vocabulary_metadata
 from dantinox.interop.gguf.pre_tokenizers import ADDS_BOS, ALIASES, RULES
 from dantinox.text import Tokenizer
 from dantinox.text.token_pieces import byte_letters

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from dantinox import cli
+from dantinox.chips import CHIPS
 from dantinox.config import ExpertsConfig, LatentConfig, UserError, build_config, dump_config
 from dantinox.distributed import make_layout
 from dantinox.lab.measure import topology as topologies
@@ -23,13 +24,12 @@ from dantinox.lab.measure.plan import (
     make_plan,
     matrix_parameters,
     parse_needed_bytes,
-    plan_lines,
     training_programs,
 )
+from dantinox.lab.measure.plan_view import plan_lines
 from dantinox.lab.measure.topology import CUDNN_MODULE, _emulate_h100, find_topology
 from dantinox.model.flops import attention_flops
 from dantinox.model.parameters import abstract_model
-from dantinox.programs import CHIPS
 from dantinox.report.tables import human_time
 from dantinox.training.step import TrainStep
 from tests.error_texts import ERRORS
@@ -376,6 +376,12 @@ def test_unknown_machine_is_one_sentence(name, message, command, monkeypatch, ca
 def test_texts_that_exceed_the_context(config):
     with pytest.raises(UserError, match=ERRORS["prompt_new_at_most_the"]):
         make_plan(find_topology("cpu"), config, 259, TrainStep, prompt=30)
+
+
+def test_an_error_names_only_the_given_size(config):
+    message = "--new must be in [1, 31], less than the context of 32, got 99"
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_plan(find_topology("cpu"), config, 259, TrainStep, new=99)
 
 
 def test_a_batch_that_is_too_large(config):

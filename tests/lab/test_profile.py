@@ -195,7 +195,10 @@ def test_generation_operations_have_their_part_of_the_model(run_dir, tmp_path, c
 def test_errors_of_a_trace_are_one_sentence(run, tmp_path, capsys):
     for flags, message in (
         (["quickstart", "--generate"], "--generate needs a run directory, got quickstart"),
-        ([str(run.path), "--steps", "0"], "--steps must be at least 1, got 0"),
+        ([str(run.path), "--steps", "0"], "--steps must be in [1, 1000], got 0"),
+        ([str(run.path), "--steps", "9" * 5000], "must have at most 30 digits, got 5000"),
+        ([str(run.path), "--steps", "1001"], "--steps must be in [1, 1000], got 1001"),
+        ([str(run.path), "--generate", "--steps", "9" * 30], "--steps must be in [1, 1000], got"),
         ([str(tmp_path / "no.yaml")], "no config file at"),
         ([str(tmp_path)], "no config file at"),
         ([str(run.path), "--generate"], "has no weights yet"),

@@ -23,7 +23,7 @@ from dantinox.config.router_settings import (
 )
 from dantinox.generation import load
 from dantinox.lab.measure.texts import equal_batches
-from dantinox.lab.studies import continuations, statistics
+from dantinox.lab.studies import continuations, sampling_study, statistics
 from dantinox.lab.studies.continuations import (
     Continuations,
     PromptWindows,
@@ -791,3 +791,14 @@ def test_missing_files_are_reported_before_the_work(toy, run_dir, tmp_path):
         evaluate_sampling(toy, methods=["min_p"], tokens=24, prompts=1000)
     with pytest.raises(UserError, match=ERRORS["nowhere"]):
         evaluate_sampling(toy, tmp_path / "nowhere", methods=["min_p"], tokens=24, prompts=2)
+
+
+def test_the_reference_is_opened_before_the_model_is_loaded(toy, tmp_path, monkeypatch):
+    def load(run_dir):
+        raise AssertionError("the model was loaded before the reference was checked")
+
+    monkeypatch.setattr(sampling_study, "load", load)
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    with pytest.raises(UserError, match="reference"):
+        evaluate_sampling(toy, reference, methods=["min_p"], tokens=24, prompts=2)

@@ -19,7 +19,7 @@ import pytest
 from dantinox import cli
 from dantinox.config import UserError, load_config
 from dantinox.config.flag_values import overrides
-from dantinox.config.yaml_files import load_training
+from dantinox.config.inherited_settings import load_training
 from dantinox.lab.studies import speedrun_evaluation
 from dantinox.lab.studies.speedrun import (
     STAGES,
@@ -445,7 +445,7 @@ def test_a_later_stage_without_its_base_is_rejected(tmp_path):
         ),
         (
             ["--depth", "0"],
-            "error: model.depth must be an integer in [1, 2^31), or null, got 0 (command line)",
+            "error: model.depth must be an integer in [1, 4096], or null, got 0 (command line)",
         ),
         (
             ["--tokens_per_parameter", "-1"],

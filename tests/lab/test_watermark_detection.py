@@ -107,7 +107,11 @@ def test_errors(run_dir, file, capsys):
         ),
         (
             {"watermark_keys": KEYS, "watermark_ngram": 16, "tokens": 15},
-            "has no document of at least 16 tokens",
+            "--tokens must be at least 16, the length of the hashed sequences, got 15",
+        ),
+        (
+            {"watermark_keys": KEYS, "tokens": 0},
+            "--tokens must be at least 5, the length of the hashed sequences, got 0",
         ),
         ({"watermark_keys": [-1]}, "watermark_keys must be a list"),
         ({"watermark_ngram": 4}, "watermark_ngram has no effect while"),

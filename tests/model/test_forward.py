@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dantinox.config import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
+from dantinox.config import (
+    Config,
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeScaling,
+    UserError,
+)
 from dantinox.model import make_cache
 from dantinox.model.parameters import abstract_model
 from dantinox.model.positions import rotary_angles, rotate
@@ -458,3 +465,9 @@ def test_equal_layers_of_a_cached_model_are_traced_once(changes, traces, monkeyp
         cache,
     )
     assert len(calls) == traces
+
+
+def test_a_model_of_more_weights_than_fit_into_any_memory_is_one_sentence():
+    """XLA would end the process, because the size of an array in bytes has more than 64 bits."""
+    with pytest.raises(UserError, match=r"the model must have at most 100,000,000,000,000 weights"):
+        abstract_model(config(dim=2**31 - 2, hidden_dim=2**31 - 1))

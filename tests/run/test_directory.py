@@ -161,6 +161,11 @@ def test_open_run_names_missing_files_and_the_newest_run(tmp_path, monkeypatch):
     assert "it has no config.yaml" in sentence(open_run, "runs/empty")
     Path("runs/old/model_weights.msgpack").touch()
     assert "manifest.txt is missing" in sentence(open_run, "runs/old")
+    for name in ("empty", "none"):  # nothing is written into a folder that is not a run
+        assert sentence(accept_run, RunDirectory(f"runs/{name}")) == (
+            f"{tmp_path}/runs/{name} is not a run directory: it has no config.yaml"
+        )
+    assert list(Path("runs/empty").iterdir()) == [] and not Path("runs/none").exists()
     Path("runs/old/tokenizer.json").touch()
     assert accept_run(RunDirectory("runs/old")) == [
         "config.yaml",

@@ -145,3 +145,11 @@ def test_a_full_disk_raises_one_sentence_and_keeps_the_old_file(tmp_path, monkey
         write_file(tmp_path, "a", "new")
     assert (tmp_path / "a").read_text() == "old"
     check_files(tmp_path, ["a"])
+
+
+def test_a_huge_manifest_is_not_read(tmp_path):
+    path = tmp_path / "manifest.txt"
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)  # a sparse file
+    with pytest.raises(DamagedFile, match=r"manifest\.txt is damaged: it is larger than 256 MiB"):
+        read_manifest(path)

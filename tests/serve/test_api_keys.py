@@ -25,10 +25,12 @@ from dantinox.serve.operations.rate_limits import (
 from dantinox.serve.operations.reload import Reloader
 from dantinox.serve.operations.request_record import RequestRecord
 from dantinox.serve.options import Options
+from dantinox.text import ChatTemplate
 
 from .fakes import FakeEngine
 
 ALICE, BOB = "alice-secret", "bob-secret-1"
+RESPONSES = "/v1/responses"
 ASK = {"prompt": "abc", "max_tokens": 5}
 FILE = f"""
 # The keys of two clients.
@@ -379,6 +381,30 @@ def test_models_of_a_key(engine, tmp_path, models, expected):
         assert http.get("/v1/models/fake").status_code == expected
     if expected == 404:
         assert answer.json()["error"]["message"] == "the key alice may not use the model 'fake'"
+
+
+# --- responses that are kept
+
+
+def test_a_kept_response_belongs_to_its_key(path, engine):
+    """For another key it does not exist, with the same error as an id that never existed."""
+    template = ChatTemplate("{{ messages[-1]['content'] }}", engine.run.tokenizer)
+    options = Options(keys=ApiKeys(read_keys(path)), stored_responses=2, template=template)
+    with TestClient(make_app(engine, options), base_url="http://localhost") as http:
+        alice, bob = bearer(ALICE), bearer(BOB)
+        body = {"input": "abc", "max_output_tokens": 5}
+        kept = http.post(RESPONSES, json=body, headers=alice).json()
+        one = f"{RESPONSES}/{kept['id']}"
+        unknown = http.get(f"{RESPONSES}/resp_0", headers=bob)
+        for method in ("GET", "DELETE"):
+            other = http.request(method, one, headers=bob)
+            assert other.status_code == unknown.status_code == 404
+            assert other.text == unknown.text.replace("resp_0", kept["id"])
+        body |= {"previous_response_id": kept["id"]}
+        assert http.post(RESPONSES, json=body, headers=bob).status_code == 404
+        assert http.get(one, headers=alice).json() == kept
+        assert http.post(RESPONSES, json=body, headers=alice).status_code == 200
+        assert http.delete(one, headers=alice).json()["deleted"] is True
 
 
 # --- metrics

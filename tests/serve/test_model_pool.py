@@ -382,6 +382,43 @@ def test_a_failed_engine_is_loaded_again():
     asyncio.run(check())
 
 
+def test_clients_of_a_failed_model_do_not_delay_other_models(monkeypatch):
+    """One client never reads the end of its response. Until it leaves, the failed model keeps its
+    memory, and a request for it waits for a bounded time.
+    """
+    opener = Opener(dict.fromkeys("abc", 3))
+    pool, app = make_pool(opener, wait=0.2)
+
+    async def check():
+        async with running(pool, app) as client:
+            left = asyncio.Event()
+
+            async def read_slowly():
+                async with pool.use("b"):
+                    await left.wait()
+
+            slow = asyncio.create_task(read_slowly())
+            await until(lambda: pool.members["b"].users)
+            opener.engines["b"].state = "failed"
+            opener.engines["b"].on_failure()
+            await until(lambda: pool.members["b"].state == "failed")
+            again = asyncio.create_task(ask(client, "b"))
+            await until(lambda: pool.members["b"].waiting)
+            assert text(await asyncio.wait_for(ask(client, "c"), 5)) == "c says i"
+            refused = await again
+            assert refused.status_code == 503
+            assert message(refused) == (
+                "the model b has failed, and requests that used it have not ended"
+            )
+            again = asyncio.create_task(ask(client, "b"))
+            await until(lambda: pool.members["b"].waiting)
+            left.set()
+            assert text(await again) == "b says i" and opener.opened == ["a", "b", "c", "b"]
+            await slow
+
+    asyncio.run(check())
+
+
 def test_shutdown_completes_responses_and_ends_waiting_requests():
     opener = Opener()
     opener.gates["b"] = threading.Event()

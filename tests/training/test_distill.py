@@ -15,7 +15,7 @@ from flax import nnx
 
 from dantinox.config import UserError, build_config
 from dantinox.config.distill_settings import DistillSection
-from dantinox.config.yaml_files import inherit_settings
+from dantinox.config.inherited_settings import inherit_settings
 from dantinox.distributed import Layout
 from dantinox.model.lora import is_adapter
 from dantinox.model.parameters import abstract_model

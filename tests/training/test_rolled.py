@@ -15,6 +15,7 @@ from tests.error_texts import ERRORS
 
 from .small import VOCABULARY, random_weights, small_config, small_store
 
+MOE = {"moe__use_moe": True}
 # Layers 0 and 2 are of one kind, layers 1 and 3 of another.
 SETTINGS = {
     "model__num_blocks": 4,
@@ -166,3 +167,22 @@ def test_bias_rises_for_experts_with_few_tokens():
     )
     np.testing.assert_allclose(stacks["rolled/1/ffn/router/bias"], wanted[1::2])
     assert moved["embed"] is apart["embed"]
+
+
+def test_the_moving_average_of_a_bias_contains_its_newest_move():
+    """The rule of Wang et al. 2024, algorithm 1, and the average of `training.ema`, in NumPy."""
+    rate, ema = 0.25, 0.9
+    config = small_config(**MOE, moe__bias_update_rate=rate, training__ema=ema, model__num_blocks=1)
+    model, store = config.architecture(VOCABULARY), small_store(config)
+    step = TrainStep(config, model, 9)
+    state = step.initial_state()
+    name = "blocks/0/ffn/router/bias"
+    bias_E, average_E = np.zeros((2, model.experts.count))
+    for t in range(4):
+        state, metrics = step.program(state, store.batch(t))
+        (counts_E,) = np.asarray(metrics.expert_counts, np.float64)
+        bias_E = bias_E + rate * np.sign(counts_E.mean() - counts_E)
+        average_E = average_E + (1 - min(ema, (1 + t) / (10 + t))) * (bias_E - average_E)
+        np.testing.assert_array_equal(state.parameters[name], bias_E)  # multiples of 0.25
+        np.testing.assert_allclose(state.optimizer.average[name], average_E, rtol=1e-6, atol=1e-7)
+    assert average_E.all()

@@ -650,7 +650,7 @@ def load(
       >>> isinstance(result.text, str)
       True
     """
-    run = open_run(run_dir)
+    run = open_run(run_dir, check=False)
     return load_opened(run, load_run_config(run), tensor, loras)
 
 
@@ -660,10 +660,11 @@ def load_opened(
     tensor: int | None = None,
     loras: Mapping[str, str | Path] | None = None,
 ) -> LoadedModel:
-    """Loads the model of an open run, whose files were checked, and whose settings `config` were
-    read; see `load`.
+    """Compares the files of an open run with its manifest and loads its model, see `load`;
+    `config`: its settings, from `load_run_config`.
     """
     use_compilation_cache()
+    run.check(run.tokenizer, run.tokenizer_config, run.weights_or_adapter)
     tokenizer = Tokenizer.load(run.tokenizer)
     model = load_model(
         config, tokenizer.vocab_size, run, tensor or config.generation.tensor_parallel

@@ -40,7 +40,8 @@ from dantinox.interop.gguf.gguf_keys import LLAMA3, LONG, SHORT, Metadata
 from dantinox.interop.gguf.gguf_matrices import ReadTensor
 from dantinox.interop.gguf.gguf_rope import frequency_tensors
 from dantinox.interop.gguf.gguf_tensors import MergedTensor
-from dantinox.interop.gguf.gguf_vocabulary import read_vocabulary, vocabulary_metadata
+from dantinox.interop.gguf.gguf_vocabulary import read_vocabulary
+from dantinox.interop.gguf.gguf_vocabulary_export import vocabulary_metadata
 from dantinox.interop.gguf.quantization_recipes import FILE_TYPES, tensor_types
 from dantinox.interop.hf.hf_config import hf_config_to_settings
 from dantinox.interop.source import LazyArrays, Source, StoredBlocks, Tensor

@@ -66,7 +66,8 @@ def open_folder(folder: str | Path) -> Source:
         return read_json(folder / name, MAX_JSON_BYTES) if (folder / name).exists() else {}
 
     if not (folder / "config.json").exists():
-        raise UserError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+        problem = "it is a file" if folder.is_file() else "it has no config.json"
+        raise UserError(f"{folder} is not a Hugging Face model folder: {problem}")
     config, tensors = dequantize_checkpoint(optional_json("config.json"), open_tensors(folder))
     config, tensors, skipped = extract_text_model(config, tensors)
     tokenizer = optional_text("tokenizer.json")

@@ -6,7 +6,7 @@ several tensors. The formats are defined by Transformers for fp8, mxfp4 and bitn
 (`compressors/`), by AutoAWQ for AWQ (`gemm`), and by AutoGPTQ for GPTQ.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from dantinox.files import UserError, escape_name, quote
+from dantinox.interop.hf.compressed_tensors import CT_FORMATS, find_compressed_tensors
 from dantinox.interop.hf.hf_family import BITNET
+from dantinox.interop.hf.quantization_options import block_size, check_options, integer_option
 from dantinox.interop.hf.quantized_matrices import (
     E2M1,
     FLOAT8,
@@ -22,12 +24,11 @@ from dantinox.interop.hf.quantized_matrices import (
     Dequantized,
     apply_scales,
     check_scalar,
-    check_shape,
     check_stored,
     float_scale,
     group_numbers,
     module_names,
-    scale_block,
+    scaled_matrix,
     stored_tensor,
     unpack_nibbles,
     unpack_words,
@@ -53,16 +54,6 @@ ACTIVATION_SCALES = (
 )  # fmt: skip
 
 
-# The formats, strategies and ignored options of the library compressed-tensors.
-CT_FORMATS = (
-    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized",
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense",
-)  # fmt: skip
-CT_STRATEGIES = tuple("tensor channel group block tensor_group".split())  # noqa: SIM905, one of them is also a mesh axis
-CT_IGNORED = (
-    "symmetric", "group_size", "block_structure", "dynamic", "actorder", "observer",
-    "observer_kwargs", "scale_dtype", "zp_dtype",
-)  # fmt: skip
 # Options of several methods, for the programs that quantize or run a model.
 TOOLS = ("modules_to_not_convert", "ignored_layers", "dequantize")
 
@@ -115,7 +106,7 @@ def dequantize_checkpoint(
             f" {', '.join(METHODS)}"
         )
     method = METHODS[name]
-    _check_options(options, method.supported, method.ignored, f"quantization_config of {name}")
+    check_options(options, method.supported, method.ignored, f"quantization_config of {name}")
     found = method.find(options, tensors)
     if method.result is not None:
         plain["quantization_config"] = dict(method.result)
@@ -147,49 +138,9 @@ def dequantize_checkpoint(
     return plain, LazyArrays(kinds, make)
 
 
-def _check_options(
-    options: Mapping[str, Any],
-    supported: Mapping[str, tuple[Any, ...]],
-    ignored: Sequence[str],
-    where: str,
-) -> None:
-    """Raises a `UserError` for the first option that is unknown or has an unsupported value."""
-    for key, value in options.items():
-        if value is None or key in ignored or key == "quant_method":
-            continue
-        if key not in supported:
-            known = ", ".join((*supported, *ignored))
-            raise UserError(
-                f"config.json has the unknown option {escape_name(key)} in {where}, expected one of"
-                f" {known}"
-            )
-        if supported[key] and (type(value), value) not in [
-            (type(allowed), allowed) for allowed in supported[key]
-        ]:
-            allowed = ", ".join(map(quote, supported[key]))
-            raise UserError(
-                f"config.json has {escape_name(key)}: {quote(value)} in {where}, expected one of"
-                f" {allowed}"
-            )
-
-
-def _integer_option(
-    options: Mapping[str, Any], key: str, default: int | None = None, least: int = 1
-) -> int:
-    value = options.get(key)
-    if value is None:
-        value = default
-    if type(value) is not int or not (least <= value <= 1 << 20):
-        raise UserError(
-            f"config.json has {key}: {quote(value)} in quantization_config, expected a number of at"
-            f" least {least}"
-        )
-    return value
-
-
 def _fp8(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
     """Finds 8-bit float matrices. The scales of a matrix `X` are in `X_scale_inv` or `X_scale`."""
-    block = _block_size(options.get("weight_block_size"), "weight_block_size")
+    block = block_size(options.get("weight_block_size"), "weight_block_size")
     found = {}
     for name, tensor in tensors.tensors.items():
         scales = [f"{name}_scale_inv", f"{name}_scale"]
@@ -197,212 +148,8 @@ def _fp8(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantiz
         if tensor.dtype not in FLOAT8 and scale is None:
             continue
         # Without a scale, the error message names the missing tensor.
-        found[name] = _scaled_matrix(tensors, name, scale or f"{name}_scale_inv", FLOAT8, block)
+        found[name] = scaled_matrix(tensors, name, scale or f"{name}_scale_inv", FLOAT8, block)
     return found
-
-
-def _block_size(block: Any, key: str) -> tuple[int, int] | None:
-    """Returns the rows and columns of a block, the value of the option `key`."""
-    if block is None:
-        return None
-    if (
-        not isinstance(block, list)
-        or len(block) != 2
-        or any(type(size) is not int or size < 1 for size in block)
-    ):
-        raise UserError(
-            f"config.json has {key}: {quote(block)} in quantization_config,"
-            " expected two numbers of at least 1"
-        )
-    return block[0], block[1]
-
-
-def _scaled_matrix(
-    tensors: LazyArrays,
-    name: str,
-    scale: str,
-    dtypes: tuple[str, ...],
-    block: tuple[int, int] | None,
-    zero: str | None = None,
-) -> Dequantized:
-    """Returns a matrix, or a stack of matrices (one per expert), that is stored unpacked with
-    scales and zero points.
-    """
-    weight = stored_tensor(tensors, name, scale, dtypes)
-    scales = stored_tensor(tensors, scale, name, (*FLOATS, "float8_e8m0fnu", "uint8"))
-    if len(weight.shape) not in (2, 3):
-        raise UserError(
-            f"the checkpoint has {escape_name(name)} of shape {list(weight.shape)},"
-            " expected two or three axes"
-        )
-    grid = scales.shape
-    if grid in ((), (1,)):
-        grid = (1, 1)
-    elif len(grid) == 1:
-        grid = (*grid, 1)
-    if len(weight.shape) == 3 and grid[0] != weight.shape[0]:
-        check_shape(scale, scales.shape, (weight.shape[0], *scales.shape[1:]))
-    block_shape = scale_block(name, weight.shape[-2:], grid[len(weight.shape) - 2 :], block)
-    if zero:
-        check_stored(tensors, zero, name, ("int8", "uint8"), scales.shape)
-
-    def make() -> np.ndarray:
-        values = tensors[name]
-        factors = float_scale(tensors[scale]).reshape(grid)
-        zeros = tensors[zero].reshape(grid) if zero else None
-        if values.ndim == 2:
-            return apply_scales(values, factors, block_shape, zeros)
-        experts = range(len(values))
-        return np.stack(
-            [
-                apply_scales(
-                    values[e], factors[e], block_shape, None if zeros is None else zeros[e]
-                )
-                for e in experts
-            ]
-        )
-
-    return Dequantized(
-        Tensor(weight.shape, "float32"), (name, scale, *([zero] if zero else [])), make
-    )
-
-
-def _compressed_tensors(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
-    """Finds quantized modules. The names and dtypes of a module's tensors determine its format."""
-    widths, block = _schemes(options)
-    found = {}
-    for module in module_names(tensors, ".weight_scale"):
-        name = f"{module}.weight"
-        packed = f"{module}.weight_packed"
-        if packed not in tensors.tensors:
-            zero = f"{module}.weight_zero_point"
-            optional_zero = zero if zero in tensors.tensors else None
-            dtypes = ("int8", *FLOAT8)
-            found[name] = _scaled_matrix(
-                tensors, name, f"{name}_scale", dtypes, block, optional_zero
-            )
-        elif tensors.tensors[packed].dtype == "uint8":
-            found[name] = _packed_fp4(tensors, module)
-        else:
-            found[name] = _packed_integers(tensors, module, widths)
-    return found
-
-
-def _schemes(options: Mapping[str, Any]) -> tuple[set[int], tuple[int, int] | None]:
-    """Returns the bit widths and the block shape that the groups of a compressed-tensors config
-    specify.
-    """
-    groups = options.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise UserError(
-            f"config.json has config_groups: {quote(groups)} in quantization_config, expected an"
-            " object of schemes"
-        )
-    widths: set[int] = set()
-    blocks: set[tuple[int, int] | None] = set()
-    for name, group in groups.items():
-        if not isinstance(group, dict) or not isinstance(group.get("weights") or {}, dict):
-            raise UserError(
-                f"config.json has the scheme {escape_name(name)}: {quote(group)}, expected an"
-                " object with weights"
-            )
-        _check_options(
-            {"format": group.get("format")},
-            {"format": CT_FORMATS},
-            (),
-            f"the scheme {escape_name(name)}",
-        )
-        weights = group.get("weights") or {}
-        where = f"the weights of the scheme {escape_name(name)}"
-        _check_options(
-            weights,
-            {"num_bits": (), "type": ("int", "float"), "strategy": CT_STRATEGIES},
-            CT_IGNORED,
-            where,
-        )
-        if weights:
-            widths.add(_integer_option(weights, "num_bits"))
-            blocks.add(_block_size(weights.get("block_structure"), "block_structure"))
-    blocks.discard(None)
-    if len(blocks) > 1:
-        raise UserError(
-            "config.json has schemes with several values of block_structure; only one is supported"
-        )
-    return widths, next(iter(blocks), None)
-
-
-def _packed_integers(tensors: LazyArrays, module: str, widths: set[int]) -> Dequantized:
-    """Returns a matrix of offset integers. These are packed into int32 words along columns, their
-    zero points along rows.
-    """
-    packed = f"{module}.weight_packed"
-    scale = f"{module}.weight_scale"
-    size = f"{module}.weight_shape"
-    zero = f"{module}.weight_zero_point"  # optional
-    order = f"{module}.weight_g_idx"  # optional, the group of each column
-    words = stored_tensor(tensors, packed, scale, ("int32",)).shape
-    grid = stored_tensor(tensors, scale, packed, FLOATS).shape
-    check_stored(tensors, size, packed, ("int64", "int32"), (2,))
-    shape = tuple(int(length) for length in tensors[size])
-    rows, columns = shape
-    fits = [
-        bits for bits in sorted(widths) if bits <= 8 and words == (rows, -(-columns * bits // 32))
-    ]
-    if min(shape) < 1 or len(fits) != 1:
-        raise UserError(
-            f"the checkpoint has {escape_name(packed)} of shape {list(words)} for a matrix of shape"
-            f" {list(shape)} and {' or '.join(map(str, sorted(widths)))} bits"
-        )
-    bits = fits[0]
-    grid = (1, 1) if grid in ((), (1,)) else grid
-    stored = (packed, scale, size, *(part for part in (zero, order) if part in tensors.tensors))
-    block_shape = scale_block(packed, shape, grid)
-    if order in tensors.tensors:
-        check_stored(tensors, order, packed, ("int32", "int64"), (columns,))
-    if zero in tensors.tensors:
-        check_stored(tensors, zero, packed, ("int32",), (-(-grid[0] * bits // 32), grid[1]))
-
-    def make() -> np.ndarray:
-        zeros: Any = 1 << (bits - 1)
-        if zero in tensors.tensors:
-            zeros = unpack_words(tensors[zero].T, bits, grid[0]).T
-        groups = group_numbers(tensors, order, grid[1]) if order in tensors.tensors else None
-        factors = tensors[scale].astype(np.float32).reshape(grid)
-        return apply_scales(
-            unpack_words(tensors[packed], bits, columns), factors, block_shape, zeros, groups
-        )
-
-    return Dequantized(Tensor(shape, "float32"), stored, make)
-
-
-def _packed_fp4(tensors: LazyArrays, module: str) -> Dequantized:
-    """Returns a matrix of 4-bit floats. The scales are E4M3 numbers divided by a global scale, or
-    E8M0 numbers.
-    """
-    packed = f"{module}.weight_packed"
-    scale = f"{module}.weight_scale"
-    global_scale = f"{module}.weight_global_scale"
-    codes = stored_tensor(tensors, packed, scale, ("uint8",)).shape
-    scales = stored_tensor(tensors, scale, packed, ("float8_e4m3fn", "float8_e8m0fnu", "uint8"))
-    if len(codes) != 2:
-        raise UserError(
-            f"the checkpoint has {escape_name(packed)} of shape {list(codes)}, expected two axes"
-        )
-    shape = (codes[0], 2 * codes[1])
-    block_shape = scale_block(packed, shape, scales.shape)
-    has_global = scales.dtype == "float8_e4m3fn"
-    if has_global:
-        check_scalar(tensors, global_scale, packed)
-
-    def make() -> np.ndarray:
-        factors = float_scale(tensors[scale])
-        if has_global:
-            factors = factors / tensors[global_scale].astype(np.float32).reshape(())
-        return apply_scales(unpack_nibbles(tensors[packed]), factors, block_shape, codebook=E2M1)
-
-    return Dequantized(
-        Tensor(shape, "float32"), (packed, scale, *([global_scale] if has_global else [])), make
-    )
 
 
 def _mxfp4(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequantized]:
@@ -536,7 +283,7 @@ def _grouped_sizes(
         )
     inputs = words[0] * 32 // bits if along_inputs else words[0]
     outputs = words[1] if along_inputs else words[1] * 32 // bits
-    group = _integer_option(options, "group_size", options.get("q_group_size", 128), least=-1)
+    group = integer_option(options, "group_size", options.get("q_group_size", 128), least=-1)
     found = _GroupedSizes(inputs, outputs, bits, group if group > 0 else inputs)
     zero_words = -(-outputs * bits // 32)
     check_stored(tensors, f"{module}.qzeros", qweight, ("int32",), (found.groups, zero_words))
@@ -586,7 +333,7 @@ def _gptq(options: Mapping[str, Any], tensors: LazyArrays) -> dict[str, Dequanti
     found = {}
     for module in module_names(tensors, ".qweight"):
         sizes = _grouped_sizes(
-            tensors, module, options, _integer_option(options, "bits"), along_inputs=True
+            tensors, module, options, integer_option(options, "bits"), along_inputs=True
         )
         stored = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
         order = f"{module}.g_idx"
@@ -606,7 +353,7 @@ METHODS = {
     ),
     "fbgemm_fp8": Method(_fp8, supported={}, ignored=(*TOOLS, "activation_scale_ub")),
     "compressed-tensors": Method(
-        _compressed_tensors,
+        find_compressed_tensors,
         supported={
             "config_groups": (), "format": CT_FORMATS, "quantization_status": ("compressed",),
             "sparsity_config": ({},), "transform_config": ({},),

@@ -2,7 +2,6 @@
 `hf_families`.
 """
 
-import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ __all__ = ["from_hf", "hf_config_to_settings", "to_hf"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ("float32", "bfloat16", "float16")
-MAX_ELEMENTS = 1 << 48  # limit for one parameter
 TABLE, HEAD = "embed", "head/kernel"
 ROWS = 256  # rows copied at a time
 NO_NAME = "\0"  # a suffix that no tensor name has
@@ -92,13 +90,6 @@ def from_hf(
             " layers or experts"
         )
     shapes = parameter_shapes(model)
-    if large := next(
-        (name for name, shape in shapes.items() if math.prod(shape) > MAX_ELEMENTS), None
-    ):
-        raise UserError(
-            f"config.json describes a parameter {large} of shape {list(shapes[large])},"
-            " which is too large"
-        )
     locations = _locate(family, shapes)
     mtp_layers = range(model.num_blocks, model.num_blocks + count_mtp_layers(config))
     stored = _stored_names(tensors, family, locations, mtp_layers)

@@ -183,3 +183,53 @@ def group_numbers(tensors: LazyArrays, name: str, groups: int) -> np.ndarray:
             f"the checkpoint has {escape_name(name)} with numbers outside of its {groups} groups"
         )
     return numbers
+
+
+def scaled_matrix(
+    tensors: LazyArrays,
+    name: str,
+    scale: str,
+    dtypes: tuple[str, ...],
+    block: tuple[int, int] | None,
+    zero: str | None = None,
+) -> Dequantized:
+    """Returns a matrix, or a stack of matrices (one per expert), that is stored unpacked with
+    scales and zero points.
+    """
+    weight = stored_tensor(tensors, name, scale, dtypes)
+    scales = stored_tensor(tensors, scale, name, (*FLOATS, "float8_e8m0fnu", "uint8"))
+    if len(weight.shape) not in (2, 3):
+        raise UserError(
+            f"the checkpoint has {escape_name(name)} of shape {list(weight.shape)},"
+            " expected two or three axes"
+        )
+    grid = scales.shape
+    if grid in ((), (1,)):
+        grid = (1, 1)
+    elif len(grid) == 1:
+        grid = (*grid, 1)
+    if len(weight.shape) == 3 and grid[0] != weight.shape[0]:
+        check_shape(scale, scales.shape, (weight.shape[0], *scales.shape[1:]))
+    block_shape = scale_block(name, weight.shape[-2:], grid[len(weight.shape) - 2 :], block)
+    if zero:
+        check_stored(tensors, zero, name, ("int8", "uint8"), scales.shape)
+
+    def make() -> np.ndarray:
+        values = tensors[name]
+        factors = float_scale(tensors[scale]).reshape(grid)
+        zeros = tensors[zero].reshape(grid) if zero else None
+        if values.ndim == 2:
+            return apply_scales(values, factors, block_shape, zeros)
+        experts = range(len(values))
+        return np.stack(
+            [
+                apply_scales(
+                    values[e], factors[e], block_shape, None if zeros is None else zeros[e]
+                )
+                for e in experts
+            ]
+        )
+
+    return Dequantized(
+        Tensor(weight.shape, "float32"), (name, scale, *([zero] if zero else [])), make
+    )

@@ -17,7 +17,8 @@ import yaml
 from dantinox.config import load_config
 from dantinox.config.names import flat_name
 from dantinox.config.sections import DEFAULTS
-from dantinox.config.yaml_files import did_you_mean, nearest_key, parse_value
+from dantinox.config.yaml_files import did_you_mean, nearest_key
+from dantinox.config.yaml_text import parse_value
 from dantinox.files import UserError, escape_name, first_line, quote, read_json, read_text
 from dantinox.report.metric_files import csv_columns, jsonl_columns
 from dantinox.report.tables import Column, human_time, text_table, wrap_lines

@@ -14,8 +14,9 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from dantinox.chips import CHIPS, Chip, find_chip
 from dantinox.files import UserError, escape_name, first_line, install_command
-from dantinox.programs import CHIPS, Chip, available_bytes, compile_program, find_chip
+from dantinox.programs import available_bytes, compile_program
 
 TOPOLOGY_NAMES = ("cpu", *(f"{chip.platform}:{name}" for name, chip in CHIPS.items()))
 COMPILERS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}

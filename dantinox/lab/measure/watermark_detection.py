@@ -68,6 +68,10 @@ def detect_watermark(
             "the run has no generation.watermark_keys: give the keys"
             " of the text with --watermark_keys"
         )
+    if tokens is not None and tokens < ngram:
+        raise UserError(
+            f"--tokens must be at least {ngram}, the length of the hashed sequences, got {tokens}"
+        )
     documents = read_documents(
         Tokenizer.load(run.tokenizer), data_path, base.data.text_field, tokens
     )

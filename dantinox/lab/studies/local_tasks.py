@@ -239,6 +239,8 @@ def _read_reference(compare: str | Path, plans: Sequence[_Plan]) -> tuple[LocalS
     path = Path(compare)
     path = path if path.is_file() else path / "evaluation" / RESULT_FILE
     record = read_json(path, MAX_RESULT_BYTES, "the results")
+    if "tasks" not in record:
+        raise UserError(f"{path} is not a result of eval tasks: it has no tasks")
     try:
         names = [field.name for field in fields(LocalScore)]
         scores = [LocalScore(**{name: task[name] for name in names}) for task in record["tasks"]]

@@ -293,6 +293,7 @@ def evaluate_sampling(
     directory = open_run(run_dir)
     _check_calibration(names, directory)
     store = open_text_store(directory, data_path)
+    reference_model = ReferenceModel(run_dir if reference is None else reference)
     run = load(run_dir)
     for name in names:  # report settings that the engine rejects before the work begins
         run.params(
@@ -306,7 +307,7 @@ def evaluate_sampling(
         size = replace(size, prompts=default_count(size.prompts, MIN_PROMPTS, run.parameters))
     prompt = prompt_tokens(context, size.tokens, before)
     tuning, test = draw_windows(run.tokenizer, store, size.prompts, prompt, size.tokens)
-    bench = SamplingBenchmark(run, ReferenceModel(reference or run_dir), size, progress)
+    bench = SamplingBenchmark(run, reference_model, size, progress)
     measured = {"human": bench.measure(test, [(test.texts, test.ids)])}
     tuned = _tune_all(bench, names, tuning)
     continuations = _test_all(bench, tuned, test)
@@ -317,7 +318,7 @@ def evaluate_sampling(
     excesses = {name: excess(measured[name], curve) for name in ("human", *names)}
     return SamplingStudy(
         run=str(directory.path),
-        reference=None if reference is None else str(open_run(reference).path),
+        reference=None if reference is None else str(Path(reference).absolute()),
         device=jax.devices()[0].device_kind,
         unit={"char": "characters", "byte": "bytes"}.get(run.tokenizer.kind, "tokens"),
         prompt_tokens=prompt,

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dantinox.config.inherited_settings import load_training
 from dantinox.config.names import SHORT_NAMES, flat_name
 from dantinox.config.sections import flatten_config
 from dantinox.config.sweep_file import Trial
-from dantinox.config.yaml_files import load_training
 from dantinox.files import UserError, atomic_write, quote, read_json, wrap_os_errors
 from dantinox.model.flops import training_flops
 from dantinox.report import read_csv

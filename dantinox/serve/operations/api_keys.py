@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dantinox.config.yaml_files import read_yaml
+from dantinox.config.yaml_text import read_yaml
 from dantinox.files import UserError, escape_name, quote
 from dantinox.serve.operations.limits import MAX_KEYS
 from dantinox.serve.operations.rate_limits import ApiKey, KeyUsage

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dantinox.config import overlay
-from dantinox.generation.api.loaded_model import load
+from dantinox.generation.api.loaded_model import load_opened
 from dantinox.run import find_chat_template, load_run_config, open_run
 from dantinox.serve.async_engine import AsyncEngine
 from dantinox.serve.operations.reload import ReloadWeights
@@ -44,8 +44,9 @@ def open_model(
     """
     directory = open_run(spec.run_dir, check=False)
     loras = spec.loras if loras is None else loras
-    config = overlay(load_run_config(directory), spec.settings, "command line")
-    run = load(spec.run_dir, config.generation.tensor_parallel, loras)
+    base = load_run_config(directory)
+    config = overlay(base, spec.settings, "command line")
+    run = load_opened(directory, base, config.generation.tensor_parallel, loras)
     template = (
         ChatTemplate.from_name(spec.chat_template, run.tokenizer)
         if spec.chat_template is not None

@@ -9,7 +9,8 @@ number and memory.
 All state belongs to the event loop. One task loads the models that requests wait for, one after the
 other, in the order of the first request for each; the work of a load runs in a thread. Before a
 load, the task unloads the models that have not been used for the longest time, but never one that a
-request uses. A load continues if its requests are cancelled.
+request uses. A load continues if its requests are cancelled. A model whose engine has failed is
+loaded again as soon as no request uses it; until then, the task loads other models.
 
 The memory of a model is that of its weights and caches (`SlotBatch.memory_bytes`). It is measured
 when the weights are loaded and before the caches are allocated; until then, the size of the file of
@@ -120,9 +121,12 @@ class Member:
         """Whether it can be unloaded: no request uses it, and none that waited for its load is
         about to use it.
         """
-        return not self.users and (
-            self.state == "failed" or (self.state == "loaded" and not self.waiting)
-        )
+        return self.can_reload or (self.state == "loaded" and not self.users and not self.waiting)
+
+    @property
+    def can_reload(self) -> bool:
+        """Whether its engine has failed and no request refers to the memory of that engine."""
+        return self.state == "failed" and not self.users
 
     def status(self) -> Status:
         """Returns the state of its engine. The counters include those of earlier loads."""
@@ -217,7 +221,8 @@ class ModelPool:
         finally:
             member.users -= 1
             member.used = time.monotonic()
-            if member.keep_until is not None and member.keep_until <= member.used:
+            expired = member.keep_until is not None and member.keep_until <= member.used
+            if expired or member.can_reload:
                 self._start_loader()
             self._notify()
 
@@ -246,10 +251,7 @@ class ModelPool:
                 until = max(began, member.since) + self._wait
                 seconds = None if member.state == "loading" else until - time.monotonic()
                 if seconds is not None and seconds <= 0:
-                    raise Unavailable(
-                        f"the model {member.name} cannot be loaded"
-                        " now: all loaded models are in use"
-                    )
+                    raise Unavailable(_no_room(member))
                 await self._change(seconds)
         finally:
             member.waiting -= 1
@@ -311,7 +313,7 @@ class ModelPool:
             wanted = [
                 m
                 for m in self.members.values()
-                if m.waiting and m.state in ("unloaded", "failed") and m.retry <= now
+                if m.waiting and (m.state == "unloaded" or m.can_reload) and m.retry <= now
             ]
             if not wanted:
                 return
@@ -321,8 +323,6 @@ class ModelPool:
         """Loads a model. An error is stored for the requests that wait for it."""
         try:
             if member.state == "failed":
-                while member.users:
-                    await self._change()
                 await self._unload(member)
             if not await self._make_room(member, member.size):
                 return
@@ -544,6 +544,13 @@ class ModelPool:
         for one in (*opened, self._preloaded):
             if one is not None:
                 one.engine.close()
+
+
+def _no_room(member: Member) -> str:
+    """Returns the error of a request that has waited for too long for a model."""
+    if member.state == "failed":
+        return f"the model {member.name} has failed, and requests that used it have not ended"
+    return f"the model {member.name} cannot be loaded now: all loaded models are in use"
 
 
 def _free_memory() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dantinox.config import UserError, overlay
 from dantinox.config.engine_options import EngineOptions
-from dantinox.config.yaml_files import read_yaml
+from dantinox.config.yaml_text import read_yaml
 from dantinox.files import escape_name, quote, wrap_os_errors
 from dantinox.run import find_chat_template, load_run_config, open_run
 
@@ -52,7 +52,7 @@ def file_bytes(spec: ModelSpec) -> int:
     Raises:
       UserError: a file is missing or a setting is invalid.
     """
-    directory = open_run(spec.run_dir, check=False)  # `load` checks it
+    directory = open_run(spec.run_dir, check=False)  # `open_model` checks it
     overlay(load_run_config(directory), spec.settings, "command line")
     find_chat_template(directory)
     with wrap_os_errors(f"cannot read {directory.weights_or_adapter}"):

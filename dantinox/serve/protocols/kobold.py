@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from dantinox import __version__
 from dantinox.config import GenerationSection, UserError, with_generation
-from dantinox.config.sampling_steps import is_digits
+from dantinox.config.token_lists import is_digits
 from dantinox.generation.guides.constraints import Constraint, check_constraint
 from dantinox.generation.request import Delta, GenerationRequest, TokenRecord
 from dantinox.generation.token_settings import tokens_containing

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 from dantinox.config import GenerationSection
 from dantinox.config.generation_settings import MAX_BAN_LENGTH
 from dantinox.config.request_overlay import REQUEST_KEYS
-from dantinox.config.sampling_steps import is_digits
+from dantinox.config.token_lists import is_digits
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.serve.operations.limits import MAX_SAMPLES
 from dantinox.serve.protocols.bodies import StrictBody

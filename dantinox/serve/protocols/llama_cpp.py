@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from dantinox import __version__
 from dantinox.config import Config, UserError, with_generation
-from dantinox.config.sampling_steps import is_digits
+from dantinox.config.token_lists import is_digits
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, RequestError, error_object

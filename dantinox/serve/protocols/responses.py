@@ -20,6 +20,7 @@ from dantinox.files import quote
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.serve.errors import JSON, RequestError
+from dantinox.serve.operations.request_record import current_record
 from dantinox.serve.protocols.bodies import (
     Alternatives,
     StrictBody,
@@ -50,8 +51,11 @@ FIELD_NAMES = {
 
 
 class Stored(NamedTuple):
-    """A response that is kept: its body, and the conversation with it in OpenAI's chat format."""
+    """A response that is kept: the name of the API key that created it (None: the server has no
+    keys), its body, and the conversation with it in OpenAI's chat format.
+    """
 
+    key: str | None
     body: dict[str, JSON]
     messages: list[Mapping[str, Any]]
 
@@ -155,7 +159,8 @@ def routes(service: Service) -> list[Route]:
     most = service.options.stored_responses
 
     def find(name: str) -> Stored:
-        if name not in stored:
+        found = stored.get(name)
+        if found is None or found.key != _key_name():
             sentence = f"this server has no response {quote(name)}"
             if most == 0:
                 sentence += (
@@ -165,10 +170,10 @@ def routes(service: Service) -> list[Route]:
             raise RequestError(
                 404, sentence, param="previous_response_id", code="response_not_found"
             )
-        return stored[name]
+        return found
 
     def keep(body: dict[str, JSON], messages: list[Mapping[str, Any]]) -> None:
-        stored[str(body["id"])] = Stored(body, messages)
+        stored[str(body["id"])] = Stored(_key_name(), body, messages)
         while len(stored) > most:
             stored.popitem(last=False)
 
@@ -206,6 +211,12 @@ def routes(service: Service) -> list[Route]:
         Route("/v1/responses", service.endpoint(create), methods=["POST"]),
         Route("/v1/responses/{id}", retrieve, methods=["GET", "DELETE"]),
     ]
+
+
+def _key_name() -> str | None:
+    """Returns the name of the API key of this request; another key of the same name replaces it."""
+    key = current_record().key
+    return None if key is None else key.name
 
 
 # --- the input
