@@ -489,7 +489,7 @@ ERRORS = {
     "a_txt_is_plain_text": (
         r"a.txt is plain text: conversations must be records of JSON Lines \(.jsonl\)"
     ),
-    "all_conversations_are_longer_than": r"all conversations are longer than model.max_context 2",
+    "all_conversations_are_longer_than": r"all training conversations are longer than model.max_context 2",
     "cannot_read_a_txt_permission": r"cannot read .*a\.txt: Permission denied",
     "cannot_write_the_tokens_in": r"cannot write the tokens in .*a\.txt",
     "changed_while_it_was_read": "changed while it was read",

@@ -235,14 +235,30 @@ def with_ema(rule: optax.GradientTransformation, decay: float) -> optax.Gradient
 
     def update(gradients: Parameters, state: Any, parameters: Any) -> tuple[Parameters, EMAState]:
         updates, inner = rule.update(gradients, state.rule, parameters)
-        t = state.steps.astype(jnp.float32)
-        share = 1 - jnp.minimum(decay, (1 + t) / (10 + t))
+        share = average_share(decay, state.steps)
         average = jax.tree.map(
             lambda a, p, u: a + share * (p + u - a), state.average, parameters, updates
         )
         return updates, EMAState(inner, average, state.steps + 1)
 
     return optax.GradientTransformation(init, update)
+
+
+def average_share(decay: float, step: jax.Array) -> jax.Array:
+    """Returns the fraction of its distance to the weights by which the average moves in a step."""
+    t = step.astype(jnp.float32)
+    return 1 - jnp.minimum(decay, (1 + t) / (10 + t))
+
+
+def add_to_average(state: Any, moves: Parameters, decay: float) -> Any:
+    """Returns the optimizer state after weights have changed by `moves`, in addition to the update
+    of the same step. A state without a moving average stays the same.
+    """
+    if not isinstance(state, EMAState):
+        return state
+    share = average_share(decay, state.steps - 1)
+    moved = {name: state.average[name] + share * move for name, move in moves.items()}
+    return state._replace(average=state.average | moved)
 
 
 def _partition(

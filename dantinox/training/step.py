@@ -30,7 +30,14 @@ from dantinox.text import Batch
 from dantinox.training.eval_step import add_kl, make_eval_step, teacher_specs
 from dantinox.training.memory import MemoryPlan, plan_memory
 from dantinox.training.objective import OBJECTIVES
-from dantinox.training.optimizer import EMAState, Schedule, optimizer, schedule, update_if
+from dantinox.training.optimizer import (
+    EMAState,
+    Schedule,
+    add_to_average,
+    optimizer,
+    schedule,
+    update_if,
+)
 from dantinox.training.teacher import Teacher
 from dantinox.training.token_losses import LossSums
 
@@ -271,9 +278,11 @@ class TrainStep:
         norm = optax.tree.norm(gradients)
         if counts_LE is not None and model.experts is not None and model.experts.bias:
             kinds = model.period if model.scan_layers else model.num_blocks
-            parameters = update_router_biases(
+            moves = router_bias_moves(
                 parameters, counts_LE, self.config.moe.bias_update_rate, kinds
             )
+            parameters |= {name: parameters[name] + move for name, move in moves.items()}
+            moments = add_to_average(moments, moves, training.ema)
         loss_and_count = jnp.stack([loss, jnp.ones(())])
         if training.nan_policy == "skip":
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -389,24 +398,24 @@ class TrainStep:
         return shapes
 
 
-def update_router_biases(
+def router_bias_moves(
     parameters: Parameters, counts_LE: jax.Array, rate: float, kinds: int
 ) -> Parameters:
-    """Moves each expert's router bias by `rate`: up if it had fewer tokens than the mean, down if
-    it had more.
+    """Returns the changes of the router biases, `rate` for each expert: up if it had fewer tokens
+    than the mean, down if it had more.
 
     Args:
       kinds: with scanned layers, the number of layers in the group that repeats; without scanning,
         the number of all layers.
     """
     moves_LE = rate * jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
-    updated = {}
+    moves = {}
     for name, bias in parameters.items():
         if not name.endswith("ffn/router/bias"):
             continue
         kind = int(name.split("/")[1])  # the index of the layer, or of its stack
-        updated[name] = bias + moves_LE[kind::kinds].reshape(bias.shape)
-    return parameters | updated
+        moves[name] = moves_LE[kind::kinds].reshape(bias.shape)
+    return moves
 
 
 def _accumulate_gradients(

@@ -74,6 +74,26 @@ def test_an_evaluation_has_no_more_rows_than_the_validation_text():
     assert rows == [EVAL_TOKENS_PER_CALL // step.length, 3, rows[0]]
 
 
+def test_moving_average_covers_the_router_biases_after_the_step():
+    """The biases are moved after the update of the optimizer."""
+    training = train_step(
+        moe__use_moe=True, moe__choice_bias=True, moe__bias_update_rate=0.01, training__ema=0.9
+    )
+    name = "blocks/0/ffn/router/bias"
+    state, store = (
+        training.initial_state(random_weights(training.model)),
+        small_store(training.config),
+    )
+    expected = np.float64(state.parameters[name])
+    for number in range(3):
+        before = np.array(state.parameters[name])
+        state, _ = training.program(state, store.batch(number))
+        moved = np.array(state.parameters[name])
+        assert np.any(moved != before)
+        expected += (1 - min(0.9, (1 + number) / (10 + number))) * (moved - expected)
+    np.testing.assert_allclose(state.weights[name], expected, rtol=1e-6)
+
+
 def test_z_loss_reduces_the_normalizer_and_is_not_reported():
     (free, plain), (pulled, changed) = (
         after(20, **SUMS | {"training__z_loss": z}) for z in (0.0, 1.0)
