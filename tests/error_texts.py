@@ -500,6 +500,9 @@ ERRORS = {
     "does_not_support_training_on": (
         "does not support training on single turns: a turn of the assistant does not"
     ),
+    "has_no_complete_checkpoint_but": (
+        "checkpoints has no complete checkpoint, but the run has trained 24 steps"
+    ),
     "kto_needs_training_init_from_the": (
         r"training.objective kto needs training.init_from, the run with the starting weights"
     ),

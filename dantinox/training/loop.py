@@ -49,7 +49,7 @@ from dantinox.files import UserError, first_line
 from dantinox.model.parameters import Parameters
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import exit_now
-from dantinox.report import Console
+from dantinox.report import Console, read_jsonl
 from dantinox.run import RunDirectory, open_base, weights_digest, write_file
 from dantinox.text import Batch, ConversationStore, PromptStore, Tokenizer, TokenStore
 from dantinox.training.batch_source import BatchSource, SamplingInterrupted, StoredBatches
@@ -331,6 +331,7 @@ class Trainer:
         """Restores the newest intact checkpoint; returns False if there is none."""
         restored = self.checkpoints.restore(self.train_step.shapes)
         if restored is None:
+            broadcast_from_rank0(self._check_restart)
             self.console.note("no complete checkpoint found: starting at step 0")
             return False
         notes = check_facts(restored.facts, self.facts, self.config.training.deterministic)
@@ -343,6 +344,21 @@ class Trainer:
             due = self.log.row_metrics(self.step)
             self.progress = replace(self.progress, evaluation_due=due)
         return True
+
+    def _check_restart(self) -> None:
+        """Raises UserError if the run must have had a checkpoint: a new start would replace its
+        logs and its weights.
+
+        Without the first checkpoint, training ends when it saves the second one.
+        """
+        interval = self.config.training.checkpoint_every or self.config.training.eval_every
+        trained = max((row.get("step", 0) for row in read_jsonl(self.run.metrics)), default=0)
+        if trained > 2 * interval:
+            raise UserError(
+                f"{self.run.checkpoints} has no complete checkpoint, but the run has trained"
+                f" {trained} steps: restore its checkpoints, or train in another directory"
+                f" (--init_from {self.run.path} starts from its weights)"
+            )
 
     def _set_position(self, restored: RestoredCheckpoint) -> None:
         self.step = restored.step

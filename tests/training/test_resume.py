@@ -189,6 +189,20 @@ def test_exported_weights_of_an_evaluation_that_is_not_repeated_are_replaced(wor
     assert run.weights.read_bytes() == expected
 
 
+def test_run_without_its_checkpoints_does_not_start_again(workshop):
+    """A new start would replace its logs and its weights. Before a second checkpoint it may."""
+    config = small_config()
+    run = workshop.train("run", config)
+    shutil.rmtree(run.checkpoints)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=ERRORS["has_no_complete_checkpoint_but"]):
+        workshop.train("run", small_config(training__steps=30), resume=True)
+    after = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    assert after == before
+    workshop.train("run", small_config(training__eval_every=12), resume=True)
+    assert "starting at step 0" in workshop.notes.getvalue()
+
+
 def test_resume_skips_a_damaged_newest_step(workshop):
     config = small_config()
     run = workshop.train("whole", config)
