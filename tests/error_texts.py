@@ -488,7 +488,7 @@ ERRORS = {
     "a_txt_is_plain_text": (
         r"a.txt is plain text: conversations must be records of JSON Lines \(.jsonl\)"
     ),
-    "all_conversations_are_longer_than": r"all conversations are longer than model.max_context 2",
+    "all_conversations_are_longer_than": r"all training conversations are longer than model.max_context 2",
     "cannot_read_a_txt_permission": r"cannot read .*a\.txt: Permission denied",
     "cannot_write_the_tokens_in": r"cannot write the tokens in .*a\.txt",
     "changed_while_it_was_read": "changed while it was read",
@@ -498,6 +498,9 @@ ERRORS = {
     "data_path_data_path": r"data\.path.*--data_path",
     "does_not_support_training_on": (
         "does not support training on single turns: a turn of the assistant does not"
+    ),
+    "has_no_complete_checkpoint_but": (
+        "checkpoints has no complete checkpoint, but the run has trained 24 steps"
     ),
     "kto_needs_training_init_from_the": (
         r"training.objective kto needs training.init_from, the run with the starting weights"

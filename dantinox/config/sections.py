@@ -42,11 +42,12 @@ from dantinox.config.sampling_steps import step_prerequisites
 from dantinox.config.training_settings import TrainingSection
 from dantinox.files import UserError
 
-# Names of the files that every run directory may contain.
+# Names of the files and folders that every run directory may contain.
 RUN_FILES = (
     "config.yaml", "tokenizer.json", "model_weights.msgpack", "metrics.jsonl", "router.json",
     "kv_entropy.json", "manifest.txt", "chat_template.jinja", "tokenizer_config.json",
     "origin.json", "rewards.html",
+    "adapter", "checkpoints", "data", "plots", "profile", "samples", "tensorboard", "wandb",
 )  # fmt: skip
 
 RECORD_SUFFIXES = (

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from dantinox.config import Config, UserError, build_config
 from dantinox.config.model_config import ARCHITECTURE
+from dantinox.config.sections import reset_settings
 from dantinox.files import quote, read_json, read_text, wrap_os_errors
 from dantinox.interop.gguf.gguf_checkpoint import export_gguf, source_from_gguf
 from dantinox.interop.gguf.gguf_file import PLAIN_DTYPES, open_gguf
@@ -422,7 +423,7 @@ def export_bundle(run_dir: str | Path) -> ExportBundle:
             f"{run.path} contains only adapters: use `dantinox"
             " merge-lora` and export the merged run"
         )
-    config = load_run_config(run)
+    config = reset_settings(load_run_config(run), ["model.scan_layers"])  # files have all layers
     tokenizer = Tokenizer.load(run.tokenizer)
     model = config.architecture(tokenizer.vocab_size)
     weights = load_weights(

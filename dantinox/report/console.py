@@ -123,6 +123,44 @@ class Progress:
         self.show(f"{self.task}: {done}{note}")
 
 
+class ConsoleStream:
+    """A text stream that drops its output after the first failure to write.
+
+    A closed pipe (`| head`) or terminal, or a full disk with the file of the output, does not stop
+    the training.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._discard()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._discard()
+
+    def _discard(self) -> None:
+        """Redirects the stream to the null device, also for text that others write or that is
+        still in its buffer.
+        """
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, self._stream.fileno())
+        except (OSError, AttributeError):  # a stream without a file descriptor
+            self._stream = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+        os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Console:
     """Prints a line of `key value` pairs per interval and evaluation:
     `step 250 val_loss 1.9412 bits_per_byte 2.801`.
@@ -138,7 +176,7 @@ class Console:
     stage_interval = STAGE_INTERVAL
 
     def __init__(self, stream: TextIO):
-        self.stream = stream
+        self.stream: Any = ConsoleStream(stream)
         self.stages: dict[str, Progress] = {}
 
     def stage(self, name: str, done: int, total: int, unit: str = "characters") -> None:
@@ -178,11 +216,7 @@ class Console:
         """Restores the terminal; may be called twice."""
 
     def _write(self, text: str) -> None:
-        """Prints a line; a closed pipe (`| head`) does not stop the training."""
-        try:
-            print(text, file=self.stream, flush=True)
-        except BrokenPipeError:
-            self.stream = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+        print(text, file=self.stream, flush=True)
 
     def __enter__(self) -> "Console":
         return self

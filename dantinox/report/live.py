@@ -27,7 +27,7 @@ class LiveConsole(Console):
 
     def __init__(self, stream: TextIO, screen: Screen | None = None):
         super().__init__(stream)
-        self.screen = screen or Screen(file=stream, highlight=False, markup=False, emoji=False)
+        self.screen = screen or Screen(file=self.stream, highlight=False, markup=False, emoji=False)
         self.progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),

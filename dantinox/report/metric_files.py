@@ -82,17 +82,20 @@ class MetricsLog:
         _append(self.path_csv, "" if header else f"{HEADER}\n", ",".join(cells) + "\n")
         self.event("evaluation", row)
 
-    def truncate(self, step: int) -> None:
+    def truncate(self, step: int, evaluated: bool = True) -> None:
         """Removes rows after `step`, and rows that a crash left incomplete, from both files. Call
         it before adding a row.
+
+        Args:
+          evaluated: keep the evaluation of `step`. False: remove it too, because it is repeated.
         """
         last_step = (
             max((_step_of(line) or 0 for line in _lines(self.path_jsonl)), default=0)
             if self.trackers
             else 0
         )
-        for path in (self.path_csv, self.path_jsonl):
-            _truncate(path, step)
+        _truncate(self.path_csv, step, evaluated, has_header=True)
+        _truncate(self.path_jsonl, step, evaluated)
         for tracker in self.trackers:
             tracker.begin(step, last_step, iter_jsonl(self.path_jsonl))
 
@@ -125,16 +128,16 @@ class MetricsLog:
             tracker.row(kind, finite)
 
 
-def _truncate(path: Path, step: int) -> None:
+def _truncate(path: Path, step: int, evaluated: bool, has_header: bool = False) -> None:
     """Shortens a CSV or JSON-lines file to its header and its leading complete rows up to `step`.
     The file may be missing.
     """
     kept = 0
     for line in _lines(path):
-        at = (
-            _step_of(line) if kept or path.suffix == ".jsonl" else -1
-        )  # a CSV begins with its header
+        at = -1 if has_header and not kept else _step_of(line)
         if not line.endswith(b"\n") or at is None or at > step:
+            break
+        if at == step and not evaluated and _is_evaluation(line):
             break
         kept += len(line)
     with wrap_os_errors(f"cannot write {path}"):
@@ -153,6 +156,11 @@ def _step_of(line: bytes) -> int | None:
     except (ValueError, KeyError, TypeError):
         return None
     return at if isinstance(at, int) else None
+
+
+def _is_evaluation(line: bytes) -> bool:
+    """Whether a row with a step is an evaluation, as all rows of a CSV are."""
+    return not line.startswith(b"{") or json.loads(line).get("kind") == "evaluation"
 
 
 @contextlib.contextmanager

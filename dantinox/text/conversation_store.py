@@ -180,8 +180,9 @@ class ConversationStore(TokenStore):
             short = np.repeat(short.reshape(-1, 2).all(1), 2)
         noun = "pairs of conversations" if self.form == "pair" else "conversations"
         if not short.any():
+            part = "validation " if start else "training "
             raise UserError(
-                f"all {noun} are longer than model.max_context {self.sequence_length}:"
+                f"all {part}{noun} are longer than model.max_context {self.sequence_length}:"
                 " raise it, or use shorter ones"
             )
         self.left_out += int(np.count_nonzero(~short)) // (2 if self.pairs else 1)

@@ -49,7 +49,7 @@ from dantinox.files import UserError, first_line
 from dantinox.model.parameters import Parameters
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import exit_now
-from dantinox.report import Console
+from dantinox.report import Console, read_jsonl
 from dantinox.run import RunDirectory, open_base, weights_digest, write_file
 from dantinox.text import Batch, ConversationStore, PromptStore, Tokenizer, TokenStore
 from dantinox.training.batch_source import BatchSource, SamplingInterrupted, StoredBatches
@@ -59,7 +59,14 @@ from dantinox.training.reference_logprobs import (
     compute_reference_logprobs,
     load_or_compute_logprobs,
 )
-from dantinox.training.results import export_weights, write_answers, write_plot, write_summary
+from dantinox.training.results import (
+    UNKNOWN,
+    export_weights,
+    exported_updates,
+    write_answers,
+    write_plot,
+    write_summary,
+)
 from dantinox.training.rollout_batches import RolloutBatches, rollout_length
 from dantinox.training.sampled_batches import SampledBatches
 from dantinox.training.signals import StopRequest, stop_request
@@ -184,7 +191,7 @@ class Trainer:
 
     def train(self, resume: bool) -> TrainingProgress:
         restored = self._restore() if resume else False
-        if restored and self._is_finished():
+        if restored and self._is_finished() and self._has_summary():
             self._export_missing()
             self.console.note(f"this run is finished: step {self.step} of {self.steps}")
             return self.progress
@@ -222,7 +229,7 @@ class Trainer:
             self._prepare_sampling(self.store)
         if self.on_cpu:
             release_free_memory()
-        self.log.files.truncate(self._last_row())
+        self._truncate_logs()
         self.stop.can_save = True
         barrier()
         self.run_until_done()
@@ -299,7 +306,7 @@ class Trainer:
         self.progress = replace(
             self.progress, skipped_batches=before.skipped_batches + bad.step - self.step
         )
-        self.log.files.truncate(self._last_row())
+        self._truncate_logs()
         self.saved_step = self.step
         if before.best_step not in (None, self.progress.best_step):
             self._export(
@@ -324,6 +331,7 @@ class Trainer:
         """Restores the newest intact checkpoint; returns False if there is none."""
         restored = self.checkpoints.restore(self.train_step.shapes)
         if restored is None:
+            broadcast_from_rank0(self._check_restart)
             self.console.note("no complete checkpoint found: starting at step 0")
             return False
         notes = check_facts(restored.facts, self.facts, self.config.training.deterministic)
@@ -331,7 +339,26 @@ class Trainer:
             self.console.note(note)
         self._set_position(restored)
         self.saved_step = self.step
+        # Fewer steps or less patience may end the run here, where no evaluation was due.
+        if self._is_finished() and float(self.state.loss_since_eval[1]):
+            due = self.log.row_metrics(self.step)
+            self.progress = replace(self.progress, evaluation_due=due)
         return True
+
+    def _check_restart(self) -> None:
+        """Raises UserError if the run must have had a checkpoint: a new start would replace its
+        logs and its weights.
+
+        Without the first checkpoint, training ends when it saves the second one.
+        """
+        interval = self.config.training.checkpoint_every or self.config.training.eval_every
+        trained = max((row.get("step", 0) for row in read_jsonl(self.run.metrics)), default=0)
+        if trained > 2 * interval:
+            raise UserError(
+                f"{self.run.checkpoints} has no complete checkpoint, but the run has trained"
+                f" {trained} steps: restore its checkpoints, or train in another directory"
+                f" (--init_from {self.run.path} starts from its weights)"
+            )
 
     def _set_position(self, restored: RestoredCheckpoint) -> None:
         self.step = restored.step
@@ -368,11 +395,12 @@ class Trainer:
         """
         return self.rollouts is not None and self.step == 0 and self.progress.best_step is None
 
-    def _last_row(self) -> int:
-        """Returns the last step whose rows in the logs are kept; −1 if the row of step 0 is written
-        again.
+    def _truncate_logs(self) -> None:
+        """Removes the rows that are written again: those after this step, and those of an
+        evaluation of this step that is still due.
         """
-        return -1 if self._evaluates_start() else self.step
+        last = -1 if self._evaluates_start() else self.step
+        self.log.files.truncate(last, self.progress.evaluation_due is None)
 
     def _after_step(self) -> None:
         """Runs the actions that are due after this step: a log row, an evaluation, a sample, a
@@ -588,9 +616,18 @@ class Trainer:
             f"finished at step {self.step}: best {name} {best[name]:.4f} at {best['best_step']}"
         )
 
+    def _has_summary(self) -> bool:
+        return broadcast_from_rank0(self.run.summary(self.config).exists)
+
     def _export_missing(self) -> None:
-        """Exports the best weights, or else the last ones, if the exported file is missing."""
-        if not broadcast_from_rank0(self.run.weights_or_adapter.exists):
+        """Exports the best weights, or else the last ones, if the exported file is missing or holds
+        those of another step.
+
+        It may hold an evaluation after the restored step, which other steps or intervals omit.
+        """
+        best = self.progress.best_step
+        updates = broadcast_from_rank0(partial(exported_updates, self.run))
+        if updates is None or (best is not None and updates not in (best * self.updates, UNKNOWN)):
             self._export(self._best_state())
 
     def _export(self, state: TrainState) -> None:

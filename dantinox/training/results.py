@@ -13,9 +13,13 @@ from dantinox.report import Console, plot_loss, read_jsonl
 from dantinox.report.reward_page import reward_page
 from dantinox.run import RunDirectory, save_weights, write_file
 from dantinox.run.adapters import save_adapter
+from dantinox.run.manifest import read_manifest
 from dantinox.training.checkpoint_store import TrainingProgress
 from dantinox.training.objective import OBJECTIVES
 from dantinox.training.step import TrainState
+
+EXPORTED_UPDATES = "exported_updates"  # key of the manifest
+UNKNOWN = -1
 
 
 def export_weights(
@@ -23,12 +27,22 @@ def export_weights(
 ) -> None:
     """Writes the weights or adapters of a state in the format that generation reads."""
     weights = fetch_to_host(state.weights)
+    facts = facts | {EXPORTED_UPDATES: int(state.step)}
     if is_rank0():
         if model.lora is None:
             save_weights(run.weights, unstack_layers(weights), facts)
         else:
             save_adapter(run, unstack_layers(weights), model, facts)
     barrier()
+
+
+def exported_updates(run: RunDirectory) -> int | None:
+    """Returns the number of updates of the exported weights, `UNKNOWN` if an older version wrote
+    them, or None if the file is missing.
+    """
+    if not run.weights_or_adapter.exists():
+        return None
+    return read_manifest(run.manifest).get(EXPORTED_UPDATES, UNKNOWN)
 
 
 def write_answers(run: RunDirectory, step: int, answers: str) -> None:

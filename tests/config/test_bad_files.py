@@ -276,6 +276,11 @@ BAD: dict[str, tuple[str | bytes, tuple[str, ...], int | None]] = {
         ("must be a file name of letters", "got '..'"),
         2,
     ),
+    "log over a folder of the run": (
+        "logging:\n  log_file: checkpoints\n",
+        ("must differ from each other",),
+        2,
+    ),
     "log over the weights": (
         "logging:\n  log_file: model_weights.msgpack\n",
         ("must differ from each other",),

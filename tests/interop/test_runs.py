@@ -32,7 +32,7 @@ from dantinox.interop.hf.hf_folder import (
 )
 from dantinox.interop.hf.hf_unsupported import IGNORED_KEYS
 from dantinox.interop.source import LazyArrays, Tensor
-from dantinox.run import RunDirectory, load_run_config, verify_run
+from dantinox.run import RunDirectory, load_run_config, save_config, verify_run
 from dantinox.text import Tokenizer, train_tokenizer
 from tests.error_texts import ERRORS
 
@@ -586,6 +586,20 @@ def test_unreachable_hub_and_missing_repository_have_different_errors(monkeypatc
         " copy" in offline
     )
     assert "the Hub has no such repository" in raises(errors.HFValidationError("Repo id must"))
+
+
+@pytest.mark.parametrize("kind", ["hf", "gguf"])
+def test_run_with_scanned_layers_is_exported_like_one_without(tmp_path, run_dir, kind):
+    scanned = RunDirectory(shutil.copytree(run_dir, tmp_path / run_dir.name))
+    config = load_run_config(scanned)
+    model = config.model.model_copy(update={"scan_layers": True})
+    save_config(scanned, config.model_copy(update={"model": model}))
+    files = []
+    for source, target in ((run_dir, tmp_path / "a.x"), (scanned.path, tmp_path / "b.x")):
+        export_checkpoint(source, target, kind)
+        file = target / "model.safetensors" if kind == "hf" else target
+        files.append(file.read_bytes())
+    assert files[0] == files[1]
 
 
 def test_export_does_not_replace_a_file(tmp_path, run_dir):

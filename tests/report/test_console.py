@@ -133,14 +133,34 @@ def test_generated_text_cannot_control_the_terminal():
     assert printable(hostile) == "a�[2Jb�c�d�e�"
 
 
-def test_a_closed_pipe_does_not_stop_the_run():
+@pytest.mark.parametrize("error", [BrokenPipeError, OSError])
+@pytest.mark.parametrize("kind", [Console, LiveConsole])
+def test_output_that_cannot_be_written_does_not_stop_the_run(kind, error):
+    """A closed pipe or terminal, or a full disk."""
+
     class Closed(io.StringIO):
         def write(self, text):
-            raise BrokenPipeError
+            raise error
 
-    console = Console(Closed())
+        def flush(self):
+            raise error
+
+    console = kind(Closed())
+    console.start(5)
     console.note("one")
-    console.note("two")
+    console.evaluation({"step": 1, "val_loss": 1.0})
+    console.close()
+
+
+def test_a_full_disk_with_the_output_does_not_change_the_exit_code():
+    code = (
+        "import sys; from dantinox.report import open_console; c = open_console();"
+        " [c.note('x' * 9999) for _ in range(9)]; c.close(); print('end', file=sys.stderr)"
+    )
+    with open("/dev/full", "w") as full:
+        assert (
+            subprocess.run([sys.executable, "-c", code], stderr=full, check=False).returncode == 0
+        )
 
 
 def test_piped_output_is_plain_goes_to_stderr_and_needs_no_rich():

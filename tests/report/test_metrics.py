@@ -88,10 +88,12 @@ def test_a_log_of_an_older_version_keeps_its_columns(log):
     ] and log.path_csv.read_text().startswith(f"{older}\n1,")
 
 
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl"])
 @pytest.mark.parametrize("step", [0, 9, 10, 19, 20, 25, 39, 40])
-def test_a_truncated_and_continued_log_equals_the_uninterrupted_one(tmp_path, step):
-    one = MetricsLog(tmp_path / "one.csv", tmp_path / "one.jsonl")
-    two = MetricsLog(tmp_path / "two.csv", tmp_path / "two.jsonl")
+def test_a_truncated_and_continued_log_equals_the_uninterrupted_one(tmp_path, step, name):
+    """Whatever suffix `logging.log_file` has."""
+    one = MetricsLog(tmp_path / f"one_{name}", tmp_path / "one.jsonl")
+    two = MetricsLog(tmp_path / f"two_{name}", tmp_path / "two.jsonl")
     steps = range(10, 61, 10)
     fill(one, steps)
     fill(two, steps[:4])

@@ -1,5 +1,7 @@
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +18,10 @@ from dantinox.distributed import make_layout
 from dantinox.platform import get_platform
 from dantinox.programs import compile_program
 from dantinox.report import read_csv, read_jsonl
+from dantinox.run import RunDirectory, save_weights
 from dantinox.text import TokenStore
 from dantinox.training import loop, starting_point
+from dantinox.training.checkpoint_store import Checkpoints
 from dantinox.training.starting_point import check_facts, resume_config, run_facts, total_steps
 from dantinox.training.step import Programs, TrainStep
 from tests.error_texts import ERRORS
@@ -109,6 +113,94 @@ def test_resuming_a_finished_run_changes_nothing_unless_it_has_more_steps(worksh
     longer = small_config(training__steps=30)
     run = workshop.train("done", longer, resume=True)
     assert [row["step"] for row in read_csv(run.log(longer))] == [6, 12, 18, 24, 30]
+
+
+@pytest.mark.parametrize(("call", "killed"), [(3, 14), (5, None)], ids=["step 12", "last step"])
+def test_interrupted_evaluation_is_logged_once(workshop, call, killed):
+    """The checkpoint of its step still lists it as due when a third process resumes."""
+    config = small_config()
+    expected = outcome(workshop.train("whole", config), config)
+    store = small_store(config)
+    validation, calls = store.validation, []
+
+    def interrupted(*arguments):
+        calls.append(1)  # one per evaluation; the second call counts the bytes of the targets
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        yield from validation(*arguments)
+
+    store.validation = interrupted
+    with pytest.raises(SystemExit):
+        workshop.train("cut", config, store=store)
+    store = small_store(config, Stumbles)
+    store.at = killed
+    with contextlib.nullcontext() if killed is None else pytest.raises(KeyError):
+        workshop.train("cut", config, resume=True, store=store)
+    assert outcome(workshop.train("cut", config, resume=True), config) == expected
+
+
+def weights_of(run, config, step, path):
+    """Returns the content of a weights file with the weights of a checkpoint."""
+    shapes = TrainStep(config, config.architecture(VOCABULARY), step).shapes
+    state = Checkpoints(run.checkpoints, 2).read(step, shapes)
+    path.mkdir()
+    save_weights(path / "weights.msgpack", state.weights)
+    return (path / "weights.msgpack").read_bytes()
+
+
+def test_run_resumed_with_fewer_steps_is_evaluated_and_finished(workshop):
+    """A process died after it had exported the weights of step 12, which the run no longer has."""
+    config = small_config(training__checkpoint_every=5)
+    store = small_store(config, Stumbles)
+    store.at = 13
+    with pytest.raises(KeyError):
+        workshop.train("cut", config, store=store)
+    shorter = small_config(training__checkpoint_every=5, training__steps=10)
+    run = workshop.train("cut", shorter, resume=True)
+    rows = read_csv(run.log(config))
+    summary = json.loads((run.path / "model_summary.json").read_text())
+    assert [row["step"] for row in rows] == [6, 10]
+    assert (summary["best_step"], summary["val_loss"]) == (10, rows[1]["val_loss"])
+    assert run.weights.read_bytes() == weights_of(run, config, 10, workshop.path / "ten")
+
+
+def test_exported_weights_of_an_evaluation_that_is_not_repeated_are_replaced(workshop):
+    """A process died between the export of step 18 and its checkpoint. Then only step 24 is
+    evaluated, with a higher loss than step 12.
+    """
+
+    class Wrong(TokenStore):
+        def batch(self, step, *rows):
+            batch = super().batch(step, *rows)
+            return batch._replace(targets_BT=(batch.targets_BT + 5) % VOCABULARY)
+
+    config = small_config()
+    store = small_store(config, Stumbles)
+    store.at = 18
+    with pytest.raises(KeyError):
+        workshop.train("cut", config, store=store)
+    run = RunDirectory(workshop.path / "cut")
+    shutil.rmtree(run.checkpoints / "18")
+    expected = weights_of(run, config, 12, workshop.path / "twelve")
+    assert run.weights.read_bytes() != expected
+    other = small_config(training__eval_every=24)
+    workshop.train("cut", other, resume=True, store=small_store(config, Wrong))
+    assert json.loads((run.path / "model_summary.json").read_text())["best_step"] == 12
+    assert run.weights.read_bytes() == expected
+
+
+def test_run_without_its_checkpoints_does_not_start_again(workshop):
+    """A new start would replace its logs and its weights. Before a second checkpoint it may."""
+    config = small_config()
+    run = workshop.train("run", config)
+    shutil.rmtree(run.checkpoints)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=ERRORS["has_no_complete_checkpoint_but"]):
+        workshop.train("run", small_config(training__steps=30), resume=True)
+    after = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    assert after == before
+    workshop.train("run", small_config(training__eval_every=12), resume=True)
+    assert "starting at step 0" in workshop.notes.getvalue()
 
 
 def test_resume_skips_a_damaged_newest_step(workshop):
