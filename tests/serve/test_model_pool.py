@@ -489,6 +489,9 @@ def test_names_aliases_and_adapters():
                     await client.post("/v1/completions", content=content, headers=headers)
                 ).status_code == status
             assert (await client.post("/v1/completions", content=b"x")).status_code == 415
+            body = b'{"model": "b", "prompt": "x", "options": {"num_predict": 4}}'
+            answer = await client.post("/api/generate", content=body)
+            assert answer.status_code == 200, "Ollama accepts JSON without a media type"
             assert (await client.get("/v1/completions")).status_code == 405
             assert (await client.get("/no/path")).status_code == 404
             assert (await client.get("/")).status_code == 200

@@ -157,13 +157,18 @@ BodyType = TypeVar("BodyType", bound=StrictBody)
 
 
 async def parse_body(
-    request: Request, kind: type[BodyType], *, may_be_empty: bool = False
+    request: Request,
+    kind: type[BodyType],
+    *,
+    may_be_empty: bool = False,
+    any_media_type: bool = False,
 ) -> BodyType:
     """Parses and validates the body of a request.
 
     Args:
       kind: model of the body.
       may_be_empty: treat a request without a body as an empty object.
+      any_media_type: accept JSON whatever media type the request declares.
 
     Raises:
       RequestError: 415, the media type is not JSON in UTF-8; 400, the body is not JSON or not
@@ -172,7 +177,8 @@ async def parse_body(
     data = await request.body()
     if not data and may_be_empty:
         return kind()
-    check_media_type(request)
+    if not any_media_type:
+        check_media_type(request)
     if PARSED_BODY in request.scope:
         return await run_sized(len(data), validate_body, kind, request.scope[PARSED_BODY])
     return await run_sized(len(data), lambda: validate_body(kind, parse_json(data)))
