@@ -551,3 +551,9 @@ def test_any_media_type(client, kind):
     for path, body in bodies.items():
         answer = client.post(path, content=json.dumps(body), headers=headers)
         assert answer.status_code == 200, (path, answer.text)
+
+
+def test_null_options_are_absent(client, engine):
+    """Ollama skips null values of options."""
+    options = {"num_keep": None, "num_ctx": None, "seed": None, "stop": None, "num_predict": 3}
+    assert whole(client, GENERATE, {"prompt": "x", "options": options})["eval_count"] == 3

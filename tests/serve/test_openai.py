@@ -760,7 +760,9 @@ def test_a_base_model_has_no_chat(engine):
 def test_a_template_that_raises(engine, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     http = client_of(engine, template=ChatTemplate.load(tmp_path / "t.jinja", BYTES))
-    assert "roles must alternate" in refusal(http.post(CHAT, json={"messages": HELLO}), 400)
+    message = refusal(http.post(CHAT, json={"messages": HELLO}), 400)
+    assert "the chat template refuses these messages: roles must alternate" in message
+    assert str(tmp_path) not in message, "clients learn no paths of the server"
 
 
 # --- tokens

@@ -32,6 +32,7 @@ from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.llama_options import KNOWN_OPTIONS
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.ollama_bodies import (
+    KEPT,
     ChatBody,
     EmbedBody,
     EmbeddingsBody,
@@ -161,9 +162,8 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
             ids = ids[1:]
         ids = [*body.context, *ids]
     if body.truncate is not False:
-        ids = shortened(
-            ids, _context(service, body), config.generation.max_new_tokens, body.options.num_keep
-        )
+        kept = KEPT if body.options.num_keep is None else body.options.num_keep
+        ids = shortened(ids, _context(service, body), config.generation.max_new_tokens, kept)
     return await _reply(service, body, config, ids, "prompt", prepared, lora)
 
 
