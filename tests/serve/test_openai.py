@@ -1002,6 +1002,21 @@ def test_invalid_requests_are_refused(client, engine, path):
     assert client.post(path, json=good).json()["choices"] == before
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stop": 1}, "stop must be a string or a list, got 1"),
+        ({"response_format": "json"}, "response_format must be an object, got 'json'"),
+        ({"logit_bias": []}, "logit_bias must be an object, got []"),
+        ({"messages": []}, "messages must have at least 1 item, got []"),
+        ({"messages": "hi"}, "messages must be a list, got 'hi'"),
+        ({"guided_choice": [""]}, "guided_choice.0 must have at least 1 character, got ''"),
+    ],
+)
+def test_errors_of_types_use_the_words_of_json(client, given, message):
+    assert refusal(client.post(CHAT, json={"messages": HELLO} | given), 400) == message
+
+
 def test_other_vocabularies():
     """The log-probabilities contain the names of tokens, for any kind of tokenizer."""
     tokenizer = train_tokenizer(TokenizerSection(tokenizer_type="char"), lambda: iter([SAYS + "é"]))

@@ -19,6 +19,14 @@ log = logging.getLogger("dantinox.serve")
 
 MAX_ALTERNATIVES = 20  # maximum number of alternatives reported with a token
 PARSED_BODY = "dantinox.body"  # key in the scope of a request whose body has been parsed already
+# Parts of Pydantic's messages → the words of JSON.
+REASONS = (
+    (r"Input should be", "must be"),
+    (r"a valid dictionary( or instance of \w+)?", "an object"),
+    (r"a valid tuple", "a string or a list"),
+    (r"a valid list", "a list"),
+    (r"^\w+ should have (.*?)( after validation, not .*)?$", r"must have \1"),
+)
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a message that are text
 # Unsupported fields of OpenAI's API that would change the response → their values that are
 # accepted, as they have no effect.
@@ -218,7 +226,9 @@ def validate_body(kind: type[BodyType], data: JSON) -> BodyType:
     param = ".".join(escape_name(str(part)) for part in first["loc"][:4])
     if first["type"] == "missing":
         raise RequestError(400, f"{param} is missing", param=param)
-    reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    reason = first["msg"].removeprefix("Value error, ")
+    for pattern, words in REASONS:
+        reason = re.sub(pattern, words, reason)
     reason = reason if reason.startswith("must") else f"is wrong: {reason.lower()}"
     raise RequestError(400, f"{param} {reason}, got {quote(first['input'])}", param=param)
 
