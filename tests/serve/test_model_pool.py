@@ -287,6 +287,22 @@ def test_a_request_waits_for_room_and_is_refused_in_time(sizes_unknown):
     asyncio.run(check())
 
 
+def test_a_slow_unload_does_not_refuse_the_request_that_waits_for_the_room():
+    """An engine that closes waits for its running compilation, which can take a minute."""
+    opener = Opener()
+    pool, app = make_pool(opener, memory=6, wait=0.1)
+
+    async def check():
+        async with running(pool, app) as client:
+            engine = opener.engines["a"]
+            closes = engine.close
+            engine.close = lambda: (time.sleep(0.4), closes())
+            assert text(await ask(client, "b")) == "b says i"
+            engine.close = closes
+
+    asyncio.run(check())
+
+
 def test_a_load_that_fails_leaves_other_models_alone(monkeypatch):
     monkeypatch.setattr(model_pool, "LOAD_RETRY_SECONDS", 0.2)
     opener = Opener()
