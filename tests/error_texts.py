@@ -512,7 +512,6 @@ ERRORS = {
     "has_10_tokens_fewer_than": "has 10 tokens, fewer than the 17 of one batch",
     "has_12_tokens_fewer_than": r"has 12 tokens, fewer than the 13 of one batch .*3 × .*4 \+ 1",
     "has_too_few_conversations_1": r"has too few conversations: 1, the minimum is 2",
-    "it_needs_more_than": "it needs more than",
     "longer_than_20_bytes_line": r"longer than 20 bytes .*line 2",
     "no_chat_template_other_name": (
         r"^no chat template 'other': name a Jinja file or one of plain, bare, chatml$"

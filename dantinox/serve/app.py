@@ -152,7 +152,7 @@ def guarded(app: ASGIApp, paths: Collection[str], options: Options, metrics: Met
     unlimited = {"/admin/reload", *(path for protocol in PROTOCOLS for path in protocol.unlimited)}
     app = Guard(app, options, metrics, paths, public, unlimited, _error_response)
     if options.origins:
-        app = CORSMiddleware(
+        app = cors = CORSMiddleware(
             app,
             allow_origins=options.origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
@@ -163,6 +163,9 @@ def guarded(app: ASGIApp, paths: Collection[str], options: Options, metrics: Met
             ],
             expose_headers=EXPOSED_HEADERS,
         )
+        # Chrome asks for this before a public page sends a request to a private address. It is not
+        # an argument, because early versions of Starlette have none and need none.
+        cors.allow_private_network = True
     return app
 
 

@@ -255,10 +255,12 @@ class Service:
         current_record().operation = "chat"
 
         def encode() -> tuple[ChatPrompt, frozenset[int]]:
-            return (
-                chat_prompt(template, messages, tools, variables, continues=continues),
-                template.end_ids,
-            )
+            try:
+                prompt = chat_prompt(template, messages, tools, variables, continues=continues)
+            except UserError as error:  # the name of a template may be a path of the server
+                message = str(error).replace(template.name, "the chat template")
+                raise UserError(message, key=error.key) from None
+            return prompt, template.end_ids
 
         return await asyncio.get_running_loop().run_in_executor(self._template_thread, encode)
 

@@ -494,6 +494,9 @@ class ChatTemplate:
         )
         shared = json.dumps({"template": self.source, "variables": variables}).encode()
         line = shared[:-1] + b', "conversations": [' + b", ".join(conversations) + b"]}\n"
+        if self._process is not None and self._process.poll() is not None:
+            _kill(self._process)  # ended from outside since the last request, which is no
+            self._process = None  # error of this one
         if self._process is None:
             command = [
                 sys.executable,

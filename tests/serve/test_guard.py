@@ -219,6 +219,18 @@ def test_a_preflight_request_needs_no_key():
         assert denied.status_code == 401 and denied.headers["access-control-allow-origin"] == "*"
 
 
+def test_a_public_page_may_use_a_server_in_a_private_network():
+    """Chrome asks for it in the preflight request; a status other than 2xx stops the page."""
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-private-network": "true",
+    }
+    with client(origins=("https://a.example",)) as http:
+        for origin, expected in (("https://a.example", 200), ("https://evil.example", 400)):
+            answer = http.options("/v1/completions", headers={"origin": origin, **asked})
+            assert answer.status_code == expected
+
+
 # Headers of the browser builds of the SDKs of OpenAI and Anthropic, and of Ollama.
 SDK_HEADERS = (
     "authorization,content-type,openai-organization,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-retry-count",

@@ -70,6 +70,17 @@ def test_request_targets_with_scheme_and_host(port, target, host, expected):
     assert status == expected and (expected == 200 or content["error"]["message"])
 
 
+def test_http_1_0_needs_no_host(port):
+    """Load balancers check the health of servers with such requests."""
+    assert send(port, "GET /health HTTP/1.0\r\n")[0] == 200
+    assert send(port, "GET /health HTTP/1.0\r\nHost: evil.example\r\n")[0] == 400
+    assert send(port, "GET /health HTTP/1.1\r\nConnection: close\r\n")[0] == 400
+    head = f"POST /v1/completions HTTP/1.0\r\n{HEAD.partition(chr(10))[2]}"
+    head += f"Content-Length: {len(BODY)}\r\n"
+    assert send(port, head, BODY)[0] == 200
+    assert send(port, f"{head}Origin: null\r\n", BODY)[0] == 403
+
+
 def test_the_preface_of_http_2(port):
     assert exchange(port, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", seconds=2).startswith(b"HTTP/1.1 4")
 

@@ -287,6 +287,22 @@ def test_a_request_waits_for_room_and_is_refused_in_time(sizes_unknown):
     asyncio.run(check())
 
 
+def test_a_slow_unload_does_not_refuse_the_request_that_waits_for_the_room():
+    """An engine that closes waits for its running compilation, which can take a minute."""
+    opener = Opener()
+    pool, app = make_pool(opener, memory=6, wait=0.1)
+
+    async def check():
+        async with running(pool, app) as client:
+            engine = opener.engines["a"]
+            closes = engine.close
+            engine.close = lambda: (time.sleep(0.4), closes())
+            assert text(await ask(client, "b")) == "b says i"
+            engine.close = closes
+
+    asyncio.run(check())
+
+
 def test_a_load_that_fails_leaves_other_models_alone(monkeypatch):
     monkeypatch.setattr(model_pool, "LOAD_RETRY_SECONDS", 0.2)
     opener = Opener()
@@ -526,6 +542,9 @@ def test_names_aliases_and_adapters():
                     await client.post("/v1/completions", content=content, headers=headers)
                 ).status_code == status
             assert (await client.post("/v1/completions", content=b"x")).status_code == 415
+            body = b'{"model": "b", "prompt": "x", "options": {"num_predict": 4}}'
+            answer = await client.post("/api/generate", content=body)
+            assert answer.status_code == 200, "Ollama accepts JSON without a media type"
             assert (await client.get("/v1/completions")).status_code == 405
             assert (await client.get("/no/path")).status_code == 404
             assert (await client.get("/")).status_code == 200

@@ -535,3 +535,25 @@ def test_tools_and_thinking():
     assert [
         line["tool_calls"][0]["function"]["name"] for line in lines if "tool_calls" in line
     ] == ["weather"]
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+def test_any_media_type(client, kind):
+    """litellm sends no media type, and curl, as in Ollama's documentation, that of a form."""
+    bodies = {
+        GENERATE: {"prompt": "x", **SHORT},
+        CHAT: {"messages": HELLO, **SHORT},
+        "/api/embed": {"input": "x"},
+        "/api/embeddings": {"prompt": "x"},
+        "/api/show": {},
+    }
+    headers = {} if kind is None else {"content-type": kind}
+    for path, body in bodies.items():
+        answer = client.post(path, content=json.dumps(body), headers=headers)
+        assert answer.status_code == 200, (path, answer.text)
+
+
+def test_null_options_are_absent(client, engine):
+    """Ollama skips null values of options."""
+    options = {"num_keep": None, "num_ctx": None, "seed": None, "stop": None, "num_predict": 3}
+    assert whole(client, GENERATE, {"prompt": "x", "options": options})["eval_count"] == 3

@@ -760,7 +760,9 @@ def test_a_base_model_has_no_chat(engine):
 def test_a_template_that_raises(engine, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     http = client_of(engine, template=ChatTemplate.load(tmp_path / "t.jinja", BYTES))
-    assert "roles must alternate" in refusal(http.post(CHAT, json={"messages": HELLO}), 400)
+    message = refusal(http.post(CHAT, json={"messages": HELLO}), 400)
+    assert "the chat template refuses these messages: roles must alternate" in message
+    assert str(tmp_path) not in message, "clients learn no paths of the server"
 
 
 # --- tokens
@@ -998,6 +1000,21 @@ def test_invalid_requests_are_refused(client, engine, path):
         refusal(answer, answer.status_code)
     assert len(engine.asked) == seen
     assert client.post(path, json=good).json()["choices"] == before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stop": 1}, "stop must be a string or a list, got 1"),
+        ({"response_format": "json"}, "response_format must be an object, got 'json'"),
+        ({"logit_bias": []}, "logit_bias must be an object, got []"),
+        ({"messages": []}, "messages must have at least 1 item, got []"),
+        ({"messages": "hi"}, "messages must be a list, got 'hi'"),
+        ({"guided_choice": [""]}, "guided_choice.0 must have at least 1 character, got ''"),
+    ],
+)
+def test_errors_of_types_use_the_words_of_json(client, given, message):
+    assert refusal(client.post(CHAT, json={"messages": HELLO} | given), 400) == message
 
 
 def test_other_vocabularies():

@@ -372,6 +372,26 @@ def test_a_response_has_items():
     )
 
 
+@pytest.mark.parametrize("says", [REPLY, f"I look. {CALLS} Then é.", "é"])
+def test_logprobs_of_a_message_are_those_of_its_text(says):
+    """Not those of the reasoning and the calls before it, whole and in a stream."""
+    body = {
+        "input": HELLO,
+        "tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}],
+        "include": ["message.output_text.logprobs"],
+    }
+    items = post(serve(says), RESPONSES, body)["output"]
+    parts = [item["content"][0] for item in items if item["type"] == "message"]
+    events = [
+        e for e in events_of(serve(says), RESPONSES, body) if "output_text.delta" in e["type"]
+    ]
+    streamed = [entry for event in events for entry in event["logprobs"]]
+    whole = [entry for part in parts for entry in part["logprobs"]]
+    for entries in (whole, streamed):
+        text = bytes(byte for entry in entries for byte in entry["bytes"]).decode()
+        assert text.split() == "".join(part["text"] for part in parts).split()
+
+
 def test_the_events_of_a_response_build_its_items():
     body = {
         "input": HELLO,

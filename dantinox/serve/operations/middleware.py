@@ -176,13 +176,18 @@ class Guard:
         hosts = _header_values(scope["headers"], b"host")
         host = hosts[0].lower() if len(hosts) == 1 else ""
         found = HOST_HEADER.fullmatch(host)
-        if found is None or not _is_allowed(found[1].removesuffix("."), self._options.hosts):
+        # Health checks of load balancers may use HTTP/1.0, which needs no Host; browsers do not.
+        needs_host = bool(hosts) or scope["http_version"] != "1.0"
+        if needs_host and (
+            found is None or not _is_allowed(found[1].removesuffix("."), self._options.hosts)
+        ):
             raise http_error("host", escape_name(host))
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return
         allowed = self._options.origins
         for origin in map(str.lower, _header_values(scope["headers"], b"origin")):
-            if origin not in allowed and "*" not in allowed and _host_of(origin) != host:
+            is_own = bool(host) and _host_of(origin) == host
+            if origin not in allowed and "*" not in allowed and not is_own:
                 raise http_error("origin")
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:

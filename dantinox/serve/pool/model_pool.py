@@ -249,13 +249,19 @@ class ModelPool:
                 if member.failures > failures:
                     raise Unavailable(member.error)
                 until = max(began, member.since) + self._wait
-                seconds = None if member.state == "loading" else until - time.monotonic()
+                # An unload ends by itself, but waits for a running compilation.
+                is_moving = member.state == "loading" or self._is_unloading
+                seconds = None if is_moving else until - time.monotonic()
                 if seconds is not None and seconds <= 0:
                     raise Unavailable(_no_room(member))
                 await self._change(seconds)
         finally:
             member.waiting -= 1
             self._notify()
+
+    @property
+    def _is_unloading(self) -> bool:
+        return any(member.state == "unloading" for member in self.members.values())
 
     def _check_open(self) -> None:
         if self._state in ("draining", "failed"):
@@ -427,6 +433,7 @@ class ModelPool:
         opened = member.opened
         member.state = "unloading"
         member.keep_until = None
+        self._notify()
         if opened is not None:
             member.loras = dict(opened.engine.lora_paths)
             await asyncio.to_thread(opened.engine.close)

@@ -233,7 +233,8 @@ class _Dispatcher:
         data = await request.body()
         body: dict[str, JSON] = {}
         if data and scope["method"] == "POST":
-            check_media_type(request)
+            if protocol.routes is not ollama.routes:
+                check_media_type(request)
             parsed = await run_sized(len(data), parse_json, data)
             body = parsed if isinstance(parsed, dict) else {}
             scope = {**scope, PARSED_BODY: parsed}

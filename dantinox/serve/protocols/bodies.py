@@ -19,6 +19,14 @@ log = logging.getLogger("dantinox.serve")
 
 MAX_ALTERNATIVES = 20  # maximum number of alternatives reported with a token
 PARSED_BODY = "dantinox.body"  # key in the scope of a request whose body has been parsed already
+# Parts of Pydantic's messages → the words of JSON.
+REASONS = (
+    (r"Input should be", "must be"),
+    (r"a valid dictionary( or instance of \w+)?", "an object"),
+    (r"a valid tuple", "a string or a list"),
+    (r"a valid list", "a list"),
+    (r"^\w+ should have (.*?)( after validation, not .*)?$", r"must have \1"),
+)
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a message that are text
 # Unsupported fields of OpenAI's API that would change the response → their values that are
 # accepted, as they have no effect.
@@ -157,13 +165,18 @@ BodyType = TypeVar("BodyType", bound=StrictBody)
 
 
 async def parse_body(
-    request: Request, kind: type[BodyType], *, may_be_empty: bool = False
+    request: Request,
+    kind: type[BodyType],
+    *,
+    may_be_empty: bool = False,
+    any_media_type: bool = False,
 ) -> BodyType:
     """Parses and validates the body of a request.
 
     Args:
       kind: model of the body.
       may_be_empty: treat a request without a body as an empty object.
+      any_media_type: accept JSON whatever media type the request declares.
 
     Raises:
       RequestError: 415, the media type is not JSON in UTF-8; 400, the body is not JSON or not
@@ -172,7 +185,8 @@ async def parse_body(
     data = await request.body()
     if not data and may_be_empty:
         return kind()
-    check_media_type(request)
+    if not any_media_type:
+        check_media_type(request)
     if PARSED_BODY in request.scope:
         return await run_sized(len(data), validate_body, kind, request.scope[PARSED_BODY])
     return await run_sized(len(data), lambda: validate_body(kind, parse_json(data)))
@@ -212,7 +226,9 @@ def validate_body(kind: type[BodyType], data: JSON) -> BodyType:
     param = ".".join(escape_name(str(part)) for part in first["loc"][:4])
     if first["type"] == "missing":
         raise RequestError(400, f"{param} is missing", param=param)
-    reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    reason = first["msg"].removeprefix("Value error, ")
+    for pattern, words in REASONS:
+        reason = re.sub(pattern, words, reason)
     reason = reason if reason.startswith("must") else f"is wrong: {reason.lower()}"
     raise RequestError(400, f"{param} {reason}, got {quote(first['input'])}", param=param)
 

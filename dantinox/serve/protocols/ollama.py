@@ -25,13 +25,14 @@ from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.report.tables import human_count
 from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.operations.background import run_in_thread
-from dantinox.serve.protocols.bodies import parse_body, warn_unknown
+from dantinox.serve.protocols.bodies import BodyType, parse_body, warn_unknown
 from dantinox.serve.protocols.capabilities import capabilities
 from dantinox.serve.protocols.embeddings import embed, encode_vectors, response_with_rows
 from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
 from dantinox.serve.protocols.llama_options import KNOWN_OPTIONS
 from dantinox.serve.protocols.logprobs import ChatLogprobs
 from dantinox.serve.protocols.ollama_bodies import (
+    KEPT,
     ChatBody,
     EmbedBody,
     EmbeddingsBody,
@@ -83,11 +84,11 @@ def routes(service: Service) -> list[Route]:
 
     async def generate(request: Request) -> Reply:
         """Answers a prompt; without a chat template or with raw, continues it."""
-        return await parse_generate(service, await parse_body(request, GenerateBody))
+        return await parse_generate(service, await _parse(request, GenerateBody))
 
     async def chat(request: Request) -> Reply:
         """Answers a conversation."""
-        return await parse_chat(service, await parse_body(request, ChatBody))
+        return await parse_chat(service, await _parse(request, ChatBody))
 
     return [
         Route("/api/generate", service.endpoint(generate), methods=["POST"]),
@@ -95,6 +96,13 @@ def routes(service: Service) -> list[Route]:
         *_embedding_routes(service),
         *_model_routes(service),
     ]
+
+
+async def _parse(request: Request, kind: type[BodyType]) -> BodyType:
+    """Parses a body. As in Ollama, the media type does not matter: litellm sends none, and curl
+    declares a form.
+    """
+    return await parse_body(request, kind, any_media_type=True)
 
 
 def check_model(service: Service, name: str | None) -> str | None:
@@ -154,9 +162,8 @@ async def parse_generate(service: Service, body: GenerateBody) -> Reply:
             ids = ids[1:]
         ids = [*body.context, *ids]
     if body.truncate is not False:
-        ids = shortened(
-            ids, _context(service, body), config.generation.max_new_tokens, body.options.num_keep
-        )
+        kept = KEPT if body.options.num_keep is None else body.options.num_keep
+        ids = shortened(ids, _context(service, body), config.generation.max_new_tokens, kept)
     return await _reply(service, body, config, ids, "prompt", prepared, lora)
 
 
@@ -431,7 +438,7 @@ def _embedding_routes(service: Service) -> list[Route]:
 
     async def embed_inputs(request: Request) -> Response:
         """Returns the embeddings of texts."""
-        body = await parse_body(request, EmbedBody)
+        body = await _parse(request, EmbedBody)
         start = time.monotonic()
         warn_unknown(body)
         check_model(service, body.model)
@@ -451,7 +458,7 @@ def _embedding_routes(service: Service) -> list[Route]:
 
     async def embed_prompt(request: Request) -> Response:
         """Returns the embedding of one text."""
-        body = await parse_body(request, EmbeddingsBody)
+        body = await _parse(request, EmbeddingsBody)
         warn_unknown(body)
         check_model(service, body.model)
         if not body.prompt:
@@ -485,7 +492,7 @@ def _model_routes(service: Service) -> list[Route]:
 
     async def show(request: Request) -> Response:
         """Describes the served model."""
-        body = await parse_body(request, ModelBody)
+        body = await _parse(request, ModelBody)
         check_model(service, body.model or body.name)
         config = service.model.model.config
         template = service.options.template

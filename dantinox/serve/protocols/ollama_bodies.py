@@ -19,6 +19,7 @@ RUNNER_OPTIONS = (
     "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap",
     "use_mlock", "vocab_only", "penalize_newline", "draft_num_predict",
 )  # fmt: skip
+KEPT = 4  # the default of `num_keep`
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "images": ([],),
     "template": ("",),
@@ -44,13 +45,13 @@ class OllamaOptions(LlamaOptions):
       num_ctx: maximum length of prompt and answer together, in tokens; at most the context of the
         server applies.
       num_keep: number of tokens at the beginning that a prompt which is too long keeps; -1 keeps
-        all.
+        all; null: 4.
     """
 
     ignored: ClassVar[tuple[str, ...]] = RUNNER_OPTIONS
 
     num_ctx: Annotated[int, Integer, Field(ge=2, lt=2**31)] | None = None
-    num_keep: Annotated[int, Integer, Field(ge=-1, lt=2**31)] = 4
+    num_keep: Annotated[int, Integer, Field(ge=-1, lt=2**31)] | None = None
 
 
 class ModelBody(StrictBody):

@@ -452,6 +452,8 @@ class ResponsesReply(Reply):
             content: dict[str, Any] = {"type": text_type, "text": ""}
             events = self._end_item()
             if kind == "message":
+                if self._items:
+                    self._new_logprobs = entries_from(self._new_logprobs, part.text)
                 events += self._begin_item(
                     "msg", {"type": kind, "role": "assistant", "content": []}
                 )
@@ -523,6 +525,21 @@ class ResponsesReply(Reply):
     def _at(self, event: dict[str, Any]) -> dict[str, Any]:
         """Returns an event with the place of the current item."""
         return {**event, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+
+def entries_from(entries: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Returns the entries of log-probabilities from the token on in which `text` begins, whose last
+    occurrence counts: a message has none of the tokens of reasoning and calls before it. If the
+    text does not occur, all entries are returned.
+    """
+    pieces = [bytes(entry["bytes"] or ()) for entry in entries]
+    start = b"".join(pieces).rfind(text.encode())
+    end = 0
+    for number, piece in enumerate(pieces):
+        end += len(piece)
+        if end > start >= 0:
+            return [*entries[number:]]
+    return [*entries]
 
 
 # Part → type of its item, type of its content, prefix of its events.
