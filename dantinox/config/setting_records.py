@@ -63,9 +63,10 @@ class SettingRecord(NamedTuple):
 
     @property
     def default_text(self) -> str:
-        """The default in YAML syntax."""
-        is_plain = isinstance(self.default, str) and self.default.isprintable() and self.default
-        return self.default if is_plain else json.dumps(self.default, ensure_ascii=False)
+        """The default as config files and flags accept it."""
+        if isinstance(self.default, str) and self.default and self.default.isprintable():
+            return self.default
+        return json.dumps(self.default, ensure_ascii=False)
 
 
 @cache
@@ -184,12 +185,28 @@ def range_text(schema: dict[str, Any]) -> str:
     high = schema.get("maximum")
     above = schema.get("exclusiveMinimum")
     below = schema.get("exclusiveMaximum")
-    if high is not None and high >= 2**31 - 1:
-        return f"in [{low}, 2^{(high + 1).bit_length() - 1})"
-    if (low is not None or above is not None) and (high is not None or below is not None):
-        left = f"[{low:g}" if low is not None else f"({above:g}"
-        right = f"{high:g}]" if high is not None else f"{below:g})"
+    if high is not None and high >= 2**31 - 1 and _is_power_of_two(high + 1):
+        below = high + 1  # the limit of an integer type
+        high = None
+    has_lower = low is not None or above is not None
+    has_upper = high is not None or below is not None
+    if has_lower and has_upper:
+        left = f"({_number(above)}" if low is None else f"[{_number(low)}"
+        right = f"{_number(below)})" if high is None else f"{_number(high)}]"
         return f"in {left}, {right}"
-    if low is not None:
-        return f"≥ {low:g}"
-    return "" if above is None else f"> {above:g}"
+    if has_lower:
+        return f"> {_number(above)}" if low is None else f"≥ {_number(low)}"
+    if has_upper:
+        return f"< {_number(below)}" if high is None else f"≤ {_number(high)}"
+    return ""
+
+
+def _is_power_of_two(number: float) -> bool:
+    return isinstance(number, int) and number.bit_count() == 1
+
+
+def _number(number: float) -> str:
+    """Returns a limit in words: `0.5`, `3000000000`, or `2^31` for a large power of two."""
+    if number >= 2**31 and _is_power_of_two(number):
+        return f"2^{int(number).bit_length() - 1}"
+    return str(number) if isinstance(number, int) else f"{number:g}"

@@ -117,7 +117,8 @@ class RunDirectory:
         if recorded:
             names = list(read_manifest(self.manifest)["files"])
         else:
-            names = [str(path.relative_to(self.path)) for path in self.data.iterdir()]
+            found = sorted(self.data.glob("tokens*"))
+            names = [str(path.relative_to(self.path)) for path in found]
         return [name for name in names if name.startswith(f"{self.data.name}/tokens")]
 
     def check(self, *paths: Path) -> None:
@@ -331,15 +332,21 @@ def open_base(
     """Opens the run whose weights initialize a training run, or the teacher of a training run.
 
     Args:
-      init_from: the path of the base run.
+      init_from: the path of the base run; None is an error.
       run: the run that was trained from the base. If nothing exists at `init_from`, the base is
         looked up by its name in the directory that contains this run.
       role: the role of the base, for messages.
 
     Raises:
-      UserError: the base run is missing or damaged.
+      UserError: the base run is missing or damaged, or no path is given.
     """
-    base = Path(init_from or "")
+    if init_from is None and run is None:
+        raise UserError(f"no path of a {role} is given")
+    if init_from is None:
+        raise UserError(
+            f"the {role} of {run.path} is unknown: its {run.config.name} has no path of it"
+        )
+    base = Path(init_from)
     if run is not None and not base.is_dir():
         sibling = run.path.parent / base.name
         if not sibling.is_dir():

@@ -148,7 +148,7 @@ def _check_checkpoints(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
 
 def _check_logs(run: RunDirectory, step: Path, found: VerifyReport) -> Iterator[str]:
     """Yields the damage of the logs up to a step, and remarks on logs that have grown since."""
-    yield from find_log_damage(run.path, step)
+    yield from (damage.problem for damage in find_log_damage(run.path, step))
     for name, size, _ in recorded_logs(step):
         log = run.path / name
         more = log.stat().st_size - size if log.is_file() else 0

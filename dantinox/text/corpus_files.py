@@ -98,9 +98,10 @@ def _resolve(name: str, skip_bad: bool) -> list[CorpusFile]:
     }
     if name in builtin:
         return builtin[name]()
+    *others, last = builtin
+    builtins = f"{', '.join(others)} or {last}"
     if name.startswith("builtin:"):
-        *others, last = builtin
-        raise UserError(f"unknown corpus {name}, did you mean {', '.join(others)} or {last}?")
+        raise UserError(f"unknown corpus {name}, did you mean {builtins}?")
     path = Path(os.path.expanduser(name))
     mode = _file_mode(path)
     if mode is None and glob.has_magic(name):
@@ -111,10 +112,7 @@ def _resolve(name: str, skip_bad: bool) -> list[CorpusFile]:
             raise UserError(f"no file matches {name!r}")
         return files
     if mode is None or not name:  # an empty name would mean the current folder
-        raise UserError(
-            f"no corpus at {name!r}: name a text file, a folder, a glob, {BUILTIN_PYTHON} or"
-            f" {RECALL}"
-        )
+        raise UserError(f"no corpus at {name!r}: name a text file, a folder, a glob, {builtins}")
     return (
         _list_folder(path, skip_bad)
         if stat.S_ISDIR(mode)
@@ -155,12 +153,10 @@ def _list_folder(path: Path, skip_bad: bool) -> list[CorpusFile]:
         listed = ", ".join(map(escape_name, skipped[:MAX_LISTED])) + (
             ", …" if len(skipped) > MAX_LISTED else ""
         )
-        number = "1 file" if len(skipped) == 1 else f"{len(skipped)} files"
-        warnings.warn(
-            f"the corpus {path} has {number} without a suffix of text files, which are not read:"
-            f" {listed}",
-            stacklevel=2,
-        )
+        verb = "file without the suffix of a text file is skipped"
+        if len(skipped) > 1:
+            verb = "files without the suffix of a text file are skipped"
+        warnings.warn(f"the corpus {path}: {len(skipped)} {verb}: {listed}", stacklevel=2)
     return _make_corpus_files(files, skip_bad)
 
 

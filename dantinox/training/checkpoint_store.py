@@ -175,16 +175,17 @@ class Checkpoints:
         import orbax.checkpoint as orbax
         from orbax.checkpoint import checkpoint_managers as policies
 
-        latest = policies.LatestN(
-            max(self._keep_last, 2)
-        )  # Orbax removes old steps before the newest has its manifest
+        # At least two: Orbax removes old steps before the newest has its manifest.
+        latest = policies.LatestN(max(self._keep_last, 2))
+        # Orbax keeps the last n steps of the sorted list. `reverse` makes the best step the last.
         best = policies.BestN(
-            get_metric_fn=_val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
+            get_metric_fn=_loss_and_step, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
         options = orbax.CheckpointManagerOptions(
             # max_to_keep together with best_fn would delete the latest step.
             preservation_policy=policies.AnyPreservationPolicy([latest, best]),
-            best_fn=_val_loss,
+            # Without best_fn, Orbax would not store the metrics that the policy reads.
+            best_fn=_loss_and_step,
             best_mode="min",
             cleanup_tmp_directories=True,
             todelete_subdir=REMOVED_SUFFIX,
@@ -216,7 +217,7 @@ class Checkpoints:
         )
         updates = int(state.step)
         small = _smallest_arrays(state.parameters)
-        metrics = None if val_loss is None else {"val_loss": val_loss}
+        metrics = None if val_loss is None else {"val_loss": val_loss, "step": step}
 
         def begin() -> None:
             manager = self._manager
@@ -314,12 +315,12 @@ class Checkpoints:
             if problem is None:
                 notes = [f"{found}: going back to step {step}" for found in damaged.values()]
                 for found in find_log_damage(self.path.parent, self.path / str(step)):
-                    if "is missing" not in found:
+                    if not found.is_missing:
                         raise UserError(
-                            f"{found}: restore the original file, or move it"
+                            f"{found.problem}: restore the original file, or move it"
                             " away to continue without its rows"
                         )
-                    notes.append(f"{found}: starting a new one")
+                    notes.append(f"{found.problem}: starting a new one")
                 return step, list(damaged.items()), notes
             damaged[step] = problem
         if damaged:
@@ -442,7 +443,7 @@ class Checkpoints:
             if saved.get(name) != needed.get(name):
                 has, needs = _describe_shape(saved.get(name)), _describe_shape(needed.get(name))
                 raise UserError(
-                    f"{name} has {has} in checkpoint {step} of {self.path}, and {needs} in this run"
+                    f"{name}: checkpoint {step} of {self.path} has {has}, this run has {needs}"
                 )
 
     def _guard_disk(self, action: Callable[[], Any]) -> Any:
@@ -518,7 +519,10 @@ def _describe_shape(shape: tuple[int, ...] | None) -> str:
     return "no such array" if shape is None else f"the shape {shape}"
 
 
-def _val_loss(metrics: Any) -> float:
-    """Returns the validation loss by which Orbax finds the best step; NaN counts as infinite."""
-    value = float(metrics["val_loss"])
-    return value if math.isfinite(value) else math.inf
+def _loss_and_step(metrics: Any) -> tuple[float, int]:
+    """Returns the sort key of a step: of several steps with the lowest validation loss, the first
+    is the best, as in `TrainingProgress.after`. NaN is the worst loss.
+    """
+    loss = float(metrics["val_loss"])
+    # Checkpoints of version 1.0 and earlier do not record the step here.
+    return math.inf if math.isnan(loss) else loss, int(metrics.get("step", 0))

@@ -64,7 +64,7 @@ def check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise UserError(
             "the name of an adapter must be 1 to 64 letters, digits, dots, hyphens and"
-            f" underscores, got {quote(name)}"
+            f" underscores, the first a letter or digit, got {quote(name)}"
         )
 
 
@@ -121,14 +121,14 @@ class AdapterSlots:
             name for layer in range(model.num_blocks) for name in layer_projections(model, layer)
         }
         if not known:
-            raise UserError(
-                "this model supports no adapters: multi-head latent"
-                " attention has no projections for them"
+            reason = (
+                "ternary projections" if model.latent is None else "multi-head latent attention"
             )
+            raise UserError(f"this model supports no adapters: {reason} cannot have them")
         if len(adapters) > self.capacity:
             raise UserError(
-                f"{len(adapters)} adapters are given, but at most {self.capacity}"
-                " can be loaded at the same time"
+                f"{_are(len(adapters))} given, but at most {self.capacity} can be loaded at the"
+                " same time"
             )
         used = {name for adapter in adapters.values() for _, name, _ in self._changes(adapter)}
         self._targets = sorted(used if capacity is None else known)
@@ -136,7 +136,8 @@ class AdapterSlots:
             model, self._targets, self.capacity + 1, self.rank
         )  # the first place is that of no adapter
         needed = tree_bytes(shapes) // (self.capacity + 1) * (self.capacity + 1 + rows)
-        _check_memory(needed, f"{self.capacity} adapters of rank {self.rank} in a batch of {rows}")
+        number = "1 adapter" if self.capacity == 1 else f"{self.capacity} adapters"
+        _check_memory(needed, f"{number} of rank {self.rank} in a batch of {rows}")
         self.stacks: Stacks = jax.tree.map(
             lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes
         )
@@ -237,8 +238,7 @@ class AdapterSlots:
             )
         if not free:
             raise UserError(
-                f"{self.capacity} adapters are loaded, the most that"
-                " this server allows: unload one first"
+                f"{_are(self.capacity)} loaded, the most that this server allows: unload one first"
             )
         return free[0]
 
@@ -275,6 +275,10 @@ def _check_memory(needed: int, what: str) -> None:
     free = available_bytes(jax.devices()[0])
     if free is not None and needed > free // MEMORY_SHARE:
         raise UserError(
-            f"{what} take {needed / 1e9:.1f} GB, over a quarter of the {free / 1e9:.1f} GB of free"
-            " memory: load fewer, or allow a smaller rank or fewer rows"
+            f"the stacks for {what} take {needed / 1e9:.1f} GB, over a quarter of the"
+            f" {free / 1e9:.1f} GB of free memory: load fewer, or allow a smaller rank or fewer rows"
         )
+
+
+def _are(number: int) -> str:
+    return "1 adapter is" if number == 1 else f"{number} adapters are"

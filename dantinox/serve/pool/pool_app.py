@@ -104,6 +104,10 @@ class Directory:
     def _own_names(self) -> list[str]:
         return [name for member in self.pool.members.values() for name in member.names]
 
+    def known_names(self) -> list[str]:
+        """Returns the names of the models, alone and with each adapter, and the aliases."""
+        return [*self._own_names(), *self._aliases]
+
     def find(self, name: str | None) -> Member:
         """Returns the model that a name means, alone or with an adapter; None: the first model that
         the key may use.
@@ -133,7 +137,7 @@ class Directory:
 
     def _allowed_names(self) -> list[str]:
         """Returns the names and aliases that the key may use."""
-        return [name for name in (*self._own_names(), *self._aliases) if self._is_allowed(name)]
+        return [name for name in self.known_names() if self._is_allowed(name)]
 
     def _is_allowed(self, name: str) -> bool:
         return key_allows(self._aliases.get(name, name), self._aliases)
@@ -242,7 +246,7 @@ class _Dispatcher:
             given if isinstance(given, str) else request.query_params.get("model")
         )  # a model checks other types
         if protocol.routes is ollama.routes and name is not None:
-            name = ollama.untagged(name, self._names())
+            name = ollama.known_name(name, self._directory.known_names())
         member = self._directory.find(name)
         pool = self._directory.pool
         keep = keep_seconds(body.get("keep_alive")) if protocol.routes is ollama.routes else None
@@ -254,9 +258,6 @@ class _Dispatcher:
             finally:  # also if the client has disconnected
                 if keep is not None:
                     pool.keep(member, keep.seconds)
-
-    def _names(self) -> list[str]:
-        return [member.name for member in self._directory.pool.members.values()]
 
 
 def _with_body(data: bytes, receive: Receive) -> Receive:
