@@ -85,9 +85,11 @@ ERRORS = {
     "cannot_write_read_run_the": (
         r"cannot (write|read) .*run.*: (the directory no longer exists|No such file or directory)"
     ),
-    "has_no_such_array_the": r"has (no such array|the shape .*) in checkpoint 12 of .* in this run",
+    "has_no_such_array_the": (
+        r": checkpoint 12 of .* has (no such array|the shape .*), this run has "
+    ),
     "has_the_shape_16_in": (
-        r"has the shape \(.*16.*\) in checkpoint 12 of .*, and the shape \(.*32.*\) in this run"
+        r": checkpoint 12 of .* has the shape \(.*16.*\), this run has the shape \(.*32.*\)"
     ),
     "its_corpus_has_changed_restore": "its corpus has changed: restore one of them",
     "metrics_jsonl_is_damaged_its": (

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -130,7 +130,9 @@ def validate_settings(
     for key, value in (written | changes).items():
         check_text(key, value, where, source)
         section, _, name = key.partition(".")
-        nested.setdefault(section, {})[name] = value
+        # YAML 1.1 reads a bare `off` as false.
+        is_off = value is False and "off" in choices(key)
+        nested.setdefault(section, {})[name] = "off" if is_off else value
     try:
         config = Config.model_validate(nested, context=UNCHECKED)
     except ValidationError as error:
@@ -280,6 +282,12 @@ def allowed_values(key: str) -> str:
     field = FIELDS[key]
     annotation: Any = field.rebuild_annotation()
     return type_in_words(TypeAdapter(annotation).json_schema())
+
+
+def choices(key: str) -> tuple[object, ...]:
+    """Returns the values of a setting that is an enumeration; () for another key."""
+    annotation = FIELDS[key].annotation if key in FIELDS else None
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def nearest_key(name: str) -> str:

@@ -1,5 +1,5 @@
 """Sharded training: the mesh, the shardings of parameters, optimizer state and batches, and the
-collectives of a step.
+sums of gradients and losses over devices. `mesh_parallelism` has the collectives inside the model.
 """
 
 import math
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from dantinox import programs
 from dantinox.config import Config, ModelConfig, UserError
-from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
+from dantinox.config.preference_defaults import PREFERENCE_OBJECTIVES
 from dantinox.distributed.mesh_parallelism import MeshParallelism, copy_to_tp, gather_shards
 from dantinox.distributed.rules import (
     AXES,
@@ -36,11 +36,8 @@ from dantinox.model.parameters import Parameters, abstract_model
 from dantinox.model.positions import zigzag_chunks
 
 ONE_DEVICE = "one device"
-TOKEN_OBJECTIVES = (
-    "next_token",
-    "sft",
-    "distill",
-)  # the objectives whose loss is a sum over tokens
+# The objectives whose loss is a sum over tokens.
+TOKEN_OBJECTIVES = ("next_token", "sft", "distill")
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:

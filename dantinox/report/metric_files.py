@@ -134,6 +134,7 @@ def _truncate(path: Path, step: int, evaluated: bool, has_header: bool = False) 
     """
     kept = 0
     for line in _lines(path):
+        # The header of a CSV counts as step −1.
         at = -1 if has_header and not kept else _step_of(line)
         if not line.endswith(b"\n") or at is None or at > step:
             break

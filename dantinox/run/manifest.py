@@ -27,9 +27,8 @@ MANIFEST = "manifest.txt"
 MANIFEST_FORMAT = 1
 CHECKSUM_LINE_BYTES = 65  # bytes: 64 hexadecimal digits and a line break
 MAX_MANIFEST_BYTES = 256 << 20  # bytes: of two million files
-SMALL_FILE_BYTES = (
-    1 << 20
-)  # bytes; a quick check hashes files up to this size; of a larger file it compares only the size
+# A quick check hashes files of up to this many bytes, and compares only the size of a larger file.
+SMALL_FILE_BYTES = 1 << 20
 READ_BYTES = 8 << 20  # bytes per read
 
 
@@ -369,14 +368,20 @@ def find_step_damage(step: Path, quick: bool = False) -> Iterator[str]:
             yield problem
 
 
-def find_log_damage(folder: Path, step: Path) -> Iterator[str]:
-    """Yields one sentence for each log whose beginning is no longer what it was when the checkpoint
-    was saved.
-    """
+class LogDamage(NamedTuple):
+    """A log that is missing, or whose beginning has changed; `problem` is one sentence about it."""
+
+    problem: str
+    is_missing: bool
+
+
+def find_log_damage(folder: Path, step: Path) -> Iterator[LogDamage]:
+    """Yields each log whose beginning is no longer what it was when the checkpoint was saved."""
     for name, size, entries in recorded_logs(step):
         problem = describe_damage(folder, name, entries, partial(hash_file, size=size))
         if problem:
-            yield f"{problem} (compared up to step {step.name})"
+            is_missing = not os.path.lexists(folder / name)
+            yield LogDamage(f"{problem} (compared up to step {step.name})", is_missing)
 
 
 def recorded_logs(step: Path) -> Iterator[tuple[str, int, Any]]:

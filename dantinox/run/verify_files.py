@@ -1,5 +1,5 @@
-"""`dantinox verify`: compares the files of a run with its manifests; the names of its
-checkpoints.
+"""`dantinox verify`: compares the files of a run with its manifests, or accepts them. Also lists
+the steps that have checkpoints, and defines the names of unfinished and damaged ones.
 """
 
 import contextlib
@@ -25,12 +25,10 @@ from dantinox.run.manifest import (
 
 # Checkpoints/12.saving: step 12 is being saved, or the process ended during the save.
 SAVING_SUFFIX = ".saving"
-TEMPORARY_SUFFIX = (  # Orbax saves to a directory with this suffix, then renames it
-    ".orbax-checkpoint-tmp"
-)
-DAMAGED_PREFIX = (  # checkpoints/damaged-12: a damaged checkpoint that a resumed run set aside
-    "damaged-"
-)
+# Orbax saves to a directory with this suffix, then renames it.
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
+# checkpoints/damaged-12 is a damaged checkpoint that a resumed run set aside.
+DAMAGED_PREFIX = "damaged-"
 
 
 @dataclass
@@ -148,7 +146,7 @@ def _check_checkpoints(run: RunDirectory, found: VerifyReport) -> Iterator[str]:
 
 def _check_logs(run: RunDirectory, step: Path, found: VerifyReport) -> Iterator[str]:
     """Yields the damage of the logs up to a step, and remarks on logs that have grown since."""
-    yield from find_log_damage(run.path, step)
+    yield from (damage.problem for damage in find_log_damage(run.path, step))
     for name, size, _ in recorded_logs(step):
         log = run.path / name
         more = log.stat().st_size - size if log.is_file() else 0

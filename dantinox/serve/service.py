@@ -126,6 +126,10 @@ class Service:
         """Returns the names of the model, alone and with each adapter."""
         return [self.model_name(), *map(self.model_name, self.engine.loras)]
 
+    def known_names(self) -> list[str]:
+        """Returns the names of the model, alone and with each adapter, and the aliases."""
+        return [*self._own_names(), *self.options.aliases]
+
     def model_name(self, lora: str | None = None) -> str:
         """Returns the name of the model, or of the model with an adapter, such as `base:poems`."""
         return self.engine.name if lora is None else f"{self.engine.name}:{lora}"
@@ -142,7 +146,7 @@ class Service:
             raise http_error(
                 "model",
                 resolved[:60],
-                shown_names([*self._own_names(), *self.options.aliases]),
+                shown_names(self.known_names()),
                 param="model",
             )
         if not self.is_allowed(resolved):
@@ -360,9 +364,8 @@ class Service:
                         waiting.popleft()
                         reply.on_accepted()
                 readable = [*live]
-                if (
-                    len(live) > 1
-                ):  # one stream is read directly, which needs no task for each of its deltas
+                # One stream is read directly, which needs no task for each of its deltas.
+                if len(live) > 1:
                     for number, stream in live.items():
                         if number not in tasks:
                             tasks[number] = asyncio.ensure_future(_next(stream))

@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
+from dantinox.text.partial_markers import overlap
+
 ARGUMENT_KEYS = ("arguments", "parameters")
 CALL_KEYS = {"name", "id", "type", "function", *ARGUMENT_KEYS}
-MAX_LITERAL_DEPTH = (
-    32  # of nested values in a call that is written in Python or in Gemma's notation
-)
+# The most levels of nested values in a call that is written in Python or in Gemma's notation.
+MAX_LITERAL_DEPTH = 32
 Schema = Mapping[str, Any]
 
 
@@ -150,9 +151,8 @@ class JSONCalls:
             if name:
                 self._named = self.recognized = True
                 parts = [Part("call", name)]
-        if self._key in ARGUMENT_KEYS and self._arguments.startswith(
-            '"'
-        ):  # the object is written as a string
+        # The model has written the object as a string.
+        if self._key in ARGUMENT_KEYS and self._arguments.startswith('"'):
             self._arguments = _load_string(self._arguments.strip())
         self._reads_key = True
         self._key = ""
@@ -257,15 +257,6 @@ class NamedCalls:
         return [Part("arguments", held)] if held and self._in_arguments else []
 
 
-def overlap(text: str, markers: tuple[str, ...]) -> int:
-    """Returns the length of the longest end of a text that is the beginning of a marker."""
-    longest = max((len(marker) for marker in markers), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-size:]) for marker in markers if len(marker) > size):
-            return size
-    return 0
-
-
 def _load_string(text: str) -> str:
     """Returns the value of a JSON string; "" if the text is not one."""
     try:
@@ -346,9 +337,8 @@ def parse_python(text: str) -> list[tuple[str, dict[str, Any]]]:
             for keyword in element.keywords
             if keyword.arg
         }
-        json.dumps(
-            arguments, allow_nan=False
-        )  # raises for values that JSON cannot represent, such as sets
+        # `dumps` raises for values that JSON cannot represent, such as sets.
+        json.dumps(arguments, allow_nan=False)
         name = ast.unparse(element.func)
         calls.append((names.get(name, name), arguments))
     return calls

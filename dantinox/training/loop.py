@@ -54,6 +54,7 @@ from dantinox.run import RunDirectory, open_base, weights_digest, write_file
 from dantinox.text import Batch, ConversationStore, PromptStore, Tokenizer, TokenStore
 from dantinox.training.batch_source import BatchSource, SamplingInterrupted, StoredBatches
 from dantinox.training.checkpoint_store import Checkpoints, RestoredCheckpoint, TrainingProgress
+from dantinox.training.distillation_batches import DistillationBatches
 from dantinox.training.memory import check_memory, limit_kept_memory, out_of_memory
 from dantinox.training.reference_logprobs import (
     compute_reference_logprobs,
@@ -68,7 +69,6 @@ from dantinox.training.results import (
     write_summary,
 )
 from dantinox.training.rollout_batches import RolloutBatches, rollout_length
-from dantinox.training.sampled_batches import SampledBatches
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.starting_point import (
     check_facts,
@@ -182,10 +182,10 @@ class Trainer:
         self.frozen: Parameters = {}  # the frozen weights under adapters
         self.teacher_weights: Parameters = {}  # the weights of the teacher
         self.rollouts: RolloutBatches | None = None
-        self.sampled: SampledBatches | None = None
-        self.val_loss: float | None = (
-            None  # of the current step; in training with rewards, the mean reward times -1
-        )
+        self.sampled: DistillationBatches | None = None
+        # The validation loss of the current step; in training with rewards, the mean reward times
+        # −1.
+        self.val_loss: float | None = None
         self.saved_step: int | None = None
         self.rewinds = 0  # since the last checkpoint
 
@@ -207,7 +207,8 @@ class Trainer:
         if not restored:
             self._init_state()
         if isinstance(self.store, ConversationStore) and self.train_step.objective.has_reference:
-            rows, parameters = self.programs.eval_rows, self.state.parameters
+            rows = self.programs.eval_rows
+            parameters = self.state.parameters
             compute = partial(
                 compute_reference_logprobs,
                 self.store,
@@ -243,7 +244,7 @@ class Trainer:
             return self.stop.signal is not None
 
         if self.teacher is not None:
-            self.sampled = SampledBatches(
+            self.sampled = DistillationBatches(
                 self.train_step, store, self.tokenizer, self.frozen, is_stopped
             )
             return
@@ -309,9 +310,8 @@ class Trainer:
         self._truncate_logs()
         self.saved_step = self.step
         if before.best_step not in (None, self.progress.best_step):
-            self._export(
-                self._best_state()
-            )  # the rewind discarded the step of the exported weights
+            # The rewind discarded the step of the exported weights.
+            self._export(self._best_state())
         skipped = f"the batches of steps {self.step + 1} to {bad.step} are skipped"
         self.console.note(f"{str(bad).partition(':')[0]}: back to step {self.step}, {skipped}")
         row = {
@@ -610,7 +610,7 @@ class Trainer:
                 write_plot(self.config, self.run, self.console)
         self._save()
         self.checkpoints.wait()
-        best = self.progress.best(self.rollouts is None)
+        best = self.progress.best(of_rewards=self.rollouts is not None)
         name = next(iter(best))
         self.console.note(
             f"finished at step {self.step}: best {name} {best[name]:.4f} at {best['best_step']}"

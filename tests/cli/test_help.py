@@ -16,13 +16,18 @@ from dantinox import cli
 from dantinox.cli import COMMANDS, command_parser
 from dantinox.cli.evaluate import EVALUATE
 from dantinox.cli.settings import find_settings
-from dantinox.config import UserError
+from dantinox.config import Config, UserError, load_config
 from dantinox.config.help_pages import all_pages, first_page, section_page
 from dantinox.config.names import ALIASES
 from dantinox.config.request_settings import SamplingSettings
 from dantinox.config.sections import DEFAULTS, FIELDS, NEEDS, SECTIONS
 from dantinox.config.setting_groups import GROUPS
-from dantinox.config.setting_records import section_titles, setting_records, type_in_words
+from dantinox.config.setting_records import (
+    range_text,
+    section_titles,
+    setting_records,
+    type_in_words,
+)
 from dantinox.config.yaml_files import allowed_values
 from tests.error_texts import ERRORS
 
@@ -76,6 +81,37 @@ def test_every_setting_has_a_record_that_equals_its_declaration():
         assert record.prerequisites == tuple(str(need) for need in NEEDS[key])
         assert record.type == re.sub(r"\b(?:an?|one of) ", "", allowed_values(key))
     assert {old for record in records.values() for old in record.aliases} == set(ALIASES)
+
+
+def test_every_default_is_read_back_from_its_text(tmp_path):
+    """A bare `off` is false in YAML 1.1."""
+    sections: dict[str, list[str]] = {}
+    for record in setting_records():
+        sections.setdefault(record.section, []).append(f"  {record.name}: {record.default_text}")
+    path = tmp_path / "config.yaml"
+    path.write_text("\n".join("\n".join([f"{name}:", *lines]) for name, lines in sections.items()))
+    assert load_config(path) == Config()
+    path.write_text("generation:\n  p_less: off\n  speculation: off\n")
+    assert load_config(path).generation.p_less == "off"
+    path.write_text("generation:\n  p_less: on\n")
+    with pytest.raises(UserError, match="must be one of off, plain, norm, got true"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        ({}, ""),
+        ({"maximum": 1}, "≤ 1"),
+        ({"exclusiveMaximum": 0.5}, "< 0.5"),
+        ({"exclusiveMinimum": 0, "maximum": 1}, "in (0, 1]"),
+        ({"minimum": 1, "maximum": 2**31 - 1}, "in [1, 2^31)"),
+        ({"maximum": 2**31 - 1}, "< 2^31"),
+        ({"minimum": 0, "maximum": 3 * 10**9}, "in [0, 3000000000]"),
+    ],
+)
+def test_ranges(limits, text):
+    assert range_text({"type": "number", **limits}) == text
 
 
 def test_ranges_choices_and_prerequisites_of_some_settings():

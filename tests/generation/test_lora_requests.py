@@ -184,6 +184,7 @@ def test_errors_of_the_stacks():
         ("a", "the adapter a is already loaded"),
         ("x:y", "the name of an adapter must be"),
         ("", "1 to 64"),
+        ("-x", "the first a letter or digit, got '-x'"),
     ):
         with pytest.raises(UserError, match=message):
             slots.free_number(name)
@@ -203,6 +204,10 @@ def test_errors_of_the_stacks():
             AdapterSlots(builder.BASE, {}, **sizes)
     with pytest.raises(UserError, match="multi-head latent attention"):
         AdapterSlots(builder.config(kv_heads=4, latent=LatentConfig(12, 4, 6)), {}, capacity=1)
+    with pytest.raises(UserError, match="no adapters: ternary projections"):
+        AdapterSlots(builder.config(projections="ternary"), {}, capacity=1)
+    with pytest.raises(UserError, match=r"^1 adapter is given, but at most 0"):
+        AdapterSlots(builder.BASE, {"a": one}, capacity=0)
 
 
 # --- offline batches

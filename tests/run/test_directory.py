@@ -18,6 +18,7 @@ from dantinox.run import (
     directory,
     load_run_config,
     newest_run,
+    open_base,
     open_run,
     save_config,
 )
@@ -182,6 +183,29 @@ def test_open_run_names_missing_files_and_the_newest_run(tmp_path, monkeypatch):
         " `dantinox import runs/old"
     )
     assert sentence(open_run, "runs/old").startswith(says)
+
+
+def test_a_base_that_no_setting_names(tmp_path, monkeypatch):
+    """The current directory, which is a run here, is not the base."""
+    base = RunDirectory(tmp_path / "base")
+    base.path.mkdir()
+    for path in (base.config, base.tokenizer, base.weights):
+        path.touch()
+    accept_run(base)
+    monkeypatch.chdir(tmp_path / "base")
+    with pytest.raises(UserError, match=r"^the base of .*/run is unknown: its config\.yaml has no"):
+        open_base(None, RunDirectory(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"^no path of a teacher is given$"):
+        open_base(None, role="teacher")
+
+
+def test_the_token_files_of_a_run_without_data(tmp_path):
+    run = RunDirectory(tmp_path)
+    assert run.tokens() == []
+    run.data.mkdir()
+    for name in ("tokens.json", "tokens-ab.bin", ".tokens-cd", "reference.json"):
+        (run.data / name).touch()
+    assert run.tokens() == ["data/tokens-ab.bin", "data/tokens.json"]
 
 
 def test_the_config_round_trips(tmp_path):

@@ -121,7 +121,7 @@ def test_a_step_manifest_covers_its_files_and_the_logs(tmp_path):
     log.write_bytes(b"row 1\nrow 3\n")
     assert list(find_log_damage(tmp_path, step)) == []
     log.write_bytes(b"row 0\nrow 2\n")
-    (problem,) = find_log_damage(tmp_path, step)
+    ((problem, is_missing),) = find_log_damage(tmp_path, step)
     assert problem.startswith(f"{log} is damaged: its SHA-256") and problem.endswith(
         "(compared up to step 12)"
     )

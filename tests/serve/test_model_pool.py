@@ -552,6 +552,30 @@ def test_names_aliases_and_adapters():
     asyncio.run(check())
 
 
+def test_the_tag_of_ollama_in_aliases_and_adapters():
+    opener, options = Opener(), Options(aliases={"chat:latest": "c", "nice": "b:poems"})
+    pool, app = make_pool(opener, options, memory=None)
+
+    async def check():
+        async with running(pool, app) as client:
+            await client.post("/v1/completions", json=body("b"))
+            await opener.engines["b"].load_lora("latest", Path("p"))
+            for name, model, adapter in (
+                ("chat:latest", "c", None), ("chat", "c", None), ("nice:latest", "b", "poems"),
+                ("b", "b", None), ("b:latest", "b", "latest"), ("b:poems:latest", "b", "poems"),
+                ("a:latest", "a", None),
+            ):  # fmt: skip
+                content = {"model": name, "prompt": "x", "stream": False}
+                answer = await client.post("/api/generate", json=content)
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["response"].startswith(f"{model} says")
+                assert opener.engines[model].asked[-1].lora == adapter
+            answer = await client.post("/api/generate", json={"model": "none:latest"})
+            assert answer.status_code == 404
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("aliases", [{"x": "d"}, {"b": "a"}])
 def test_wrong_aliases(aliases):
     with pytest.raises(UserError, match="the alias"):

@@ -117,7 +117,7 @@ def test_a_folder_lists_the_files_that_are_not_read(tmp_path) -> None:
         (tmp_path / name).write_text(name)
     with pytest.warns(
         UserWarning,
-        match=r"4 files without a suffix of text files, which are not read: b\.bin, c\.json, d, …$",
+        match=r": 4 files without the suffix of a text file are skipped: b\.bin, c\.json, d, …$",
     ):
         assert documents(tmp_path) == ["a.txt"]
     with pytest.raises(UserError, match=r"c\.json is a \.json file: give it the suffix \.jsonl"):
@@ -218,7 +218,11 @@ def bad_corpora(folder: Path) -> dict[str, tuple[object, str]]:
     (folder / "hollow" / "a.txt").write_bytes(b"")
     record = b'{"text": "uno"}\n'
     return {
-        "missing": (folder / "no.txt", "no corpus at .*no.txt"),
+        "missing": (
+            folder / "no.txt",
+            "no corpus at .*no.txt.*: name a text file, a folder, a glob, builtin:python,"
+            " builtin:recall, builtin:instructions or builtin:addition$",
+        ),
         "empty": (file("empty.txt", b""), r"empty\.txt is empty"),
         "empty files": (folder / "hollow", "holds no text"),
         "white space": (file("blank.txt", b" \n\t\r\n"), "only white space"),

@@ -1,6 +1,7 @@
 """Checkpoints in directories with unusual names, and checkpoints that cannot be read back."""
 
 import errno
+import math
 import os
 import unicodedata
 
@@ -65,6 +66,39 @@ def test_a_step_may_have_several_updates(tmp_path):
     restored = checkpoints.restore(jax.eval_shape(lambda: state_of(0)))
     checkpoints.close()
     assert restored.step == 3 and int(restored.state.step) == 6
+
+
+def test_the_first_of_several_best_steps_is_kept(tmp_path):
+    """`TrainingProgress.after` does not count an equal loss as better. −inf is the best loss."""
+    losses = {10: -math.inf, 20: -math.inf, 30: math.nan, 40: math.inf, 50: 0.5}
+    checkpoints = Checkpoints(tmp_path, 1)
+    progress = TrainingProgress()
+    for step, loss in losses.items():
+        progress = progress.after(loss, step)
+        checkpoints.save(step, state_of(step), progress, {}, val_loss=loss)
+    checkpoints.wait()
+    found = checkpoints.read(progress.best_step, jax.eval_shape(lambda: state_of(0)))
+    checkpoints.close()
+    assert progress.best_step == 10 and found is not None and int(found.step) == 10
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["10", "40", "50"]
+
+
+def test_a_damaged_log_is_an_error_whatever_the_path(tmp_path):
+    run = tmp_path / "what is missing"
+    log = run / "training_log.csv"
+    run.mkdir()
+    log.write_text("step,loss\n")
+    checkpoints = Checkpoints(run / "checkpoints", 2, [log])
+    save(checkpoints, 1)
+    checkpoints.wait()
+    log.write_text("step,lost\n")
+    with pytest.raises(UserError, match=r"training_log\.csv is damaged"):
+        checkpoints.restore(jax.eval_shape(lambda: state_of(0)))
+    log.unlink()
+    restored = checkpoints.restore(jax.eval_shape(lambda: state_of(0)))
+    checkpoints.close()
+    (note,) = restored.notes
+    assert note.startswith(f"{log} is missing") and note.endswith("starting a new one")
 
 
 def test_step_that_cannot_be_read_back_is_not_complete(tmp_path, monkeypatch):

@@ -31,9 +31,8 @@ POOLINGS = ("mean", "last")
 EMBED_CHUNK = 64  # tokens of a chunk in a server, as in the prefill
 MIN_EMBED_CHUNK = 16
 BATCH_CHUNK = 512  # tokens of a row and chunk outside of a server
-ACCELERATOR_ROWS = (
-    16  # texts that `embed_texts` computes together on an accelerator; a CPU computes one at a time
-)
+# The texts that `embed_texts` computes together on an accelerator; a CPU computes one at a time.
+ACCELERATOR_ROWS = 16
 
 
 class Embedder:
@@ -125,9 +124,8 @@ class Embedder:
         """Dispatches the next chunk after waiting for the previous one; returns its number of
         tokens.
         """
-        jax.block_until_ready(
-            self._pooled_RD
-        )  # at most one chunk at a time keeps the device from other work
+        # At most one chunk at a time keeps the device from other work.
+        jax.block_until_ready(self._pooled_RD)
         remaining = [max(0, len(row) - self._position) for row in self._ids]
         length = next(
             (length for length in self._lengths if length >= max(remaining)), self._lengths[-1]

@@ -500,7 +500,7 @@ class LoadedModel(ModelBundle):
         is replaced.
 
         Args:
-          name: 1 to 64 letters, digits, dots, hyphens and underscores.
+          name: 1 to 64 letters, digits, dots, hyphens and underscores, the first a letter or digit.
           path: a run with adapters that was trained on this model, or a folder that PEFT wrote.
 
         Raises:

@@ -32,15 +32,12 @@ COMPILER_BYTES = 1 << 30
 COMPILER_SHARE = 0.25  # the compiler is left at most this share of the free memory
 MEMORY_SHARE = 0.9  # a batch may take this share of the rest
 REPORT_SHARE = 0.5  # the reports of all tokens may take this share of the free memory
-VOCABULARY_ARRAYS = (
-    8  # float32 arrays `[V]` of a row: logits, those of the sampling steps, counts of tokens
-)
-CHUNK_REPORT_BYTES = (
-    24  # an alternative in the reports of two chunks, that of the device and that of the host
-)
-RESULT_REPORT_BYTES = (
-    140  # an alternative in a result: id, text and log-probability as Python objects
-)
+# The float32 arrays `[V]` of a row: logits, those of the sampling steps, counts of tokens.
+VOCABULARY_ARRAYS = 8
+# The bytes of an alternative in the reports of two chunks, that of the device and that of the host.
+CHUNK_REPORT_BYTES = 24
+# The bytes of an alternative in a result: id, text and log-probability as Python objects.
+RESULT_REPORT_BYTES = 140
 RESULT_TOKEN_BYTES = 1000  # the other values of a token in a result with reports
 
 Run = BatchRun | BeamRun
@@ -119,9 +116,8 @@ def fitting_rows(
     _check_reports(first, int(limits.sum()), free)
     row_bytes = _row_bytes(model, first, slots)
     width = first.rows_per_sample
-    together = max(
-        1, PREFILL_BATCH_TOKENS // padded_prompt
-    )  # prompts that are prefilled in one pass
+    # The number of prompts that are prefilled in one pass.
+    together = max(1, PREFILL_BATCH_TOKENS // padded_prompt)
     section = first.config.generation
     activations = padded_prompt * _activation_bytes(architecture)
     usable = int(MEMORY_SHARE * (free - min(COMPILER_BYTES, int(COMPILER_SHARE * free))))
@@ -152,9 +148,8 @@ def _row_bytes(model: ModelBundle, request: GenerationRequest, slots: int) -> in
     arrays = VOCABULARY_ARRAYS
     cache = _cache_bytes(architecture, kv.dtype, slots) * _kept_share(kv, slots)
     if not section.use_cache:
-        cache = (
-            2 * slots * _activation_bytes(architecture)
-        )  # each step computes the whole sequences of all rows
+        # Without a cache, each step computes the whole sequences of all rows.
+        cache = 2 * slots * _activation_bytes(architecture)
     elif section.speculation != "off" and not kv.compresses:
         arrays += section.draft_tokens + 1
     draft = model.draft_model(section)

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 SLOT_UNIT = 8  # slots are allocated in multiples of `SLOT_UNIT`
-HALVING_PENALTY = (
-    3e-4  # nats per token for each halving of the slots of a head, in `allocate_by_loss`
-)
+# The nats per token for each halving of the slots of a head, in `allocate_by_loss`.
+HALVING_PENALTY = 3e-4
 SIZES_PER_DOUBLING = 4  # candidate sizes between one slot count and its double
 KNAPSACK_STEPS = 4096  # resolution of the knapsack in `allocate_by_loss`
 
@@ -109,9 +108,8 @@ def allocate_by_loss(
         choices.append(choice_W)
     slots_LK = np.zeros((L, K))
     remaining = KNAPSACK_STEPS
-    for layer in reversed(
-        range(L)
-    ):  # the choice of a layer is for the steps that it takes with the layers before it
+    # The choice of a layer is for the steps that it takes with the layers before it.
+    for layer in reversed(range(L)):
         x = choices[layer][remaining]
         gain_K = curves_LKS[layer, :, small_X[x]] - curves_LKS[layer, :, large_X[x]]
         slots_LK[layer] = size_S[small_X[x]]

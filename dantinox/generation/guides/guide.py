@@ -14,7 +14,7 @@ import numpy as np
 
 from dantinox.generation.guides.constraints import Constraint, Matcher
 from dantinox.generation.guides.token_masks import mask_of, mask_without
-from dantinox.text.tool_calls import overlap
+from dantinox.text.partial_markers import overlap
 
 
 class Reasoning(NamedTuple):
@@ -188,9 +188,8 @@ class AfterTrigger:
         gap = self._gap
         if rest:
             rest, gap = gap.split(rest)
-        if rest and not matcher.skip(
-            rest
-        ):  # the constraint forbids the part of the token after the trigger
+        # The constraint forbids the part of the token after the trigger.
+        if rest and not matcher.skip(rest):
             self._tail, self._at_start, self._in_reasoning = before
             self._excluded.add(token)
             return RESTART_BEFORE

@@ -1,13 +1,14 @@
-"""Finds the terminals of a grammar whose greedy reading would exclude texts of the grammar."""
+"""Finds the terminals of a grammar whose greedy reading would exclude texts of the grammar; a part
+of `gbnf`, which alone uses it.
+"""
 
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-MAX_COPIES = (
-    4  # copies of a repeated expression in an automaton; more repetitions are treated as unlimited
-)
+# The copies of a repeated expression in an automaton; more repetitions are treated as unlimited.
+MAX_COPIES = 4
 MAX_STATES = 2000  # of an automaton; the terminals of a larger one are taken as they are
 Ranges = tuple[tuple[int, int], ...]
 
@@ -87,9 +88,8 @@ def smallest_set(rules: Mapping[str, Node], belongs: Callable[[Node, set[str]], 
     """
     found: set[str] = set()
     size = -1
-    while size != (
-        size := len(found)
-    ):  # until no rule is added; references mostly go to later rules
+    # Repeat until no rule is added; references mostly go to later rules.
+    while size != (size := len(found)):
         for name in reversed([*rules]):
             if name not in found and belongs(rules[name], found):
                 found.add(name)
@@ -121,9 +121,8 @@ def greedy_conflicts(
     automata = {name: _automaton(node, inline) for name, node in terminals.items()}
     literals = {name: _literal(node) for name, node in terminals.items()}
     firsts = {name: tuple(automaton.first()) for name, automaton in automata.items()}
-    candidates = [
-        name for name, node in terminals.items() if not isinstance(node, Chars)
-    ]  # of several characters
+    # Candidates have several characters.
+    candidates = [name for name, node in terminals.items() if not isinstance(node, Chars)]
     patterns = [name for name in candidates if literals[name] is None]
     texts = sorted((text, name) for name in candidates if (text := literals[name]) is not None)
     conflicts: set[str] = set()

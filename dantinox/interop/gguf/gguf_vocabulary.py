@@ -47,11 +47,8 @@ KNOWN_KEYS = frozenset((
     "fim_suf_token_id", "fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id",
     "fim_sep_token_id",
 ))  # fmt: skip
-UNSUPPORTED_FLAGS = (
-    "add_eos_token",
-    "add_sep_token",
-    "remove_extra_whitespaces",
-)  # must be absent or false
+# These flags must be absent or false.
+UNSUPPORTED_FLAGS = ("add_eos_token", "add_sep_token", "remove_extra_whitespaces")
 # Names of tokens that always end generation (`special_eog_ids` in llama.cpp's llama-vocab.cpp).
 END_TOKENS = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
@@ -219,9 +216,8 @@ def _build(tree: dict[str, Any], tokens: list[str], types: list[int], file_name:
     vocab = tree["model"]["vocab"]
     added = [token["id"] for token in tree["added_tokens"]]
     outside = [index for index in added if tokens[index] not in vocab]
-    if outside != list(
-        range(len(vocab), len(vocab) + len(outside))
-    ):  # the library can only assign consecutive ids
+    # The library can only assign consecutive ids.
+    if outside != list(range(len(vocab), len(vocab) + len(outside))):
         vocab |= {tokens[index]: index for index in outside}
     try:
         core = parse_core(json.dumps(tree))

@@ -189,9 +189,8 @@ class ModelPool:
         self._preloaded: OpenModel | None = None
         self._state = "loading"
         self._doing = "loading the first model"
-        self._waits = (
-            0  # how often a request began to wait for a model that no other request waited for
-        )
+        # How often a request began to wait for a model that no other request waited for.
+        self._waits = 0
         self.peak = 0
         self._loader: asyncio.Task[None] | None = None
         self._timers = set[asyncio.TimerHandle]()
@@ -347,9 +346,8 @@ class ModelPool:
             member.retry = time.monotonic() + LOAD_RETRY_SECONDS
             known = isinstance(error, UserError | Unavailable)
             log.error("the model %s cannot be loaded: %s", member.name, error, exc_info=not known)
-            member.error = (  # the error may have paths
-                f"the model {member.name} cannot be loaded: see the server's log"
-            )
+            # The client does not get the error, which may contain paths.
+            member.error = f"the model {member.name} cannot be loaded: see the server's log"
             if isinstance(error, Unavailable):
                 member.error = error.message
         finally:

@@ -66,14 +66,8 @@ FINISH_REASONS = {
     "loop": "length",
     "cancelled": "length",
 }
-STOP_REASON_NUMBERS = {
-    None: -1,
-    "length": 0,
-    "loop": 0,
-    "cancelled": 0,
-    "eos": 1,
-    "stop": 2,
-}  # finish reason → `stop_reason`
+# Finish reason → `stop_reason`.
+STOP_REASON_NUMBERS = {None: -1, "length": 0, "loop": 0, "cancelled": 0, "eos": 1, "stop": 2}
 ERROR_TYPES = {
     400: "bad_input",
     401: "unauthorized",
@@ -243,9 +237,8 @@ class Generation(Reply):
       ended: time of its end, as returned by `time.monotonic`; None while it runs.
     """
 
-    truncate_on_error: ClassVar[bool] = (
-        True  # Lite recognizes a failed stream by the missing final chunk
-    )
+    # Lite recognizes a failed stream by the missing final chunk.
+    truncate_on_error: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -9,9 +9,8 @@ from dantinox.serve.protocols.token_text import token_bytes, token_name
 from dantinox.text import Tokenizer
 
 MIN_LOGPROB = -9999.0  # replaces −∞, which JSON cannot represent
-PREFIX_TOKENS = (
-    16  # number of last prompt tokens that are enough to determine the text of the next token
-)
+# The number of last prompt tokens that are enough to determine the text of the next token.
+PREFIX_TOKENS = 16
 
 Logprobs = dict[str, Any]  # name → list
 # (tokenizer, request, first text of the choice) → function that formats successive records of one
@@ -54,9 +53,8 @@ class CompletionLogprobs:
             found["text_offset"].append(max(0, self._offset))
             self._offset += len(self._detokenizer.push([record["id"]]))
             top: dict[str, float] = {}
-            for other in record.get(
-                "alternatives", ()
-            ):  # sorted by probability: of equal names, the most likely is kept
+            # Sorted by probability: of equal names, the most likely is kept.
+            for other in record.get("alternatives", ()):
                 top.setdefault(token_name(self._tokenizer, other["id"]), _logprob(other))  # type: ignore[arg-type]
             if logprob is not None:
                 top[name] = max(logprob, top.get(name, logprob))

@@ -8,7 +8,7 @@ nanoseconds.
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -111,15 +111,18 @@ def check_model(service: Service, name: str | None) -> str | None:
     Raises:
       RequestError: 404, the server has no such model.
     """
-    return service.check_model(None if name is None else untagged(name, [service.engine.name]))
+    return service.check_model(None if name is None else known_name(name, service.known_names()))
 
 
-def untagged(name: str, own: Sequence[str]) -> str:
-    """Returns the name of a model without the tag `:latest`, unless the name of one of the models
-    has this tag itself.
+def known_name(name: str, known: Collection[str]) -> str:
+    """Returns the name of a server's model that a client means: the same name, or else the one that
+    has no tag `:latest`, or has it in addition.
+
+    Args:
+      known: the names of the models, alone and with adapters, and their aliases.
     """
     plain = name.removesuffix(TAG)
-    return next((one for one in own if one.removesuffix(TAG) == plain), plain)
+    return next((one for one in (name, plain, plain + TAG) if one in known), plain)
 
 
 # --- generation

@@ -33,10 +33,8 @@ from dantinox.serve.protocols.tool_chat import PreparedChat, prepare_chat
 from dantinox.serve.service import Reply, Service
 
 DONE = b"data: [DONE]\n\n"
-FINISH_REASONS = {
-    "eos": "stop",
-    "loop": "length",
-}  # finish reasons with another name in this protocol
+# The finish reasons with another name in this protocol.
+FINISH_REASONS = {"eos": "stop", "loop": "length"}
 
 
 def routes(service: Service) -> list[Route]:
@@ -356,9 +354,8 @@ class ChatReply(OpenAIReply):
         super().__init__(service, [request], body, [""])
         # For each choice, what splits its text into content, reasoning and calls.
         self._replies = [prepared.fields() for _ in range(self._choices)]
-        self._opened = (
-            False  # whether the first chunk of each choice, which has the role, is written
-        )
+        # Whether the first chunk of each choice, which has the role, is written.
+        self._opened = False
 
     def _whole_choice(
         self, index: int, text: str, reason: str | None

@@ -16,7 +16,7 @@ from dantinox.training.rollout_sampler import RolloutSampler, rollout_seed
 from dantinox.training.step import TrainState, TrainStep, select_rows
 
 
-class SampledBatches:
+class DistillationBatches:
     """Samples one answer to each prompt of a step with the weights of that step.
 
     Agarwal et al. 2024, "On-Policy Distillation of Language Models" (algorithm 1 with λ = 1): the
@@ -48,7 +48,9 @@ class SampledBatches:
                 f"distill.data: samples runs on one device, got {step.layout.devices}:"
                 " make only one visible"
             )
-        self._config, self._layout, self._length = step.config, step.layout, step.length
+        self._config = step.config
+        self._layout = step.layout
+        self._length = step.length
         self._store = store
         self._frozen = frozen
         self._stop = stop
