@@ -146,7 +146,6 @@ def _check_start(
 
 def _weight_fields(config: Config) -> list[Any]:
     """Returns the values of the architecture fields that the weights determine."""
-    model = config.architecture(
-        1
-    )  # the sections do not contain the size of the vocabulary, which is not compared here
+    # The sections do not contain the size of the vocabulary, which is not compared here.
+    model = config.architecture(1)
     return [getattr(model, name) for name in WEIGHT_FIELDS]

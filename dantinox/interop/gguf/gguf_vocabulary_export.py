@@ -97,9 +97,8 @@ def _byte_level_metadata(tree: dict[str, Any], names: Mapping[int, str]) -> dict
     """
     model = tree["model"]
     steps = _list_steps(tree["pre_tokenizer"], "pretokenizers")
-    complete = not model["unk_token"] or model["vocab"].keys() >= set(
-        byte_letters()
-    )  # if true, no text is encoded as <unk>
+    # If `complete` is true, no text is encoded as <unk>.
+    complete = not model["unk_token"] or model["vocab"].keys() >= set(byte_letters())
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if not complete or any(model[key] for key in options):
         raise UserError(
@@ -239,9 +238,8 @@ def tokens_by_score(merges: list[tuple[str, ...]], pieces: set[str]) -> list[str
     from the left.
     """
     merged = [token for token, _ in groupby(left + right for left, right in merges)]
-    runs = {
-        token for token, count in Counter(merged).items() if count > 1
-    }  # repetitions of one character
+    # The tokens that repeat one character.
+    runs = {token for token, count in Counter(merged).items() if count > 1}
     order: list[str] = []
     for is_run, block in groupby(merged, key=runs.__contains__):
         tokens = list(block)
