@@ -2,7 +2,6 @@
 
 from dantinox.cli import entry
 
-if (
-    __name__ == "__main__"
-):  # worker processes of a sweep import this file, and must not run the command
+# Worker processes of a sweep import this file, and must not run the command.
+if __name__ == "__main__":
     entry()

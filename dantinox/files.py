@@ -214,9 +214,8 @@ def check_writable_folder(path: str | Path, flag: str = "") -> None:
     path = Path(path)
     cannot = f"{flag} cannot write into {path}".lstrip()
     places = (path.absolute(), *path.absolute().parents)
-    nearest = next(
-        place for place in places if place.exists() or place.is_symlink()
-    )  # all folders below it are missing
+    # The nearest folder that exists: all folders below it are missing.
+    nearest = next(place for place in places if place.exists() or place.is_symlink())
     if not nearest.is_dir():
         raise UserError(f"{cannot}: {nearest} is not a directory")
     if not os.access(nearest, os.W_OK):

@@ -107,9 +107,8 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
         for relative in (group, *group.parents):  # in a container, only the last may exist
             folder = root / files.mount / relative
             with contextlib.suppress(OSError, ValueError, KeyError):
-                limit = (folder / files.limit).read_text(
-                    encoding="ascii"
-                )  # without a limit it is not a number
+                # Without a limit, the content is not a number.
+                limit = (folder / files.limit).read_text(encoding="ascii")
                 used = (folder / files.usage).read_text(encoding="ascii")
                 statistics = (folder / "memory.stat").read_text(encoding="ascii")
                 cached = dict(line.split() for line in statistics.splitlines())[files.cached]
@@ -122,9 +121,8 @@ def _address_space(root: Path) -> Iterator[int]:
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # the soft limit, in bytes
         if limit != resource.RLIM_INFINITY:
-            pages = int(
-                (root / "proc/self/statm").read_text(encoding="ascii").split()[0]
-            )  # of the whole address space
+            # The pages of the whole address space.
+            pages = int((root / "proc/self/statm").read_text(encoding="ascii").split()[0])
             yield max(0, limit - pages * resource.getpagesize())
 
 

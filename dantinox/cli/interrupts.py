@@ -43,9 +43,8 @@ def watch_interrupts() -> None:
         signal.default_int_handler(number, frame)
 
     def watch() -> None:
-        while numbers := os.read(
-            reader, 64
-        ):  # the numbers of the signals that arrive, also those of forked children
+        # `read` returns the numbers of the signals that arrive, also those of forked children.
+        while numbers := os.read(reader, 64):
             arrived = time.monotonic()
             if signal.SIGINT not in numbers or signal.getsignal(signal.SIGINT) is not interrupt:
                 continue

@@ -750,9 +750,8 @@ def plan(options: argparse.Namespace) -> int:
     import jax
 
     if options.topology is not None:
-        jax.config.update(
-            "jax_platforms", "cpu"
-        )  # jax must not look for the target device on this machine
+        # jax must not look for the target device on this machine.
+        jax.config.update("jax_platforms", "cpu")
     from dantinox.lab.measure.plan import make_plan, plan_lines
     from dantinox.lab.measure.topology import find_topology
     from dantinox.report.console import steady_progress

@@ -133,9 +133,8 @@ def _import_lines(found: "Imported") -> Iterator[str]:
     templated = run.chat_template.is_file()
     model = config.architecture(tokenizer.vocab_size)
     sizes = f"{human_bytes(_size(found.source))} read, {human_bytes(_size(run.weights))} written"
-    kinds = sorted(
-        {name.rpartition("/")[2] for name in packed_arrays(run.weights)}
-    )  # of names such as embed/parts/0/Q4_K
+    # The kind is the last part of a name, such as embed/parts/0/Q4_K.
+    kinds = sorted({name.rpartition("/")[2] for name in packed_arrays(run.weights)})
     blocks_note = f" in quantized blocks ({', '.join(kinds)})" if kinds else ""
     _, shapes = abstract_model(model)
     parameters = sum(shape.size for shape in shapes.values())
@@ -259,9 +258,8 @@ def add_merge_flags(command: Parser) -> None:
 
 def merge(options: argparse.Namespace) -> int:
     """Writes a run with the adapters merged into the base weights."""
-    without_run = (
-        options.source is None
-    )  # then --adapter and --base are both needed; otherwise neither may be given
+    # Without a run, --adapter and --base are both needed; otherwise neither may be given.
+    without_run = options.source is None
     if (options.adapter is not None) != without_run or (options.base is not None) != without_run:
         raise UserError("merge-lora needs the run of the adapters, or --adapter and --base")
     from dantinox.interop.merge_adapters import merge_adapter

@@ -120,9 +120,8 @@ def resolve_architecture(
         hidden_dim = max(1, round(moe.expansion * m.dim))
     head_size = m.head_size or m.dim // m.n_heads
     kv_heads = m.kv_heads or m.n_heads
-    window = (
-        None if a.context_window is None else a.context_window + 1
-    )  # a query also sees the key of its own position
+    # A query also sees the key of its own position.
+    window = None if a.context_window is None else a.context_window + 1
     multiplier = a.attention_multiplier
     sub_norms = m.sub_norms
     if sub_norms is None:

@@ -125,11 +125,8 @@ def resolve_depth(given: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> M
         model, moe, attention, training = (
             kinds[name](**values) for name, values in written.items()
         )
-        sized = {
-            **model_of_depth(model, moe, attention),
-            **written["model"],
-            "depth": None,
-        }  # settings of the section `model`
+        # The settings of the section `model`.
+        sized = {**model_of_depth(model, moe, attention), **written["model"], "depth": None}
         model = ModelSection(**sized)
     except (ValidationError, TypeError):
         return given
@@ -141,9 +138,8 @@ def resolve_depth(given: Mapping[str, Any], kinds: Mapping[str, type[Any]]) -> M
     derived = training_of_depth(resolved, optimizer, training.tokens_per_parameter, batch_size)
     if "epochs" in training.model_fields_set and training.tokens_per_parameter is None:
         del derived["steps"]
-    if (
-        training.steps is None
-    ):  # otherwise the setting stays, and the validation reports that it has no effect
+    # If steps are given, the setting stays, and the validation reports that it has no effect.
+    if training.steps is None:
         written["training"].pop("tokens_per_parameter", None)
     return {**given, "model": sized, "training": {**derived, **written["training"]}}
 

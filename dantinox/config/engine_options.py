@@ -3,12 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-BACKGROUND = (
-    "steps",
-    "echo",
-    "embeddings",
-    "strategies",
-)  # programs that can be compiled before a request needs them
+# The programs that can be compiled before a request needs them.
+BACKGROUND = ("steps", "echo", "embeddings", "strategies")
 
 
 @dataclass(frozen=True)

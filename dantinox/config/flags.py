@@ -104,9 +104,8 @@ def add_config_flags(
         )
         parser.settings[path] = record, action
     for flat, paths in paths_of_flat.items():
-        if (
-            len(paths) > 1 and f"--{flat}" not in own_flags
-        ):  # `overrides` reports that the flag is ambiguous
+        # `overrides` reports that the flag is ambiguous.
+        if len(paths) > 1 and f"--{flat}" not in own_flags:
             group.add_argument(
                 f"--{flat}",
                 dest=f"ambiguous:{flat}",

@@ -297,16 +297,10 @@ PRESETS: dict[str, tuple[str, ...]] = {
         "adaptive_p",
     ),
 }  # fmt: skip
-SHARED_NAMES = {
-    "p_less": ("p_less", "p_less_norm"),
-    "mirostat": MIROSTAT_STEPS,
-}  # name in an order → the steps it stands for
-ROUTED_STEPS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-)  # steps whose values the entropy router sets
+# Name in an order → the steps it stands for.
+SHARED_NAMES = {"p_less": ("p_less", "p_less_norm"), "mirostat": MIROSTAT_STEPS}
+# The steps whose values the entropy router sets.
+ROUTED_STEPS = ("temperature", "top_k", "top_p", "min_p")
 KOBOLD_CODES = (
     "top_k",
     "top_a",

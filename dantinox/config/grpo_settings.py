@@ -42,22 +42,17 @@ class PolicyLoss(NamedTuple):
 
 
 LOSSES: dict[str, PolicyLoss] = {
-    # advantage, normalization, clip_low, clip_high, ratio, dynamic_sampling
-    "reinforce": PolicyLoss(
-        "mean", "token", 0.0, 0.0, "token", False
-    ),  # Williams 1992, with the group's mean as baseline
-    "grpo": PolicyLoss(
-        "std", "sequence", 0.2, 0.2, "token", False
-    ),  # Shao et al. 2024, DeepSeekMath, equation 21
-    "dr_grpo": PolicyLoss(
-        "mean", "constant", 0.2, 0.2, "token", False
-    ),  # Liu et al. 2025, Dr. GRPO
-    "dapo": PolicyLoss(
-        "std", "token", 0.2, 0.28, "token", True
-    ),  # Yu et al. 2025, DAPO, equation 8
-    "gspo": PolicyLoss(
-        "std", "sequence", 3e-4, 4e-4, "sequence", False
-    ),  # Zheng et al. 2025, GSPO, equations 5 and 7
+    # The fields: advantage, normalization, clip_low, clip_high, ratio, dynamic_sampling.
+    # Williams 1992, with the group's mean as baseline:
+    "reinforce": PolicyLoss("mean", "token", 0.0, 0.0, "token", False),
+    # Shao et al. 2024, DeepSeekMath, equation 21:
+    "grpo": PolicyLoss("std", "sequence", 0.2, 0.2, "token", False),
+    # Liu et al. 2025, Dr. GRPO:
+    "dr_grpo": PolicyLoss("mean", "constant", 0.2, 0.2, "token", False),
+    # Yu et al. 2025, DAPO, equation 8:
+    "dapo": PolicyLoss("std", "token", 0.2, 0.28, "token", True),
+    # Zheng et al. 2025, GSPO, equations 5 and 7:
+    "gspo": PolicyLoss("std", "sequence", 3e-4, 4e-4, "sequence", False),
 }
 
 

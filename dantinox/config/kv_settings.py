@@ -12,11 +12,8 @@ from dantinox.config.base import Conflict, Count, CountOrZero, Fraction, Section
 from dantinox.config.prerequisites import Needs, differs, is_set
 
 Policy = Literal["snapkv+ema", "expected_attention", "kvzip", "streaming", "tova", "h2o", "random"]
-AVERAGE_POLICIES = (
-    "snapkv+ema",
-    "expected_attention",
-    "kvzip",
-)  # policies that average attention while decoding
+# The policies that average attention while decoding.
+AVERAGE_POLICIES = ("snapkv+ema", "expected_attention", "kvzip")
 # The range is far wider than any useful one, and narrow enough for exact arithmetic with the
 # shares.
 LayerRatio = Annotated[float, Field(ge=1e-6, le=1e6)]

@@ -23,12 +23,10 @@ from dantinox.config.model_settings import GATED_ACTIVATIONS, ModelSection
 from dantinox.config.moe_settings import MoESection
 from dantinox.config.prerequisites import Needs, is_set
 
-BaseWeights = Literal[
-    "float32", "bfloat16", "int8", "nf4"
-]  # dtypes of the frozen weights under adapters
-Projection = Literal[
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-]  # the names that PEFT uses
+# The dtypes of the frozen weights under adapters.
+BaseWeights = Literal["float32", "bfloat16", "int8", "nf4"]
+# The names that PEFT uses.
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION_TARGETS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 NEEDS_LORA = Needs(("lora.rank", is_set))
 

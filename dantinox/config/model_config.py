@@ -232,9 +232,8 @@ class ModelConfig:
         if self.windows[layer] is None:
             changes["head_size"] = self.global_head_size or self.head_size
             changes["kv_heads"] = self.global_kv_heads or self.kv_heads
-        scale = (
-            2 if self.double_wide_mlp and self.kv_source(layer) is not None else 1
-        )  # of dense and shared widths
+        # The factor of the dense and shared widths.
+        scale = 2 if self.double_wide_mlp and self.kv_source(layer) is not None else 1
         if self.experts is None:
             changes["hidden_dim"] = scale * self.hidden_dim
         elif self.routes(layer):

@@ -17,12 +17,8 @@ QKNormScope = Literal["head", "layer"]
 
 NEEDS_CLAMPED = Needs(("model.activation", "clamped_swiglu"))
 NEEDS_NORM_SCALE = Needs(("model.norm_scale", True))
-GATED_ACTIVATIONS = (
-    "swiglu",
-    "geglu",
-    "squared_reglu",
-    "clamped_swiglu",
-)  # activations with two projections, gate and up
+# The activations with two projections, gate and up.
+GATED_ACTIVATIONS = ("swiglu", "geglu", "squared_reglu", "clamped_swiglu")
 
 
 class ModelSection(Section):

@@ -1,10 +1,7 @@
 """Names of settings: their flags, their former names, and names that other programs use."""
 
-REQUEST_SECTIONS = (
-    "generation",
-    "router",
-    "kv",
-)  # sections that a request may change; no weight depends on them
+# The sections that a request may change; no weight depends on them.
+REQUEST_SECTIONS = ("generation", "router", "kv")
 
 # Names of DantinoX 0, accepted without a warning.
 V0_NAMES = {
@@ -19,9 +16,8 @@ FORMER_NAMES = {
 }
 # Defaults of former names that differ from the current default. The config.yaml of a run contains
 # them, so they are ignored.
-FORMER_DEFAULTS = {
-    "training.dpo_beta": 0.1
-}  # the value of a null `training.preference_beta` with dpo
+# The value of a null `training.preference_beta` with dpo.
+FORMER_DEFAULTS = {"training.dpo_beta": 0.1}
 ALIASES = V0_NAMES | FORMER_NAMES  # old dotted path → new dotted path
 
 # Additional flags of settings: name → dotted path.

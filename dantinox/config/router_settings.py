@@ -19,13 +19,11 @@ from dantinox.files import UserError
 Threshold = NonNegative | None
 Coefficient = Annotated[float, Field(ge=-1000, le=1000)]
 NEEDS_ATTENTION = Needs(("router.use_attention", True))
-AttentionTerm = Annotated[
-    float, Field(ge=-1000, le=1000), NEEDS_ATTENTION
-]  # a coefficient of attention metrics
+# A coefficient of attention metrics.
+AttentionTerm = Annotated[float, Field(ge=-1000, le=1000), NEEDS_ATTENTION]
 Scale = Annotated[float, Field(ge=1e-6, le=1e6)]
-WindowCount = Annotated[
-    int, Field(ge=1, le=256)
-]  # candidates come from the window of most likely tokens
+# A number of candidates, which come from the window of most likely tokens.
+WindowCount = Annotated[int, Field(ge=1, le=256)]
 KEEP_ALL = 2**30  # a top_k that keeps every token
 
 # Strategies in the order of their ids. A condition is (metric, relation, threshold). The router

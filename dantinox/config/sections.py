@@ -49,11 +49,8 @@ RUN_FILES = (
     "origin.json", "rewards.html",
 )  # fmt: skip
 
-RECORD_SUFFIXES = (
-    ".jsonl",
-    ".jsonlines",
-    ".ndjson",
-)  # of files with one JSON record per line, in upper or lower case
+# The suffixes of files with one JSON record per line, in upper or lower case.
+RECORD_SUFFIXES = (".jsonl", ".jsonlines", ".ndjson")
 # A name with any other suffix, or a built-in corpus, has no JSON Lines. Another name may be a
 # folder or a dataset.
 PLAIN_FILE = re.compile(r"\.\w+$|^builtin:")
@@ -82,9 +79,8 @@ def may_hold_records(corpus: str | Iterable[str] | None) -> bool:
     """Whether a corpus may contain JSON Lines, judged by the names of its files."""
     paths = (corpus,) if isinstance(corpus, str) else corpus or ()
     for path in paths:
-        has_record_suffix = any(
-            suffix in path.lower() for suffix in RECORD_SUFFIXES
-        )  # perhaps before .gz
+        # The suffix may be followed by .gz.
+        has_record_suffix = any(suffix in path.lower() for suffix in RECORD_SUFFIXES)
         if has_record_suffix or not PLAIN_FILE.search(path):
             return True
     return False
@@ -264,9 +260,8 @@ class Config(Section):
                 "training.warmup_steps",
                 f"must be at most training.steps, got {warmup_steps} and {steps}",
             )
-        if (
-            self.model.depth is not None
-        ):  # `resolve_depth` replaces it only if num_blocks is not given
+        # `resolve_depth` replaces it only if num_blocks is not given.
+        if self.model.depth is not None:
             layers = f"got {self.model.depth} and {self.model.num_blocks}"
             yield (
                 "model.depth",

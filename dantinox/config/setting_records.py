@@ -14,7 +14,7 @@ from dantinox.config.setting_groups import GROUP
 SCHEMA = Path(__file__).parents[1] / "configs" / "schema.json"
 PREREQUISITES = "x-prerequisites"  # the schema key of a setting's prerequisites
 TYPE_NAMES = {"null": "null", "boolean": "true or false", "string": "text"}
-ARTICLES = {"integer": "an", "number": "a"}  # the types with a range
+NUMBER_TYPES = {"integer": "an", "number": "a"}  # the types with a range → their articles
 
 
 class SettingRecord(NamedTuple):
@@ -56,9 +56,7 @@ class SettingRecord(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The short flag, such as `--lr`. A name that occurs in two sections needs the dotted path
-        instead.
-        """
+        """The flag, such as `--lr`; `--section.name` if the name occurs in two sections."""
         return f"--{flat_name(self.key)}"
 
     @property
@@ -101,9 +99,9 @@ def _schema() -> dict[str, Any]:
 
 
 def _sections(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns section → its schema; a reference ends with the name of the definition."""
+    """Returns the schema of each section."""
     return {
-        name: schema["$defs"][part["$ref"].rpartition("/")[2]]
+        name: schema["$defs"][part["$ref"].removeprefix("#/$defs/")]
         for name, part in schema["properties"].items()
     }
 
@@ -111,9 +109,8 @@ def _sections(schema: dict[str, Any]) -> dict[str, Any]:
 def _record(
     section: str, name: str, content: dict[str, Any], aliases: tuple[str, ...]
 ) -> SettingRecord:
-    """Returns the record of a setting; `content` is its JSON schema. The options are the types that
-    are not null.
-    """
+    """Returns the record of a setting; `content` is its JSON schema."""
+    # The alternatives of the type, without null.
     options = [option for option in content.get("anyOf", [content]) if option.get("type") != "null"]
     is_number = (
         len(options) == 1
@@ -124,7 +121,7 @@ def _record(
     if any(option.get("type") in ("array", "object") for option in options):
         arity = "many"
     elif content.get("type") == "boolean":
-        arity = "switch"
+        arity = "switch"  # not if the type also allows null, because a switch cannot give null
     return SettingRecord(
         section=section,
         group=content.get(GROUP, ""),
@@ -147,8 +144,8 @@ def type_in_words(schema: dict[str, Any], *, articles: bool = True) -> str:
       articles: false leaves out the articles and `one of`, for a table.
     """
 
-    def article(word: str) -> str:
-        return f"{word} " if articles else ""
+    def lead(words: str) -> str:
+        return f"{words} " if articles else ""
 
     def inner(part: dict[str, Any]) -> str:
         return type_in_words(part, articles=articles)
@@ -156,57 +153,61 @@ def type_in_words(schema: dict[str, Any], *, articles: bool = True) -> str:
     if "anyOf" in schema:
         return ", or ".join(map(inner, schema["anyOf"]))
     if "enum" in schema:
-        return article("one of") + ", ".join(str(v) for v in schema["enum"])
+        return lead("one of") + ", ".join(str(v) for v in schema["enum"])
     if "const" in schema:
         return str(schema["const"])
-    kind = schema.get("type")
-    if "pattern" in schema:
-        return article("a") + "file name of letters, digits, - and _ and ."
+    kind = schema.get("type", "")
+    if "pattern" in schema:  # only file names have a pattern
+        return lead("a") + "file name of letters, digits, - and _ and ."
     if kind == "array":
         pair = schema.get("prefixItems")
         if pair:
             return " and ".join(map(inner, pair))
-        return article("a") + f"list (each {inner(schema['items'])})"
+        return lead("a") + f"list (each {inner(schema['items'])})"
     if kind == "object":
         values = schema["additionalProperties"]  # the schema of the values, or true
-        return article("a") + (
+        return lead("a") + (
             f"mapping (each {inner(values)})" if isinstance(values, dict) else "mapping"
         )
-    if kind in ARTICLES:
-        return f"{article(ARTICLES[kind])}{kind} {range_text(schema)}".rstrip()
-    return TYPE_NAMES[kind or ""]
+    if kind in NUMBER_TYPES:
+        return f"{lead(NUMBER_TYPES[kind])}{kind} {range_text(schema)}".rstrip()
+    return TYPE_NAMES[kind]
+
+
+class _Limit(NamedTuple):
+    """A lower or upper limit in words: alone, and as a part of an interval."""
+
+    alone: str
+    inside: str
 
 
 def range_text(schema: dict[str, Any]) -> str:
     """Returns the range of the schema of a number, such as `in [0, 1]` or `> 0`; empty without
     limits.
     """
-    low = schema.get("minimum")
     high = schema.get("maximum")
-    above = schema.get("exclusiveMinimum")
     below = schema.get("exclusiveMaximum")
     if high is not None and high >= 2**31 - 1 and _is_power_of_two(high + 1):
-        below = high + 1  # the limit of an integer type
+        below = high + 1  # `high` is the largest number of an integer type
         high = None
-    has_lower = low is not None or above is not None
-    has_upper = high is not None or below is not None
-    if has_lower and has_upper:
-        left = f"({_number(above)}" if low is None else f"[{_number(low)}"
-        right = f"{_number(below)})" if high is None else f"{_number(high)}]"
-        return f"in {left}, {right}"
-    if has_lower:
-        return f"> {_number(above)}" if low is None else f"≥ {_number(low)}"
-    if has_upper:
-        return f"< {_number(below)}" if high is None else f"≤ {_number(high)}"
-    return ""
+    lower = _limit("≥ {}", "[{}", schema.get("minimum"))
+    lower = lower or _limit("> {}", "({}", schema.get("exclusiveMinimum"))
+    upper = _limit("≤ {}", "{}]", high) or _limit("< {}", "{})", below)
+    if lower and upper:
+        return f"in {lower.inside}, {upper.inside}"
+    only = lower or upper
+    return only.alone if only else ""
+
+
+def _limit(alone: str, inside: str, number: float | None) -> _Limit | None:
+    """Returns a limit from two formats and its number; None without a number."""
+    if number is None:
+        return None
+    text = str(number) if isinstance(number, int) else f"{number:g}"
+    if number >= 2**31 and _is_power_of_two(number):
+        text = f"2^{int(number).bit_length() - 1}"
+    return _Limit(alone.format(text), inside.format(text))
 
 
 def _is_power_of_two(number: float) -> bool:
     return isinstance(number, int) and number.bit_count() == 1
-
-
-def _number(number: float) -> str:
-    """Returns a limit in words: `0.5`, `3000000000`, or `2^31` for a large power of two."""
-    if number >= 2**31 and _is_power_of_two(number):
-        return f"2^{int(number).bit_length() - 1}"
-    return str(number) if isinstance(number, int) else f"{number:g}"

@@ -333,9 +333,8 @@ def _check_start(
 
 def _weight_fields(config: Config) -> list[Any]:
     """Returns the values of the architecture fields that the weights determine."""
-    model = config.architecture(
-        1
-    )  # the sections do not contain the size of the vocabulary, which is not compared here
+    # The sections do not contain the size of the vocabulary, which is not compared here.
+    model = config.architecture(1)
     return [getattr(model, name) for name in WEIGHT_FIELDS]
 
 
@@ -682,9 +681,8 @@ def _parse(text: str) -> tuple[Any, dict[str, int]]:
 def _yaml_sentence(error: yaml.MarkedYAMLError, path: Path) -> str:
     """Returns an error of the YAML parser as one sentence with file and line."""
     problem = " ".join(str(error.problem).split())
-    if problem.startswith(
-        "but "
-    ):  # PyYAML says `expected …` in the context and `but found …` in the problem
+    # PyYAML says `expected …` in the context and `but found …` in the problem.
+    if problem.startswith("but "):
         problem = f"{error.context}, {problem}"
     if not isinstance(error, _RejectedYAML):
         problem = f"not valid YAML: {problem}"

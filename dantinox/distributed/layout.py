@@ -36,11 +36,8 @@ from dantinox.model.parameters import Parameters, abstract_model
 from dantinox.model.positions import zigzag_chunks
 
 ONE_DEVICE = "one device"
-TOKEN_OBJECTIVES = (
-    "next_token",
-    "sft",
-    "distill",
-)  # the objectives whose loss is a sum over tokens
+# The objectives whose loss is a sum over tokens.
+TOKEN_OBJECTIVES = ("next_token", "sft", "distill")
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:

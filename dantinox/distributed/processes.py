@@ -39,9 +39,8 @@ def initialize_processes(config: Config) -> None:
     if d.coordinator is None or jax.distributed.is_initialized():
         return
     address = None if d.coordinator == "auto" else d.coordinator  # None: jax detects the cluster
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # the service would intercept SIGTERM, which `StopSync` needs
+    # The service would intercept SIGTERM, which `StopSync` needs.
+    jax.config.update("jax_enable_preemption_service", False)
     timeouts = {
         "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
         "shutdown_timeout_seconds": HEARTBEAT_SECONDS,

@@ -19,12 +19,8 @@ from dantinox.config import UserError
 AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 BATCH = ("data", "fsdp", "expert")  # devices that differ in one of these axes have different rows
 TOKENS = (*BATCH, "sequence")  # devices that differ in one of these axes have different tokens
-STORAGE_AXES = (
-    "fsdp",
-    "expert",
-    "sequence",
-    "tensor",
-)  # parameters are sharded over these axes, if their sizes allow
+# Parameters are sharded over these axes, if their sizes allow.
+STORAGE_AXES = ("fsdp", "expert", "sequence", "tensor")
 # Parameters whose gradients are summed over `tensor` too.
 SUMMED_OVER_TENSOR = (
     "embed", "embed/kernel", "embed/scale", "position_embed", "per_layer/embed",

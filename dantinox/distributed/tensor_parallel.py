@@ -132,9 +132,8 @@ def partition_spec(
     """
     inner, _ = name_in_layer(name.replace("/integers/", "/"))
     module, _, leaf = inner.rpartition("/")
-    if (
-        inner == "embed" or module == "head"
-    ):  # tables are sharded by embedding dimension, the output layer by tokens
+    # Tables are sharded by embedding dimension, the output layer by tokens.
+    if inner == "embed" or module == "head":
         axis = 0 if quantized else 1
         return (
             _along(axis, len(shape))

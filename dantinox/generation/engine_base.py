@@ -82,9 +82,8 @@ class EngineBase(Generic[B]):
         self._dispatch_ahead = dispatch_ahead
         self._isolate = isolate
         self._step_seconds = 0.01  # running mean of the seconds per token
-        self._collected = (
-            time.monotonic()
-        )  # when the last chunk was collected, or the last step without one began
+        # The time when the last chunk was collected, or when the last step without one began.
+        self._collected = time.monotonic()
         self._pending: PendingChunk | None = None
         self._pending_jobs: dict[int, Job] = {}
         self._outputs: list[Output] = []

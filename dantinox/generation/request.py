@@ -12,9 +12,8 @@ from dantinox.generation.guides.guide import Reasoning
 from dantinox.sampling.logit_processor import LogitProcessor
 from dantinox.sampling.params import ScoreFn
 
-TokenRecord = dict[
-    str, Any
-]  # JSON record of a token: `id`, and perhaps `text` and reports (see `generation.api.trace`)
+# The JSON record of a token: `id`, and perhaps `text` and reports (see `generation.api.trace`).
+TokenRecord = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -78,21 +78,18 @@ class SampleText:
         self.finish_reason: str | None = None
         self.guides = [*guides]
         self.must_restart = False
-        self._holds = any(
-            isinstance(guide, TextBan) for guide in guides
-        )  # whether tokens wait in the queue
-        self._keeps_copies = (
-            self._holds and len(guides) > 1
-        )  # the other guides must return to an earlier state
+        # Whether tokens wait in the queue.
+        self._holds = any(isinstance(guide, TextBan) for guide in guides)
+        # The other guides must return to an earlier state.
+        self._keeps_copies = self._holds and len(guides) > 1
         self._queue: list[_Queued] = []
         # These three belong to the current call of `add_tokens`: its results, the reports of the
         # tokens that it releases, and whether its tokens have reports.
         self._parts: list[TextPart] = []
         self._released: list[StepInfo] = []
         self._reports = False
-        self._is_plain = (
-            not guides and reasoning is None and not section.stop
-        )  # every token is released at once
+        # Every token is released at once.
+        self._is_plain = not guides and reasoning is None and not section.stop
         self.released_steps: StepInfo | None = None
         self._limit = limit
         self.mask = self._next_mask() if guides else None
@@ -157,9 +154,8 @@ class SampleText:
             if self.finish_reason is not None or self.must_restart:
                 break
             self._push(token, entropy, steps, place)
-        if (
-            self.must_restart and len(self.all_tokens) >= self._limit
-        ):  # there is nothing left to decode
+        # There is nothing left to decode.
+        if self.must_restart and len(self.all_tokens) >= self._limit:
             self.must_restart = False
             done = True
         done = done and not self.must_restart

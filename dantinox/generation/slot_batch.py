@@ -98,12 +98,10 @@ class SlotBatch(PrefillBatch):
         self._prefill_programs = list[str]()  # the programs as text, if there is a folder
         self._prefix_bytes = self._choose_prefix_bytes(options)
         self._compiling = Lock()
-        self._ready: set[tuple[ProgramKey, bool, int | None]] = (
-            set()
-        )  # arguments of `ready` that gave true
-        self._settings = ServedSettings(
-            model, self._config, logit_processor
-        )  # documents the next two methods
+        # The arguments for which `ready` has returned true.
+        self._ready: set[tuple[ProgramKey, bool, int | None]] = set()
+        # `ServedSettings` documents the next two methods.
+        self._settings = ServedSettings(model, self._config, logit_processor)
         self.program_key = self._settings.program_key
         self.row_params = self._settings.row_params
 
@@ -165,9 +163,8 @@ class SlotBatch(PrefillBatch):
             missing = [
                 key for key in self._keys(program, echo, subset) if key not in self._programs
             ]
-            with ThreadPoolExecutor(
-                COMPILE_THREADS
-            ) as pool:  # XLA compiles a program mostly on one core
+            # XLA compiles a program mostly on one core.
+            with ThreadPoolExecutor(COMPILE_THREADS) as pool:
                 self._programs |= zip(
                     missing, pool.map(lambda key: self._compile(config, *key), missing), strict=True
                 )
@@ -302,9 +299,10 @@ class SlotBatch(PrefillBatch):
             ),
             state,
         )
+        # `device_put` compiles nothing.
         packed, state = jax.device_put(
             jax.tree.map(lambda x: np.repeat(x, self.count, axis=0), idle)
-        )  # compiles nothing
+        )
         return packed, state
 
     def _idle_row_inputs(self, config: Config) -> tuple[tuple[Any, ...], np.ndarray]:
@@ -339,9 +337,8 @@ class SlotBatch(PrefillBatch):
         tokens_1S[0, : len(tokens)] = tokens
         known = recurrent or {}
         names = sorted(recurrent_fields(row_params.params))
-        values = {
-            name: np.asarray([known.get(name, np.nan)], np.float32) for name in names
-        }  # NaN: the initial value
+        # NaN stands for the initial value.
+        values = {name: np.asarray([known.get(name, np.nan)], np.float32) for name in names}
         features += self.plan.stepper.features(
             tokens_1S, np.asarray([len(tokens)], np.int32), np.asarray([row_params.width])
         )

@@ -181,9 +181,8 @@ def _cache_maker(
 def _chunk_lengths(longest: int) -> tuple[int, ...]:
     """Returns the padded lengths of prefill chunks, ascending."""
     lengths = [MIN_PADDED_CHUNK]
-    factor = (
-        2 if longest <= SLOT_PREFILL_CHUNK else 4
-    )  # fewer programs for the long chunks of a compressed cache
+    # The larger factor gives fewer programs for the long chunks of a compressed cache.
+    factor = 2 if longest <= SLOT_PREFILL_CHUNK else 4
     while lengths[-1] < longest:
         lengths.append(min(factor * lengths[-1], longest))
     return tuple(lengths)

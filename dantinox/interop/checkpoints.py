@@ -52,13 +52,8 @@ from dantinox.text.tokenizer import ROLES
 
 DTYPES = ("auto", "float32", "bfloat16")
 FORMATS = {"hf": tuple(TYPES), "gguf": tuple(FILE_TYPES)}  # export formats and their number types
-SAMPLING_KEYS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-)  # of generation_config.json
+# The sampling keys of generation_config.json.
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Generation settings for a model that has a chat template and whose checkpoint sets no sampling
 # parameters.
 INSTRUCT_DEFAULTS = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "max_new_tokens": 512}
@@ -321,9 +316,8 @@ def _roles(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     roles["stop_tokens"] = [stop for stop in stop_tokens if stop is not None]
     add_bos = tokenizer_config.get("add_bos_token")
     if not isinstance(add_bos, bool):
-        ids = tokenizer.core.encode(
-            "a"
-        ).ids  # with the special tokens that the tokenizer itself adds
+        # The ids include the special tokens that the tokenizer itself adds.
+        ids = tokenizer.core.encode("a").ids
         add_bos = bool(ids) and ids[0] == tokenizer.token_to_id(roles["bos_token"])
     return roles | {"add_bos_token": add_bos}
 

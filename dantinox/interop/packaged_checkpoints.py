@@ -50,10 +50,8 @@ PACKAGED = {
         bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         about="SmolLM2-135M-Instruct in 4 bits, 98 MB, Apache-2.0",
-        sampling={
-            "temperature": 0.2,
-            "top_p": 0.9,
-        },  # from the model card of HuggingFaceTB/SmolLM2-135M-Instruct
+        # From the model card of HuggingFaceTB/SmolLM2-135M-Instruct.
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
 

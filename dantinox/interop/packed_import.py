@@ -194,9 +194,8 @@ def _split_rows(
     kinds = [blocks.kinds[name] for name in sources.names]
     if any(kind not in FORMATS or layout.row % FORMATS[kind].values for kind in kinds):
         return None
-    kind_O = np.array([kinds.index(kind) for kind in kinds])[
-        sources.tensor_O
-    ]  # the first tensor of the same format
+    # For each tensor, the first tensor of the same format.
+    kind_O = np.array([kinds.index(kind) for kind in kinds])[sources.tensor_O]
 
     def part(index: tuple[slice, ...]) -> PackedPart:
         kind = kinds[kind_O[index].flat[0]]

@@ -89,9 +89,8 @@ def read_v0(path: Path) -> V0Run:
             f"{path} has no weights of DantinoX 0, expected one of {', '.join(WEIGHTS)}"
         )
     arrays, _ = read_arrays(weights)
-    if any(
-        name.startswith("opt/") for name in arrays
-    ):  # a checkpoint that also contains the optimizer state
+    # This is a checkpoint that also contains the optimizer state.
+    if any(name.startswith("opt/") for name in arrays):
         arrays = {
             name.removeprefix("model/"): leaf
             for name, leaf in arrays.items()

@@ -49,11 +49,13 @@ class Attention(nnx.Module):
     def __init__(
         self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float
     ):
-        self.window, keys_and_values = config.windows[layer], config.kv_projections(layer)
+        self.window = config.windows[layer]
+        keys_and_values = config.kv_projections(layer)
         config = config.of_layer(layer)
         D, K, H = config.dim, config.kv_heads, config.head_size
         G = config.n_heads // K
-        self.groups, self.reuses_kv = G, keys_and_values == 0
+        self.groups = G
+        self.reuses_kv = keys_and_values == 0
         linear = partial(make_linear, config, dtype=dtype, rngs=rngs)
         parts = G, *(1,) * keys_and_values
         self.qkv = linear((D,), (K, G + keys_and_values, H), parts=parts, bias=config.qkv_bias)
@@ -81,12 +83,11 @@ class Attention(nnx.Module):
             else math.sqrt(H / config.query_pre_attn_scalar)
         )
         self.gate = linear((D,), (K, G, H), bias=config.gate_bias) if config.no_sink else None
-        self.query_scaling_beta, scaling = config.query_scaling_beta, config.rope_scaling
+        self.query_scaling_beta = config.query_scaling_beta
+        scaling = config.rope_scaling
         self.original_context = 1 if scaling is None else scaling.original_context
-        self.cap, self.sinks = (
-            config.softcap,
-            (nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None),
-        )
+        self.cap = config.softcap
+        self.sinks = nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None
 
     def __call__(
         self,

@@ -552,7 +552,8 @@ class KVCache:
         payload = sum(store.payload_bytes for store in stores)
         B = jax.tree.leaves(stores)[0].shape[0]
         dtype = stores[0].dtype
-        counts_and_sizes = [  # of the slots of all heads, without compression
+        # The counts and sizes of the slots of all heads, without compression.
+        counts_and_sizes = [
             (B * slots * store.heads, store.sizes)
             for slots, layer in zip(self.uncompressed_slots, stores_by_layer, strict=True)
             for store in layer

@@ -19,10 +19,8 @@ BFLOAT16_BITS = jnp.dtype(jnp.uint16)
 INT4_PACKED = jnp.dtype(jnp.uint8)  # two int4 numbers per byte
 INT2_PACKED = jnp.dtype(jnp.uint32)  # sixteen int2 numbers per word
 PACKED_BITS = {INT4_PACKED: 4, INT2_PACKED: 2}  # the bits of a number in each packed dtype
-PACKED_DTYPES = {
-    "int4": INT4_PACKED,
-    "int2": INT2_PACKED,
-}  # the dtype in which numbers of another dtype are packed
+# The dtype in which numbers of another dtype are packed.
+PACKED_DTYPES = {"int4": INT4_PACKED, "int2": INT2_PACKED}
 MAX_GROUP_SIZE = 32  # largest number of elements of an int4 or int2 vector that share a scale
 MIN_SEGMENT = 128
 SEGMENT_UNIT = (

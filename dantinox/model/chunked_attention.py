@@ -26,9 +26,8 @@ QUERY_BLOCK = 128  # the fewest queries per block
 MAX_QUERY_BLOCK, MAX_KEY_BLOCK = 256, 512
 # The blocks of keys of a sequence, at most, unless they would have more than `MAX_KEY_BLOCK` keys.
 KEY_BLOCKS = 8
-MAX_SCORES = (
-    1 << 23
-)  # the most scores held at a time (32 MiB), which limits how many heads run together
+# The most scores held at a time (32 MiB), which limits how many heads run together.
+MAX_SCORES = 1 << 23
 UNROLLED_SCORES = 1 << 24  # sequences with fewer scores have no loop
 # Half of the score of a masked key: as the largest score so far, it gives masked keys the weight 0.
 LEAST = float(np.finfo(np.float32).min) / 2
@@ -282,10 +281,8 @@ def _scores(
     mask_RS = key_S <= query_R1
     if blocks.window is not None:
         mask_RS &= query_R1 - key_S < blocks.window
-    segments_NR1, segments_N1S = (
-        _keys(segments_NT, query, R)[:, :, None],
-        _keys(segments_NT, key, S)[:, None],
-    )
+    segments_NR1 = _keys(segments_NT, query, R)[:, :, None]
+    segments_N1S = _keys(segments_NT, key, S)[:, None]
     mask_NRS = mask_RS & (segments_NR1 == segments_N1S)
     scores_NGRS = einsum_float32("NGRH,NSH->NGRS", q_NGRH, k_NSH) * q_NGRH.shape[-1] ** -0.5
     return cap_and_mask(scores_NGRS, mask_NRS[:, None], blocks.cap)

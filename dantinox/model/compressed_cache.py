@@ -43,9 +43,8 @@ from dantinox.model.positions import rotary_angles, rotate
 MAX_DECAY = 0.999
 # The number of positions after a prompt over which `expected_attention` averages the rotation.
 FUTURE = 512
-Rotation = (
-    tuple[float, RopeScaling | None] | None
-)  # the rotation of a layer, as returned by `ModelConfig.rotation`
+# The rotation of a layer, as returned by `ModelConfig.rotation`.
+Rotation = tuple[float, RopeScaling | None] | None
 
 
 @dataclass(frozen=True)
@@ -254,9 +253,8 @@ class HeadGroup:
             ranked = self._priority(position_BKU, pooled_BKU, last_B11)
         priority = jnp.where(self._protected(position_BKU, last_B11), jnp.inf, ranked)
         best, index_BKC = jax.lax.top_k(jnp.where(candidates, priority, -jnp.inf), C)
-        order_BKC = jnp.sort(
-            jnp.where(best > -jnp.inf, index_BKC, -1), axis=2
-        )  # sorted by position, like the candidates
+        # Sorted by position, like the candidates.
+        order_BKC = jnp.sort(jnp.where(best > -jnp.inf, index_BKC, -1), axis=2)
         indices_BKC = jnp.maximum(order_BKC, 0)
         position_BKS = jnp.where(
             order_BKC >= 0, jnp.take_along_axis(position_BKU, indices_BKC, axis=2), -1

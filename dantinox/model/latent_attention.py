@@ -38,7 +38,8 @@ class UpProjection(nnx.Module):
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        self.key_size, self.dtype = key_size, dtype
+        self.key_size = key_size
+        self.dtype = dtype
         shape = rank, heads, key_size + value_size
         self.kernel = nnx.Param(rank**-0.5 * jax.random.normal(rngs.params(), shape, jnp.float32))
 

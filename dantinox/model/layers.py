@@ -194,13 +194,16 @@ class FixedTernaryLinear(nnx.Module):
 
     def __init__(self, linear: TernaryLinear):
         self.shape_in, self.shape_out = linear.shape_in, linear.shape_out
-        self.dtype, self.out_dtype, self.bias = linear.dtype, linear.out_dtype, linear.bias
+        self.dtype = linear.dtype
+        self.out_dtype = linear.out_dtype
+        self.bias = linear.bias
         scales = weight_scales(linear.kernel[...], linear.parts)
         self.scales = nnx.Param(scales[(0,) * len(self.shape_in)])
         self.integers: Any = linear_with_kernel(
             linear, quantize_weights(linear.kernel[...], scales)
         )
-        self.integers.out_dtype, self.integers.bias = jnp.dtype(jnp.float32), None
+        self.integers.out_dtype = jnp.dtype(jnp.float32)
+        self.integers.bias = None
 
     def __call__(
         self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y
@@ -286,7 +289,8 @@ class RMSNorm(nnx.Module):
         scaled: bool = True,
     ):
         self.shape = (shape,) if isinstance(shape, int) else shape
-        self.epsilon, self.zero_centered = epsilon, zero_centered
+        self.epsilon = epsilon
+        self.zero_centered = zero_centered
         self.scale = (
             nnx.Param((jnp.zeros if zero_centered else jnp.ones)(self.shape, jnp.float32))
             if scaled

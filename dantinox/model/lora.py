@@ -83,9 +83,8 @@ def layer_projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
     if model.latent is not None or model.projections == "ternary":
         return {}
     dense = projections(model.activation, model.kv_projections(layer))
-    has_experts = (
-        model.experts is not None
-    )  # the dense layers of such a model have no feed-forward adapters either
+    # The dense layers of such a model have no feed-forward adapters either.
+    has_experts = model.experts is not None
     return {
         name: p for name, p in dense.items() if not has_experts or p.module.startswith("attention")
     }
@@ -139,7 +138,9 @@ class AdaptedLinear(nnx.Module):
     ):
         self.shape_in, self.shape_out = linear.shape_in, linear.shape_out
         self.dtype, self.out_dtype = linear.dtype, linear.out_dtype
-        self.factor, self.rate, self.dora = lora.scale, lora.dropout, lora.dora
+        self.factor = lora.scale
+        self.rate = lora.dropout
+        self.dora = lora.dora
         arrays = initial_matrix(linear.kernel[...], self.shape_in, self.shape_out, lora.held)
         self.arrays = tuple(arrays)
         for name, array in arrays.items():
@@ -209,9 +210,8 @@ class AdaptedLinear(nnx.Module):
             )
             changed = w[where] + self.factor * jnp.tensordot(a, b, 1, precision="highest")
             squares = reduce(self._sum_of_squares(changed))
-            norm = jnp.sqrt(
-                jnp.where(squares > 0, squares, 1)
-            )  # the output of zero weights is 0, not NaN
+            # The output of zero weights is 0, not NaN.
+            norm = jnp.sqrt(jnp.where(squares > 0, squares, 1))
             factors = factors.at[where].set(adapter.lora_magnitude_vector[...] / norm)
         return factors
 

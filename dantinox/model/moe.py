@@ -192,7 +192,9 @@ class ExpertLinear(nnx.Module):
         self, experts: int, size_in: int, shape_out: tuple[int, ...], *, dtype: DTypeLike,
         platform: str, rngs: nnx.Rngs, gain: float = 1.0, bias: bool = False,
     ):  # fmt: skip
-        self.shape_out, self.dtype, self.platform = shape_out, dtype, platform
+        self.shape_out = shape_out
+        self.dtype = dtype
+        self.platform = platform
         noise = jax.random.normal(rngs.params(), (experts, size_in, *shape_out), jnp.float32)
         self.kernel = nnx.Param(gain * size_in**-0.5 * noise)
         self.bias = nnx.Param(jnp.zeros((experts, *shape_out), jnp.float32)) if bias else None
@@ -239,10 +241,12 @@ class FixedTernaryExperts(nnx.Module):
 
     def __init__(self, linear: TernaryExpertLinear):
         integers, scales_E = linear.integers()
-        self.dtype, self.bias = linear.dtype, linear.bias
+        self.dtype = linear.dtype
+        self.bias = linear.bias
         self.scales = nnx.Param(scales_E)
         self.integers: Any = experts_with_kernel(linear, integers)
-        self.integers.dtype, self.integers.bias = jnp.dtype(jnp.float32), None
+        self.integers.dtype = jnp.dtype(jnp.float32)
+        self.integers.bias = None
 
     def __call__(self, x_MI: Array, rows: ExpertRows) -> Array:
         product = partial(self.integers, rows=rows)
@@ -384,9 +388,8 @@ class MixtureOfExperts(nnx.Module):
         """
         E_local = self.router.rule.count // parallelism.groups
         expert_M = experts_NK.reshape(-1)
-        if (
-            parallelism.groups > 1
-        ):  # rows of experts on other devices get the index `E_local`, which sorts them to the end
+        # Rows of experts on other devices get the index `E_local`, which sorts them to the end.
+        if parallelism.groups > 1:
             local_M = expert_M - parallelism.first_expert(E_local)
             expert_M = jnp.where((local_M >= 0) & (local_M < E_local), local_M, E_local)
         order_M = jnp.argsort(expert_M)
@@ -472,9 +475,8 @@ combine.defvjp(
 
 def grouped_matmul(x_MI: Array, w_EIO: Array, rows: ExpertRows, platform: str) -> Array:
     """Multiplies every row by the weights of its expert, with float32 sums: `[M, O]`."""
-    if len(x_MI) <= min(
-        MAX_MATVEC_ROWS, len(w_EIO)
-    ):  # rows for other devices use the last expert here; the caller drops them
+    # Rows for other devices use the last expert here; the caller drops them.
+    if len(x_MI) <= min(MAX_MATVEC_ROWS, len(w_EIO)):
         chosen = [
             lax.dynamic_index_in_dim(w_EIO, expert, keepdims=False) for expert in rows.expert_M
         ]
@@ -484,9 +486,8 @@ def grouped_matmul(x_MI: Array, w_EIO: Array, rows: ExpertRows, platform: str) -
                 for x, w in zip(x_MI, chosen, strict=True)
             ]
         )
-    if (
-        get_platform(platform).name == "cpu"
-    ):  # on a CPU `ragged_dot` multiplies all rows by all experts
+    # On a CPU `ragged_dot` multiplies all rows by all experts.
+    if get_platform(platform).name == "cpu":
         return tiled_matmul(x_MI, w_EIO, rows.sizes_E)
     return lax.ragged_dot(x_MI, w_EIO, rows.sizes_E, preferred_element_type=jnp.float32)
 

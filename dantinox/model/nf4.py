@@ -117,8 +117,7 @@ def dequantize_nf4(
     step = jnp.repeat(scale_step, GROUP)[: scale.size].reshape(scale.shape)
     magnitudes = scale * step + scale_mean
     shifts = jnp.array([0, 4], jnp.uint8).reshape(1, 2, *[1] * (codes.ndim - 1))
-    halves = jnp.array(NF4_VALUES, jnp.float32)[
-        codes[:, None] >> shifts & 15
-    ]  # [n, 2, 32, *shape_out]
+    # The shape is `[n, 2, 32, *shape_out]`.
+    halves = jnp.array(NF4_VALUES, jnp.float32)[codes[:, None] >> shifts & 15]
     w = (halves * magnitudes[:, None, None]).reshape(-1, *scale.shape[1:])
     return w[: math.prod(shape_in)].reshape(*shape_in, *scale.shape[1:])

@@ -170,8 +170,12 @@ class PackedLinear(PackedParts):
 
     def __init__(self, linear: Linear, parts: Sequence[Part], axis: int):
         super().__init__(parts)
-        self.shape_in, self.shape_out, self.axis = linear.shape_in, linear.shape_out, axis
-        self.dtype, self.out_dtype, self.bias = linear.dtype, linear.out_dtype, linear.bias
+        self.shape_in = linear.shape_in
+        self.shape_out = linear.shape_out
+        self.axis = axis
+        self.dtype = linear.dtype
+        self.out_dtype = linear.out_dtype
+        self.bias = linear.bias
         self.input_order: tuple[int, ...] | None = (
             None  # the order of the first input axis that the weights have
         )
@@ -317,7 +321,8 @@ def use_native_kernels(model: nnx.Module, native: bool, bfloat16: bool) -> None:
     """Selects the implementation of products with packed weights, in place."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, PackedParts):
-            node.native, node.bfloat16 = native, bfloat16
+            node.native = native
+            node.bfloat16 = bfloat16
 
 
 def packed_kinds(model: nnx.Module) -> dict[str, int]:

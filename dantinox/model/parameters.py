@@ -167,9 +167,8 @@ def stack_layers(parameters: Mapping[str, Any], config: ModelConfig) -> dict[str
                 parameters[f"blocks/{i}/{leaf}"]
                 for i in range(kind, config.num_blocks, config.period)
             ]
-            stack = (
-                np.stack if isinstance(layers[0], np.ndarray) else jnp.stack
-            )  # NumPy arrays stay in host memory
+            # NumPy arrays stay in host memory.
+            stack = np.stack if isinstance(layers[0], np.ndarray) else jnp.stack
             result[f"rolled/{kind}/{leaf}"] = stack(layers)
     return result
 

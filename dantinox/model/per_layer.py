@@ -33,7 +33,9 @@ class PerLayerEmbedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         V, D, L, P = config.vocab_size, config.dim, config.num_blocks, config.per_layer_dim
-        self.dtype, self.dim, self.size = dtype, D, P
+        self.dtype = dtype
+        self.dim = D
+        self.size = P
         self.embed = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, L, P), jnp.float32))
         self.projection = Linear((D,), (L, P), dtype=dtype, rngs=rngs)
         self.norm = make_rms_norm(config, P)

@@ -93,7 +93,9 @@ class RowAdaptedLinear(nnx.Module):
     def __init__(
         self, linear: Any, stack: AdapterStack, parts: Mapping[str, Projection], number_B: jax.Array
     ):
-        self.linear, self.shape_in, self.shape_out = linear, linear.shape_in, linear.shape_out
+        self.linear = linear
+        self.shape_in = linear.shape_in
+        self.shape_out = linear.shape_out
         self.a = nnx.Variable(stack.a)
         self.b = nnx.Dict({name: nnx.Variable(b) for name, b in stack.b.items()})
         self.number_B = nnx.Variable(number_B)
@@ -126,10 +128,8 @@ class RowAdaptedLinear(nnx.Module):
         count, size = self.shape_out[-2:]
         pieces = []
         end = 0
-        for start, stop, name in (
-            *self.spans,
-            (count, count, None),
-        ):  # the last item pads to the end
+        # The last item pads to the end.
+        for start, stop, name in (*self.spans, (count, count, None)):
             pieces.append(jnp.zeros((*heads, start - end, size), jnp.float32))
             if name is not None:
                 pieces.append(outer[name].reshape(*heads, stop - start, size))

@@ -76,12 +76,11 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        has_norm, has_post_norm = (
-            config.norm_placement != "after",
-            config.norm_placement != "before",
-        )
+        has_norm = config.norm_placement != "after"
+        has_post_norm = config.norm_placement != "before"
         out_gain = 1 / math.sqrt(2 * config.num_blocks)
-        self.dropout_rate, self.multiplier = config.dropout_rate, config.residual_multiplier
+        self.dropout_rate = config.dropout_rate
+        self.multiplier = config.residual_multiplier
         self.norm1 = make_norm(config) if has_norm else _identity
         self.post_norm1 = make_norm(config) if has_post_norm else _identity
         attention_type = Attention if config.latent is None else LatentAttention
@@ -98,10 +97,8 @@ class Block(nnx.Module):
         if config.routes(layer):
             ffn_type = BranchedExperts if branched else MixtureOfExperts
         self.ffn = ffn_type(config.of_layer(layer), dtype=dtype, rngs=rngs, out_gain=out_gain)
-        self.routes, self.experts = (
-            config.routes(layer),
-            (None if config.experts is None else config.experts.count),
-        )
+        self.routes = config.routes(layer)
+        self.experts = None if config.experts is None else config.experts.count
         reads_input = config.per_layer_dim > 0
         self.layer_input = (
             PerLayerInput(config, dtype=dtype, rngs=rngs, out_gain=out_gain)
@@ -201,7 +198,8 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, V = config.dim, config.vocab_size
-        self.config, self.dtype = config, compute_dtype(config)
+        self.config = config
+        self.dtype = compute_dtype(config)
         self.embed: Any = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, D), jnp.float32))
         learned = config.position == "learned"
         self.position_embed = (

@@ -24,9 +24,8 @@ from rich.cells import cell_len
 from dantinox.report.trace_file import Document
 
 Colors = Literal["truecolor", "256", "none"]
-Piece = tuple[
-    str, float | None, str | None
-]  # text of one or more tokens, its entropy and a key of `MARKS` (None: no mark)
+# The text of one or more tokens, its entropy, and a key of `MARKS` (None: no mark).
+Piece = tuple[str, float | None, str | None]
 
 RAMP = np.array([
     (68, 1, 84), (71, 45, 123), (59, 82, 139), (44, 114, 142), (33, 145, 140), (40, 174, 128),
@@ -37,10 +36,8 @@ RAMP_256 = (53, 55, 24, 31, 36, 77, 149, 220, 226)
 # Entropy at the end of the ramps. The position on a ramp is the square root of the entropy's share
 # of this value. So low entropies, where tokens differ most, cover a large part of a ramp.
 RAMP_BITS = 8.0
-WHITE_BELOW = {
-    "truecolor": 1.503,
-    "256": 0.782,
-}  # bits below which white letters have more contrast than black ones (WCAG 2)
+# The bits below which white letters have more contrast than black ones (WCAG 2).
+WHITE_BELOW = {"truecolor": 1.503, "256": 0.782}
 LEGEND_BITS = (0, 0.5, 1, 2, 3, 4, 6, 8)
 MARKS = {
     "greedy": "ᵍ",
@@ -265,9 +262,8 @@ def _shade_line(line: Iterable[Glyph], colors: Colors) -> str:
             styled.append(("1", MARKS.get(glyph.mark, "?")))  # bold
         styled.append(("" if glyph.entropy is None else _style(glyph.entropy, colors), glyph.text))
     shaded = ""
-    for style, run in groupby(
-        styled, key=lambda pair: pair[0]
-    ):  # one sequence for neighbors of the same style
+    # One escape sequence serves neighbors of the same style.
+    for style, run in groupby(styled, key=lambda pair: pair[0]):
         text = "".join(text for _, text in run)
         shaded += f"\x1b[{style}m{text}\x1b[0m" if style else text
     return shaded
@@ -329,9 +325,8 @@ def _totals(tokens: Sequence[Mapping[str, Any]]) -> str:
     if tokens:
         is_finite = all(_finite(token["logprob"]) is not None for token in tokens)
         surprisal = -statistics.fmean(_values(tokens, "logprob")) if is_finite else math.inf
-        perplexity = (
-            math.exp(surprisal) if surprisal < 700 else math.inf
-        )  # the largest float is about e^709.8
+        # The largest float is about e^709.8.
+        perplexity = math.exp(surprisal) if surprisal < 700 else math.inf
         parts.append(f"perplexity {perplexity:.2f}")
     shares = Counter(
         "".join(map(escape_character, token["strategy"])) for token in tokens if "strategy" in token

@@ -85,7 +85,8 @@ def _rows(heat_map: HeatMap, left: int, top: int, cell: int) -> Iterator[str]:
     cells.
     """
     for r, (label, shares) in enumerate(zip(heat_map.rows, heat_map.shares, strict=True)):
-        y, width = top + cell * r, left + cell * len(shares)
+        y = top + cell * r
+        width = left + cell * len(shares)
         yield f'<g><rect class="band" x="0" y="{y}" width="{width}" height="{cell}"/>'
         place = f'x="{left - 6}" y="{y + cell / 2 + 4:g}" text-anchor="end"'
         yield f"<text {place}>{html.escape(label)}</text>"

@@ -59,9 +59,8 @@ class LiveConsole(Console):
         super().stage(name, done, total, unit)
         if self.bar is not None:
             stage = self.stages[name]
-            has_estimate = (
-                done > stage.first
-            )  # units were completed since the stage was first shown
+            # Whether units were completed since the stage was first shown.
+            has_estimate = done > stage.first
             left = stage.time_left(time.monotonic()) if has_estimate else ""
             self.bar.update(self.bar.task_ids[0], completed=done, left=left, refresh=done >= total)
         if done >= total:

@@ -131,9 +131,8 @@ def _truncate(path: Path, step: int) -> None:
     """
     kept = 0
     for line in _lines(path):
-        at = (
-            _step_of(line) if kept or path.suffix == ".jsonl" else -1
-        )  # a CSV begins with its header
+        # A CSV begins with its header, which counts as step −1.
+        at = _step_of(line) if kept or path.suffix == ".jsonl" else -1
         if not line.endswith(b"\n") or at is None or at > step:
             break
         kept += len(line)

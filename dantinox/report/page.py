@@ -19,22 +19,17 @@ from typing import Any
 from dantinox.config.router_settings import RULES, STRATEGIES
 from dantinox.report.trace_file import LISTS, replace_nonfinite
 
-Words = dict[
-    tuple[int, str], int
-]  # (token id, text) → its index in the table that all samples share
+# (token id, text) → its index in the table that all samples share.
+Words = dict[tuple[int, str], int]
 
-SHARED_SCRIPTS = (
-    "page_core.js",
-    "page_plots.js",
-    "page_token.js",
-)  # also used by the server's web page
+# The server's web page uses these scripts too.
+SHARED_SCRIPTS = ("page_core.js", "page_plots.js", "page_token.js")
 SCRIPTS = (*SHARED_SCRIPTS, "page.js")
 GLYPHS = {"greedy": "▬", "clarify": "?", "explore": "▲", "resample": "↻", "adaptive": "•"}
 DIGITS = 5  # significant digits of the numbers in the page
-EXACT_DIGITS = {
-    "entropy": 9,
-    "varentropy": 9,
-}  # compared with thresholds, so they need enough digits to represent a float32 exactly
+# These values are compared with thresholds, so they need enough digits to represent a float32
+# exactly.
+EXACT_DIGITS = {"entropy": 9, "varentropy": 9}
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 

@@ -78,9 +78,8 @@ class _TensorBoard:
             self.writer = self.files.EventsWriter(str(self.folder / "events"), f".{time.time_ns()}")
         if not new:
             restart = self.events.SessionLog(status=self.events.SessionLog.START)
-            self._write(
-                step + 1, session_log=restart
-            )  # invalidates this step and later ones in earlier files
+            # This event invalidates this step and later ones in earlier files.
+            self._write(step + 1, session_log=restart)
             return
         settings = {
             key: x if isinstance(x, int | float | str) else str(x)

@@ -32,18 +32,14 @@ from dantinox.run.safetensors_file import SafetensorsFile, Tensor, safetensors_p
 from dantinox.run.weights import load_weights, weights_digest
 
 ADAPTER_CONFIG = "adapter_config.json"
-BASE_HASH_KEY = (  # metadata key: the digest of the weights that the adapters were trained on
-    "dantinox_base_sha256"
-)
+# The metadata key of the digest of the weights that the adapters were trained on.
+BASE_HASH_KEY = "dantinox_base_sha256"
 PEFT_MODULES = {"attention": "self_attn", "ffn": "mlp"}
 TENSOR_NAME = re.compile(
     r"base_model\.model\.model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector)"
 )
-TENSORS = {
-    "lora_a": "lora_A.weight",
-    "lora_b": "lora_B.weight",
-    MAGNITUDE: "lora_magnitude_vector",
-}  # names by parameter
+# The names in PEFT by those of the parameters.
+TENSORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 ADAPTER_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -95,9 +91,8 @@ def save_adapter(
     assert lora is not None
     arrays = {}
     for name, array in parameters.items():
-        _, layer, module, _, target, leaf = name.split(
-            "/"
-        )  # such as blocks/0/attention/qkv/q_proj/lora_a
+        # A name such as blocks/0/attention/qkv/q_proj/lora_a.
+        _, layer, module, _, target, leaf = name.split("/")
         shape = {"lora_a": (-1, lora.rank), "lora_b": (lora.rank, -1), MAGNITUDE: (-1,)}[leaf]
         peft_name = (
             f"base_model.model.model.layers.{layer}.{PEFT_MODULES[module]}.{target}.{TENSORS[leaf]}"

@@ -33,7 +33,8 @@ _RouterFile = create_model(
 
 MAX_KV_BYTES = 16 << 20
 KV_FILE_FORMAT = 2
-HEAD_SIGNALS = {  # signal → the heads that it is measured of. H: query heads, K: key heads
+# Signal → the heads that it is measured of. H: query heads, K: key heads.
+HEAD_SIGNALS = {
     "head_entropies": "H", "coverage": "H", "distance": "H", "loss": "K", "length_entropies": "H",
 }  # fmt: skip
 NonNegativeInt = Annotated[int, Field(ge=0)]

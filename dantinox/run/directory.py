@@ -23,10 +23,8 @@ from dantinox.run.manifest import (
 )
 
 RUNS = Path("runs")
-INHERITED_FILES = (
-    "chat_template.jinja",
-    "origin.json",
-)  # copied into a run that starts from another run
+# Files that are copied into a run that starts from another run.
+INHERITED_FILES = ("chat_template.jinja", "origin.json")
 # Files and folders of a run that exist before its first step. Together with the tokens, they are
 # all that a start leaves that was killed or that failed. `config.yaml` is the last file that a
 # start writes.
@@ -41,10 +39,8 @@ START_FILES = (
 TOKEN_FILES = re.compile(
     r"\.lock|\.tokens.*|tokens\.json|tokens-.*|\.dataset-\d+\.jsonl|reference\.json|\..*\.tmp"
 )
-V0_WEIGHTS = (
-    "best_model_weights.msgpack",
-    "checkpoint_best.msgpack",
-)  # files that only DantinoX 0 writes
+# Files that only DantinoX 0 writes.
+V0_WEIGHTS = ("best_model_weights.msgpack", "checkpoint_best.msgpack")
 
 
 class RunDirectory:
@@ -67,15 +63,13 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.manifest = self.path / MANIFEST
         self.tokenizer = self.path / "tokenizer.json"
-        self.tokenizer_config = (
-            self.path / "tokenizer_config.json"
-        )  # BOS and EOS tokens whose names do not tell their role
+        # Which tokens are BOS and EOS, if their names do not say so.
+        self.tokenizer_config = self.path / "tokenizer_config.json"
         self.origin = self.path / "origin.json"  # only in imported runs: metadata of the checkpoint
         self.chat_template = self.path / "chat_template.jinja"
         self.weights = self.path / "model_weights.msgpack"
-        self.adapter = (
-            self.path / "adapter" / "adapter_model.safetensors"
-        )  # replaces the weights in a run with adapters
+        # In a run with adapters, this file takes the place of the weights.
+        self.adapter = self.path / "adapter" / "adapter_model.safetensors"
         self.data = self.path / "data"  # the token store
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
@@ -83,9 +77,8 @@ class RunDirectory:
         self.rewards = self.path / "rewards.html"  # only in training with rewards
         self.plots = self.path / "plots"
         self.router = self.path / "router.json"  # measured thresholds of the entropy router
-        self.kv = (
-            self.path / "kv_entropy.json"
-        )  # statistics of the attention heads, for compressed caches
+        # Statistics of the attention heads, for compressed caches.
+        self.kv = self.path / "kv_entropy.json"
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
@@ -151,9 +144,8 @@ class RunDirectory:
         """
         with contextlib.ExitStack() as stack:
             try:
-                file = stack.enter_context(
-                    open(self.path / ".lock", "ab")
-                )  # unlike "w", "a" does not change the file
+                # Unlike "w", "a" does not change the file.
+                file = stack.enter_context(open(self.path / ".lock", "ab"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(
@@ -179,9 +171,8 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
       UserError: the directory is not empty, or cannot be created. A directory with only what a
         failed start has left counts as empty.
     """
-    run = RunDirectory(
-        RUNS if path is None else path
-    )  # without a path, the folder in which the run is created
+    # Without a path, this is the folder in which the run is created.
+    run = RunDirectory(RUNS if path is None else path)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         if path is None:
@@ -203,9 +194,8 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
 def check_new_run(path: str | Path) -> None:
     """Raises the UserError of `create_run` for a new run, and creates no directory."""
     path = Path(path).absolute()
-    missing = [
-        folder for folder in (path, *path.parents) if not folder.exists()
-    ]  # the deepest folder first
+    # The deepest folder comes first, as `rmdir` needs it.
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         create_run(path)
     finally:
@@ -340,12 +330,13 @@ def open_base(
     Raises:
       UserError: the base run is missing or damaged, or no path is given.
     """
-    if init_from is None and run is None:
-        raise UserError(f"no path of a {role} is given")
     if init_from is None:
-        raise UserError(
-            f"the {role} of {run.path} is unknown: its {run.config.name} has no path of it"
-        )
+        missing = f"no path of a {role} is given"
+        if run is not None:
+            missing = (
+                f"the {role} of {run.path} is unknown: its {run.config.name} has no path of it"
+            )
+        raise UserError(missing)
     base = Path(init_from)
     if run is not None and not base.is_dir():
         sibling = run.path.parent / base.name
@@ -410,8 +401,7 @@ def load_run_config(run: RunDirectory) -> Config:
     Raises:
       UserError: config.yaml is not valid, or was changed after the run wrote it.
     """
-    config = load_config(
-        run.config
-    )  # first: if a line is invalid, its error says more than the manifest check
+    # Before the check, because the error about an invalid line says more.
+    config = load_config(run.config)
     run.check(run.config)
     return config

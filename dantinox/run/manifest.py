@@ -26,9 +26,8 @@ from dantinox.files import UserError, atomic_write, quote, staged_write, wrap_os
 MANIFEST = "manifest.txt"
 MANIFEST_FORMAT = 1
 CHECKSUM_LINE_BYTES = 65  # bytes: 64 hexadecimal digits and a line break
-SMALL_FILE_BYTES = (
-    1 << 20
-)  # bytes; a quick check hashes files up to this size; of a larger file it compares only the size
+# A quick check hashes files of up to this many bytes, and compares only the size of a larger file.
+SMALL_FILE_BYTES = 1 << 20
 READ_BYTES = 8 << 20  # bytes per read
 
 

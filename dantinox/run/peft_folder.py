@@ -36,13 +36,8 @@ READ_KEYS = {"r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (
-        True,
-        False,
-        "gaussian",
-        "eva",
-        "orthogonal",
-    ),  # all other methods also change the base weights
+    # All other methods also change the base weights.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 
 

@@ -55,9 +55,8 @@ class SafetensorsFile:
           UserError: the file cannot be read, is damaged, or holds an array of an unknown dtype.
         """
         try:
-            with (
-                open(path, "rb") as file
-            ):  # if opening fails, the OSError of `open` says why; the library's error does not
+            # If opening fails, the OSError of `open` says why; the library's error does not.
+            with open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 if MAX_HEADER_BYTES < length <= os.fstat(file.fileno()).st_size:
                     raise UserError(
@@ -83,9 +82,8 @@ class SafetensorsFile:
                 )
             self.tensors[name] = Tensor(tuple(array["shape"]), DTYPES[code].name)
             start, end = array["data_offsets"]
-            data = (
-                8 + length
-            )  # where the data begins: behind the length of the header, in 8 bytes, and the header
+            # The data begin behind the length of the header, in 8 bytes, and the header.
+            data = 8 + length
             self._places[name] = (data + start, data + end)
 
     def read(self, name: str) -> np.ndarray:

@@ -25,12 +25,10 @@ from dantinox.run.manifest import (
 
 # Checkpoints/12.saving: step 12 is being saved, or the process ended during the save.
 SAVING_SUFFIX = ".saving"
-TEMPORARY_SUFFIX = (  # Orbax saves to a directory with this suffix, then renames it
-    ".orbax-checkpoint-tmp"
-)
-DAMAGED_PREFIX = (  # checkpoints/damaged-12: a damaged checkpoint that a resumed run set aside
-    "damaged-"
-)
+# Orbax saves to a directory with this suffix, then renames it.
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
+# checkpoints/damaged-12 is a damaged checkpoint that a resumed run set aside.
+DAMAGED_PREFIX = "damaged-"
 
 
 @dataclass

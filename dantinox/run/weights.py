@@ -44,13 +44,8 @@ SHORT_TEXT = range(0xA0, 0xC0)
 LIST_OF_THREE = SHORT_LIST[3]
 TRUE = 0xC3
 UNSIGNED = range(0xCC, 0xD0)  # precede an integer of 1, 2, 4 or 8 bytes
-FIXED_EXTENSION = {
-    1: 0xD4,
-    2: 0xD5,
-    4: 0xD6,
-    8: 0xD7,
-    16: 0xD8,
-}  # size of the content → type byte, which no length follows
+# Size of the content → type byte, which no length follows.
+FIXED_EXTENSION = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}
 PACKER = msgpack.Packer()
 
 
@@ -104,9 +99,8 @@ def load_weights(
     shapes = {name: tuple(leaf.shape) for name, leaf in expected_shapes.items()}
     arrays, size = read_arrays(path)
     total = sum(leaf.nbytes for leaf in arrays.values())
-    overhead = 1024 + sum(
-        256 + len(name) for name in arrays
-    )  # the header of an array has less than 256 bytes
+    # The header of an array has less than 256 bytes.
+    overhead = 1024 + sum(256 + len(name) for name in arrays)
     quantized = {
         name: array
         for name, array in arrays.items()
@@ -129,9 +123,9 @@ def load_weights(
         name for name, leaf in expected_shapes.items() if getattr(leaf, "dtype", None) == np.uint8
     }
     _compare(path, arrays, shapes, packed)
-    if (
-        size > total + overhead
-    ):  # content that belongs to no array, such as maps without entries, which the reader accepts
+    # The file has content that belongs to no array, such as maps without entries, which the reader
+    # accepts.
+    if size > total + overhead:
         raise UserError(
             f"the weights {path} are damaged: {size} bytes, expected {total} for the arrays and at"
             f" most {overhead} more"
@@ -152,12 +146,8 @@ def read_arrays(path: Path) -> tuple[dict[str, "StoredArray"], int]:
         return MsgpackReader(content).arrays(), size
     except OSError as error:
         raise UserError(f"cannot read the weights {path}: {error.strerror}") from None
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        struct.error,
-    ) as error:  # invalid bytes can cause any of these
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        # Invalid bytes can cause any of these errors.
         raise UserError(
             f"the weights {path} are damaged or not a weights file: {first_line(error)}"
         ) from None
@@ -211,9 +201,8 @@ def msgpack_pieces(parameters: Mapping[str, Any]) -> Iterator[bytes | memoryview
       parameters: arrays by path, such as "blocks/0/norm1/scale", each read just before it is
         written. bfloat16 and uint8 arrays stay unchanged, all others become float32.
     """
-    paths = _nested(
-        {name: name for name in parameters}
-    )  # its leaves are paths, so that each array is read when it is written
+    # The leaves are paths, so that each array is read when it is written.
+    paths = _nested({name: name for name in parameters})
     return _tree_pieces(paths, parameters)
 
 

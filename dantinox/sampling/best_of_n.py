@@ -191,9 +191,8 @@ def candidates_given_token(
     equal_V = jnp.where(is_equal_V, logits_V, -jnp.inf)
     no_better_V = jnp.where(is_no_better_V, logits_V, -jnp.inf)
     share = jnp.clip(jnp.exp(log_mass(equal_V) - log_mass(no_better_V)), TINY, 1)
-    later_N = jnp.log1p(-share) * jnp.arange(
-        1, draws + 1
-    )  # ln P(the first draw of this rank comes after the j-th)
+    # The logarithm of the probability that the first draw of this rank comes after the j-th.
+    later_N = jnp.log1p(-share) * jnp.arange(1, draws + 1)
     reached_N = jnp.expm1(later_N) / jnp.expm1(later_N[0] * n)
     winner_index = jnp.minimum(
         jnp.sum(reached_N <= jax.random.uniform(position_key)), jnp.asarray(n, jnp.int32) - 1

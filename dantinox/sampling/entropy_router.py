@@ -115,10 +115,8 @@ def layer_attention(scores_HS: Array, valid_S: Array) -> LayerAttention:
     entropy_H = jax.vmap(row_sum)(a_HS * surprise_HS) / LN2
     return LayerAttention(
         entropy_H,
-        entropy_H
-        / jnp.log2(
-            jnp.maximum(keys_H, 2).astype(jnp.float32)
-        ),  # 0 with one key, because its entropy is 0
+        # With one key, this is 0, because the entropy is 0.
+        entropy_H / jnp.log2(jnp.maximum(keys_H, 2).astype(jnp.float32)),
         jnp.mean(jax.vmap(row_sum)(jnp.abs(a_HS - jnp.mean(a_HS, axis=0)))) / 2,
         jnp.mean(jax.vmap(row_sum)(jnp.abs(scores_HS)) / jnp.maximum(keys_H, 1)),
     )
@@ -225,9 +223,8 @@ class _RouterNumbers:
         for name in _GUIDE:
             value = getattr(self, name)
             if isinstance(value, int | float | np.generic):  # else an array or a tracer
-                finite = (
-                    value if np.isinf(value) else np.clip(value, -LARGEST, LARGEST)
-                )  # the nearest float32
+                # The nearest float32 that is finite.
+                finite = value if np.isinf(value) else np.clip(value, -LARGEST, LARGEST)
                 object.__setattr__(
                     self, name, np.int32(value) if name in INTEGERS else np.float32(finite)
                 )
@@ -356,7 +353,8 @@ def route(metrics: Metrics, config: RouterConfig) -> Route:
     )
     adaptive_m = c.base_min_p * (1 - c.adaptive_min_p_uncertainty * uncertain)
 
-    numbers = [  # one row per strategy: temperature, top_p, top_k, min_p
+    # One row per strategy: temperature, top_p, top_k, min_p.
+    numbers = [
         (0, p0, k0, 0),
         (jnp.minimum(c.clarify_temperature_max, clarify_T), p0, k0, 0),
         (

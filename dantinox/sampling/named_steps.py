@@ -235,10 +235,8 @@ def _step_model(name: str, V: int) -> type[BaseModel]:
     } | step.parameters
     for parameter, (kind, default) in fields.items():
         is_required = default is None or switches == [parameter]
-        fields[parameter] = (
-            _parameter_type(kind, V),
-            ... if is_required else default,
-        )  # `...` stands for no default
+        # `...` stands for no default.
+        fields[parameter] = (_parameter_type(kind, V), ... if is_required else default)
     return create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
 
 

@@ -272,9 +272,8 @@ class SamplingParams:
             "clarify_text": ClarifyText.build(clarify_ids or ()) if has_router else None,
         }
         return cls(
-            **jax.device_put(
-                arrays
-            ),  # one call: separate `jnp.asarray` calls take several times as long
+            # One call, because separate `jnp.asarray` calls take several times as long.
+            **jax.device_put(arrays),
             plan=plan,
             stochastic=stochastic,
             choices=(

@@ -195,9 +195,8 @@ def _nth_by_bisection(hit_V: Array, n: Array) -> Array:
     """
     V = hit_V.shape[0]
     ids_V = jnp.arange(V)
-    hits_V = hit_V.astype(
-        jnp.float32
-    )  # exact up to 2²⁴; XLA adds integers four times slower on a CPU
+    # The sums are exact up to 2²⁴; XLA adds integers four times slower on a CPU.
+    hits_V = hit_V.astype(jnp.float32)
     bits = V.bit_length()
 
     def try_bit(i: Array, t: Array) -> Array:

@@ -26,9 +26,8 @@ FIELDS_OF_INPUT = {
 # Fields that depend on how the earlier tokens were chosen, so that they cannot be computed from the
 # tokens.
 RECURRENT_FIELDS = ("mu", "adaptive_sum", "adaptive_weight", "since_clarify_text")
-_repeat_lengths_of_rows = jax.jit(
-    jax.vmap(repeat_lengths)
-)  # outside jit the loop would be compiled at every call
+# Outside of jit, the loop would be compiled at every call.
+_repeat_lengths_of_rows = jax.jit(jax.vmap(repeat_lengths))
 _loop_runs_of_rows = jax.jit(jax.vmap(loop_runs))
 
 

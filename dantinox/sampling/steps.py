@@ -26,14 +26,10 @@ Ties = Literal["first", "all"] | Array
 Rule = Literal["inclusive", "exclusive"] | Array
 EntropyRule = Literal["renormalized", "cumulative"] | Array
 LARGEST = float(jnp.finfo(jnp.float32).max)
-ADAPTIVE_PEAK, ADAPTIVE_SHARPNESS, ADAPTIVE_WIDTH = (
-    5.0,
-    10.0,
-    0.3,
-)  # the constants of adaptive-p in llama.cpp
-MIN_SHIFTED_LOGIT = (
-    -1e15
-)  # lower bound of x − max x; a sum of 2²⁴ squares of x − max x is then finite
+# The constants of adaptive-p in llama.cpp.
+ADAPTIVE_PEAK, ADAPTIVE_SHARPNESS, ADAPTIVE_WIDTH = 5.0, 10.0, 0.3
+# The lower bound of x − max x; a sum of 2²⁴ squares of x − max x is then finite.
+MIN_SHIFTED_LOGIT = -1e15
 
 
 class Rest(NamedTuple):
@@ -495,9 +491,8 @@ def mirostat_v1(logits_V: Array, mu: Number, m: int = 100, size: Number | None =
     """
     V = logits_V.shape[0]
     log_size = jnp.log(jnp.asarray(V if size is None else size, jnp.float32))
-    x_m = lax.optimization_barrier(
-        lax.top_k(logits_V, min(m, V))[0]
-    )  # else XLA turns it into a full sort
+    # Without the barrier, XLA turns this into a full sort.
+    x_m = lax.optimization_barrier(lax.top_k(logits_V, min(m, V))[0])
     both_m = x_m[1:] > -jnp.inf
     rank_m = jnp.arange(x_m.shape[0] - 1, dtype=jnp.float32)
     t_m = jnp.where(both_m, jnp.log((rank_m + 2) / (rank_m + 1)), 0)

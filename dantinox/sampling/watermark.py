@@ -22,7 +22,8 @@ from jax import Array, lax
 from dantinox.sampling.selection import row_sum, top_k_by_id
 from dantinox.sampling.steps import Number, clip_finite, log_mass
 
-TABLE_BITS, TABLE_SEED = 16, 0
+TABLE_BITS = 16
+TABLE_SEED = 0
 # The hash is a linear congruential generator with 64-bit numbers. Only its lowest 16 bits select an
 # entry of the table, so 32-bit numbers suffice in programs.
 MULTIPLIER = 6364136223846793005

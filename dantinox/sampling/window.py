@@ -260,7 +260,8 @@ def take_window(logits_BV: Array) -> tuple[Array, Array, Rest]:
     everything = sums(logits_BV)
     inside = sums(values_BK)
     outside = jax.tree.map(jnp.subtract, everything, inside)
-    rest = Rest(  # without the wrong signs that rounding may give to a difference
+    # The limits remove the wrong signs that rounding may give to a difference.
+    rest = Rest(
         mass=jnp.maximum(outside.mass, 0),
         moment=jnp.minimum(outside.moment, 0),
         mass_squares=jnp.maximum(outside.mass_squares, 0),

@@ -181,9 +181,8 @@ def server_routes(
     async def health(request: Request) -> Response:
         """Returns the state of the server; the status is 200 if it accepts requests, else 503."""
         status = engine.status()
-        doing = (
-            status.doing if status.state != "failed" else "see the server's log"
-        )  # no details: this path needs no key
+        # No details, because this path needs no key.
+        doing = status.doing if status.state != "failed" else "see the server's log"
         content = {"status": status.state, "doing": doing, **about(), "slots": status.slots}
         content |= {"busy": status.busy, "queued": status.queued}
         return JSONResponse(content, 200 if status.state == "ready" else 503)

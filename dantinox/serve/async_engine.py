@@ -176,9 +176,8 @@ class AsyncEngine:
         self._cached_config = lru_cache(CACHED_SETTINGS)(self._apply_overrides)
         self._lock = threading.Lock()
         self._wake = threading.Event()  # the engine's thread has work
-        self._one_adapter = (
-            asyncio.Lock()
-        )  # one adapter is loaded at a time, which limits the memory for its files
+        # One adapter is loaded at a time, which limits the memory for its files.
+        self._one_adapter = asyncio.Lock()
         self._one_save = asyncio.Lock()  # one copy of the prefix cache exists at a time
         self._state = "loading"
         self._doing = "warming up"
@@ -254,9 +253,8 @@ class AsyncEngine:
             self._responders[job] = _Responder(self.run, stream)
             self._counters["requests"] += 1
             self._counters["prompt_tokens"] += len(request.ids)
-            self._preparer.submit(
-                self._prepare, job
-            )  # with the lock, because `close` stops this executor
+            # With the lock, because `close` stops this executor.
+            self._preparer.submit(self._prepare, job)
         return stream
 
     async def replace_weights(self, model: LoadedModel) -> None:
@@ -483,9 +481,8 @@ class AsyncEngine:
             wanted.append((self._config, True))
         if "strategies" in self._background:
             other = "chain" if self._config.generation.strategy == "entropy" else "entropy"
-            with contextlib.suppress(
-                UserError
-            ):  # the run may have settings that contradict the router
+            # The run may have settings that contradict the router.
+            with contextlib.suppress(UserError):
                 wanted.append((overlay(self._config, {"strategy": other}), False))
         for config, echo in wanted:
             if not self._batch.ready(self._batch.program_key(config), echo, None):

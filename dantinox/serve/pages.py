@@ -27,11 +27,8 @@ STATIC = {
     **dict.fromkeys((*SHARED_SCRIPTS, "page.css"), "report"),
     **dict.fromkeys((*SCRIPTS, "write.css"), "serve"),
 }
-PUBLIC = (
-    "/",
-    "/page/report.html",
-    *(f"/page/{name}" for name in STATIC),
-)  # need no API key: they contain no data of the model
+# These paths need no API key, because they contain no data of the model.
+PUBLIC = ("/", "/page/report.html", *(f"/page/{name}" for name in STATIC))
 TYPES = {"js": "text/javascript", "css": "text/css"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:;"
@@ -103,9 +100,8 @@ def lite_routes(service: Service) -> list[Route]:
 
     async def send(request: Request) -> Response:
         """Returns the copy of Kobold Lite."""
-        if (
-            "local" not in request.query_params
-        ):  # with this parameter, Lite connects to the server that it was loaded from
+        # With this parameter, Lite connects to the server that it was loaded from.
+        if "local" not in request.query_params:
             return RedirectResponse("/lite?local=1")
         headers = {"content-security-policy": LITE_POLICY, "cache-control": "no-cache"}
         return FileResponse(page, media_type="text/html", headers=headers)

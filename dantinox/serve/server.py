@@ -65,9 +65,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        reason, _, _ = (error.strerror or str(error)).partition(
-            " (while"
-        )  # the rest repeats the address
+        # The rest of the message repeats the address.
+        reason, _, _ = (error.strerror or str(error)).partition(" (while")
         raise UserError(f"cannot listen at {host} port {port}: {reason.lower()}") from None
 
 
@@ -95,9 +94,8 @@ def serve(
       reloader: called after SIGHUP; None leaves this signal alone.
     """
     allow_open_files(MAX_CONNECTIONS + MAX_REFUSED + OTHER_FILES)
-    logging.getLogger("asyncio").setLevel(
-        logging.ERROR
-    )  # hides "socket.send() raised exception" of lost connections
+    # This hides the message "socket.send() raised exception" of lost connections.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
 
     async def run() -> int:
         return await ServerRun(make_server(app, limits), engine, reloader).run(listener, ready)
@@ -123,9 +121,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(
-                BACKLOG
-            )  # asyncio has set it to the number of connections that it accepts at once
+            # asyncio has set the backlog to the number of connections that it accepts at once.
+            listener.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

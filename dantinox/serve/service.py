@@ -362,9 +362,8 @@ class Service:
                         waiting.popleft()
                         reply.on_accepted()
                 readable = [*live]
-                if (
-                    len(live) > 1
-                ):  # one stream is read directly, which needs no task for each of its deltas
+                # One stream is read directly, which needs no task for each of its deltas.
+                if len(live) > 1:
                     for number, stream in live.items():
                         if number not in tasks:
                             tasks[number] = asyncio.ensure_future(_next(stream))

@@ -108,9 +108,8 @@ class PackedRows:
         self._starts_P = starts_P[order_P]
         self._sizes_P = sizes_P[order_P]
         self.count = int(row_P.max()) + 1
-        self._first_R = np.searchsorted(
-            row_P[order_P], np.arange(self.count + 1)
-        )  # the index of the first chunk of each row
+        # The index of the first chunk of each row.
+        self._first_R = np.searchsorted(row_P[order_P], np.arange(self.count + 1))
 
     def read(self, chosen_N: np.ndarray, epoch_random: int) -> np.ndarray:
         indices_NT = np.full((len(chosen_N), self._length + 1), NO_TOKEN, np.int64)
@@ -181,9 +180,8 @@ def split_documents(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarr
     starts = np.concatenate([[0], ends[:-1]])
     targets = ends - starts - 1
     counts = np.maximum(1, -(-targets // length))
-    number = np.arange(counts.sum()) - np.repeat(
-        np.cumsum(counts) - counts, counts
-    )  # index of each chunk in its document
+    # The index of each chunk in its document.
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     first = np.repeat(starts, counts) + number * length
     sizes = np.minimum(np.repeat(ends, counts) - first, length + 1)
     has_target = sizes > 1

@@ -61,12 +61,10 @@ BATCH_CHUNKS = 1 << 14  # the most chunks of one such batch
 MAX_HEADER_BYTES = 1 << 16
 
 Header = dict[str, Any]
-EncodeFrom = Callable[
-    [int], Iterator[Encoded]
-]  # maps the number of items to skip to the other ones
-Progress = Callable[
-    ..., None
-]  # (activity, units done, total units[, name of the unit if not characters])
+# A function that maps the number of items to skip to the other ones.
+EncodeFrom = Callable[[int], Iterator[Encoded]]
+# A function of (activity, units done, total units[, name of the unit if not characters]).
+Progress = Callable[..., None]
 
 
 class TextChunk(NamedTuple):
@@ -433,9 +431,8 @@ def _encode_corpus(
                 encoded = tokenizer.encode_batch(
                     [chunk.text for chunk in group], dropout=group[0].part == 0
                 )
-            except (
-                UnknownCharacter
-            ) as error:  # report the position in the corpus instead of the group
+            except UnknownCharacter as error:
+                # Report the position in the corpus instead of the group.
                 raise UnknownCharacter(
                     error.character, done + text.index(error.character)
                 ) from None
@@ -451,9 +448,8 @@ def _encode_corpus(
                 if chunk.document != next_document:
                     pieces.append(end)
                 before = chunk.document
-            started += (
-                group[0].document == document and group[0].part != part
-            )  # a document that is split between the parts
+            # Counts a document that is split between the parts.
+            started += group[0].document == document and group[0].part != part
             ids = np.concatenate(pieces)
             yield Encoded(
                 group[0].part,

@@ -120,9 +120,8 @@ class ConversationStore(TokenStore):
         self.pairs = form != "conversation"
         self.left_out = 0
         self.conversations = sum(part.documents for part in counts) // (2 if self.pairs else 1)
-        self._pair_starts = np.flatnonzero(self._marks & FIRST_TOKEN)[
-            ::2
-        ]  # index of the first token of each pair
+        # The index of the first token of each pair.
+        self._pair_starts = np.flatnonzero(self._marks & FIRST_TOKEN)[::2]
         self.reference = np.zeros((len(self._pair_starts) if self.pairs else 0, 2), np.float32)
         training = self._order_rows(batches)
         self._validation_rows = self._make_rows(self.train.tokens, len(ids))

@@ -253,9 +253,8 @@ def _text(file: CorpusFile, content: Any) -> Iterator[tuple[bool, str]]:
     for block in chain(_blocks(file, content), [b""]):
         if b"\0" in block:
             raise UserError(f"{file.path} is not text: byte {position + block.index(0)} is NUL")
-        pending = len(
-            decoder.getstate()[0]
-        )  # bytes of an incomplete character at the end of the previous block
+        # The bytes of an incomplete character at the end of the previous block.
+        pending = len(decoder.getstate()[0])
         try:
             text += decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
@@ -266,9 +265,8 @@ def _text(file: CorpusFile, content: Any) -> Iterator[tuple[bool, str]]:
         if may_have_mark and text:
             text = text.removeprefix("\ufeff")
             may_have_mark = False
-        if block and len(text) < max(
-            2, BLOCK_BYTES
-        ):  # read on, because a short text may have no good split point
+        # Read on, because a short text may have no good split point.
+        if block and len(text) < max(2, BLOCK_BYTES):
             continue
         end = find_split(text, 0, len(text) - 1) if block else len(text)
         if end:

@@ -10,13 +10,8 @@ SPACES = (
 )
 SETS = {"d": "0-9", "w": "0-9A-Za-z_", "s": SPACES}
 DOT = r"[^\n\r\x{2028}\x{2029}]"
-SYNTAX = {
-    ".": DOT,
-    "^": "^",
-    "$": "$",
-    "|": "|",
-    ")": ")",
-}  # characters with a meaning → what they are in Rust's syntax
+# Characters with a meaning → what they are in Rust's syntax.
+SYNTAX = {".": DOT, "^": "^", "$": "$", "|": "|", ")": ")"}
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "v": "\v", "f": "\f", "0": "\0"}
 PROPERTY = re.compile(r"\\[pP]\{[A-Za-z_=0-9]+\}")
 QUANTIFIER = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
@@ -63,9 +58,8 @@ def to_rust_regex(pattern: str) -> str:
                 raise ValueError("look-around and unknown groups (?… are not supported")
         elif quantifier := QUANTIFIER.match(pattern, at):
             parts.append(quantifier[0])
-            at = quantifier.end() + pattern.startswith(
-                "?", quantifier.end()
-            )  # a lazy quantifier allows the same texts
+            # A lazy quantifier allows the same texts.
+            at = quantifier.end() + pattern.startswith("?", quantifier.end())
         elif re.match(r"\{,\d", pattern[at : at + 3]):
             raise ValueError("{,n} is not a quantifier of ECMA-262: write {0,n}")
         else:

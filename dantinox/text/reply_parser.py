@@ -136,9 +136,8 @@ class MarkedParser:
         elif self._form.reasoning is not None and marker == self._form.reasoning.begin:
             self._in_reasoning = True
         else:
-            if (
-                marker not in self._form.tools.begin_markers
-            ):  # a bare call: the marker is part of it
+            # The call has no begin marker: this marker is part of it.
+            if marker not in self._form.tools.begin_markers:
                 self._buffer = marker + self._buffer
                 marker = ""
             self._begin_calls(marker)
@@ -188,9 +187,8 @@ class HarmonyParser:
         self._schemas = schemas
         self._buffer = ""
         self._header = ""
-        self._kind: str | None = (
-            "content" if continues else None
-        )  # of the current message; None in a header
+        # The kind of the current message; None in a header.
+        self._kind: str | None = "content" if continues else None
 
     def push(self, text: str) -> list[Part]:
         self._buffer += text

@@ -103,9 +103,8 @@ def make_environment() -> ImmutableSandboxedEnvironment:
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": SafeNamespace,
-        "dict": lambda *args, **names: dict(
-            *args, **names
-        ),  # a function, so that templates do not reach the class
+        # A function, so that templates do not reach the class.
+        "dict": lambda *args, **names: dict(*args, **names),
     }
     return environment
 

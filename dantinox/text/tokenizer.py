@@ -38,9 +38,8 @@ EOS_NAMES = (
 )
 BOS_NAMES = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
-SEARCH_LIMIT = (
-    1 << 16
-)  # characters; only texts up to this length are searched for special token names before encoding
+# Only texts of up to this many characters are searched for special token names before encoding.
+SEARCH_LIMIT = 1 << 16
 # The encoder gives special token names this prefix. Corpora contain no NUL, so no text contains a
 # prefixed name.
 SPECIAL_PREFIX = "\0special\0"
@@ -352,9 +351,8 @@ class Tokenizer:
             [origin[end - 1] + 1 if end else 0 for _, end in encoding.offsets], np.int64
         )
         special_N = self.is_special_V[ids_N]
-        if np.count_nonzero(special_N) == len(
-            ends
-        ):  # the library includes the space that some special tokens absorb
+        # The library includes the space that some special tokens absorb.
+        if np.count_nonzero(special_N) == len(ends):
             ends_N[special_N] = ends
         return ends_N
 

@@ -150,9 +150,8 @@ class JSONCalls:
             if name:
                 self._named = self.recognized = True
                 parts = [Part("call", name)]
-        if self._key in ARGUMENT_KEYS and self._arguments.startswith(
-            '"'
-        ):  # the object is written as a string
+        # The model has written the object as a string.
+        if self._key in ARGUMENT_KEYS and self._arguments.startswith('"'):
             self._arguments = _load_string(self._arguments.strip())
         self._reads_key = True
         self._key = ""
@@ -346,9 +345,8 @@ def parse_python(text: str) -> list[tuple[str, dict[str, Any]]]:
             for keyword in element.keywords
             if keyword.arg
         }
-        json.dumps(
-            arguments, allow_nan=False
-        )  # raises for values that JSON cannot represent, such as sets
+        # `dumps` raises for values that JSON cannot represent, such as sets.
+        json.dumps(arguments, allow_nan=False)
         name = ast.unparse(element.func)
         calls.append((names.get(name, name), arguments))
     return calls

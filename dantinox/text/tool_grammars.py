@@ -132,7 +132,8 @@ class _PropertyMerger:
 
     def __init__(self, tool: str, document: Mapping[str, Any]):
         """Initializes the merger for the parameters of a tool."""
-        self._tool, self._document = tool, document
+        self._tool = tool
+        self._document = document
         self._merged: dict[str, tuple[dict[str, Any], set[str]]] = {}  # by reference
         self._entries = 0
 
@@ -163,9 +164,8 @@ class _PropertyMerger:
             options = [self.merge(option, depth + 1) for option in schema.get(key, ())]
             for more, _ in options:
                 self._add(properties, more)
-            if (
-                options
-            ):  # a value may match any one of them, so only what all of them require is required
+            # A value may match any one of them, so only what all of them require is required.
+            if options:
                 required |= set.intersection(*(needed for _, needed in options))
         return properties, required
 
@@ -291,9 +291,8 @@ def _reasoning(form: ReplyFormat, literal: Callable[[str], str], rules: list[str
     if form.name == HARMONY:
         delimiters = Delimiters("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
     else:
-        delimiters = form.reasoning or Delimiters(
-            "", ""
-        )  # `form.reasons` is true, so it is not None
+        # `form.reasons` is true, so it is not None.
+        delimiters = form.reasoning or Delimiters("", "")
     begin = literal(delimiters.begin)
     end = literal(delimiters.end)
     # Text never contains a special token, so it ends there. Otherwise it ends at the first
@@ -532,9 +531,8 @@ class _RuleWriter:
             text = value if dialect is not PYTHON else json.dumps(value, ensure_ascii=False)[1:-1]
             return self.literal(dialect.quotes[0] + text + dialect.quotes[1])
         words = {True: dialect.words[0], False: dialect.words[1], None: dialect.words[2]}
-        has_word = value is None or isinstance(
-            value, bool
-        )  # not `in words`: 1 equals True, and 0 equals False
+        # `in words` would be wrong, because 1 equals True, and 0 equals False.
+        has_word = value is None or isinstance(value, bool)
         return json.dumps(words[value] if has_word else json.dumps(value))
 
     def any_value(self, dialect: Dialect) -> str:

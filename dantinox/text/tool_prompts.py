@@ -50,10 +50,8 @@ def _template_message(number: int, message: Message) -> dict[str, Any]:
     converted = {name: value for name, value in message.items() if value is not None}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning:
-        converted |= {
-            "reasoning_content": reasoning,
-            "thinking": reasoning,
-        }  # `thinking` is the name in gpt-oss's template
+        # `thinking` is the name in gpt-oss's template.
+        converted |= {"reasoning_content": reasoning, "thinking": reasoning}
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list | tuple):
             raise UserError(f"messages.{number}.tool_calls must be a list, got {quote(calls)}")
@@ -185,9 +183,8 @@ def _with_tools(
             results[index] = result
 
     fill(chosen)
-    fill(
-        {i: other for i, other in again.items() if isinstance(results[i], UserError)}
-    )  # as in `chat_prompt`
+    # Filled as in `chat_prompt`.
+    fill({i: other for i, other in again.items() if isinstance(results[i], UserError)})
     return results
 
 
@@ -237,8 +234,7 @@ def chat_prompt(
         return template.prompt(
             with_tool_prompt(converted, tools), None, variables, continues=continues
         )
-    except (
-        UserError
-    ):  # the template accepts no system message, or another one in the conversation is wrong
+    except UserError:
+        # The template accepts no system message, or another one in the conversation is wrong.
         plain = with_tool_prompt(converted, tools, in_system_message=False)
         return template.prompt(plain, None, variables, continues=continues)

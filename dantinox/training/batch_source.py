@@ -41,7 +41,9 @@ class StoredBatches:
 
     def __init__(self, read: Callable[[int], Any], first: int, end: int):
         """Starts to read the batches of the steps from `first` to `end` (exclusive)."""
-        self._read, self._next, self._end = read, first, end
+        self._read = read
+        self._next = first
+        self._end = end
         self._pool = ThreadPoolExecutor(1, "batches")
         self._pending: deque[Future[Any]] = deque()
         self._read_ahead()

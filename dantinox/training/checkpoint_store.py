@@ -39,9 +39,8 @@ from dantinox.training.step import TrainState
 REMOVED_SUFFIX = ".removed"
 # A path that Orbax reads as it is.
 ORDINARY_PATH = re.compile(r"/(?!(gs|s3|az|hf)/)[\w./-]*", re.ASCII)
-READ_BACK_BYTES = (
-    1 << 16
-)  # bytes of a new checkpoint that are read back through Orbax; the manifest covers all bytes
+# The bytes of a new checkpoint that are read back through Orbax. The manifest covers all bytes.
+READ_BACK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,8 @@ class Checkpoints:
     """
 
     def __init__(self, path: Path, keep_last: int, logs: Sequence[Path] = ()):
-        logging.getLogger("absl").setLevel(
-            logging.CRITICAL
-        )  # Orbax logs every step, and the errors that it raises
+        # Orbax logs every step, and logs errors that it also raises.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.path = path.absolute()
         self._keep_last = keep_last
         self._logs = tuple(logs)

@@ -18,10 +18,8 @@ from dantinox.files import UserError
 
 RUNNER = Path(__file__).with_name("code_runner.py")
 MAX_REPORT_BYTES = 1 << 20
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}  # libraries must not start threads when they are imported
+# Libraries must not start threads when they are imported.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def check_platform() -> None:

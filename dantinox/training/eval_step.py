@@ -79,10 +79,8 @@ def make_eval_step(
         total = objective.losses(built(), add_kl(objective, built, inputs, layout), config, None)
         return layout.psum(total._replace(routing=None))
 
-    trained, frozen = (
-        trainable_parameters(layout.specs, model),
-        frozen_parameters(layout.specs, model),
-    )
+    trained = trainable_parameters(layout.specs, model)
+    frozen = frozen_parameters(layout.specs, model)
     sharded = layout.shard_map(
         evaluate, (trained, layout.batch_spec, frozen, teacher_specs(teacher)), PartitionSpec()
     )

@@ -106,9 +106,8 @@ def launch(
 
         def prepare() -> str:
             nonlocal prepared
-            make_layout(
-                settings, settings.trained_architecture(vocab_size=1)
-            )  # report an invalid mesh first
+            # Reports an invalid mesh before a run is created.
+            make_layout(settings, settings.trained_architecture(vocab_size=1))
             run = RunDirectory(run_dir or "") if resume else create_run(run_dir)
             if resume:
                 check_resumable(run.path)

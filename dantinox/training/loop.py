@@ -200,7 +200,8 @@ class Trainer:
         if not restored:
             self._init_state()
         if isinstance(self.store, ConversationStore) and self.train_step.objective.has_reference:
-            rows, parameters = self.programs.eval_rows, self.state.parameters
+            rows = self.programs.eval_rows
+            parameters = self.state.parameters
             compute = partial(
                 compute_reference_logprobs,
                 self.store,
@@ -302,9 +303,8 @@ class Trainer:
         self.log.files.truncate(self._last_row())
         self.saved_step = self.step
         if before.best_step not in (None, self.progress.best_step):
-            self._export(
-                self._best_state()
-            )  # the rewind discarded the step of the exported weights
+            # The rewind discarded the step of the exported weights.
+            self._export(self._best_state())
         skipped = f"the batches of steps {self.step + 1} to {bad.step} are skipped"
         self.console.note(f"{str(bad).partition(':')[0]}: back to step {self.step}, {skipped}")
         row = {

@@ -117,7 +117,8 @@ def out_of_memory(error: BaseException, config: Config) -> UserError | None:
 
 def remedies(config: Config) -> str:
     """Returns the settings that reduce the memory of a run, with their current values."""
-    t, m = config.training, config.model
+    t = config.training
+    m = config.model
     suggestions = [
         f"raise training.grad_accum ({t.grad_accum})" if t.grad_accum < t.batch_size else "",
         f"lower training.batch_size ({t.batch_size})",

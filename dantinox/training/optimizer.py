@@ -28,7 +28,8 @@ def schedule(training: TrainingSection, steps: int) -> Schedule:
     peak is reached in step w, after w smaller steps. If w is `steps` − 1 or more, `cosine` and
     `linear` have no decay; if w is `steps`, the peak is not reached.
     """
-    warmup, low = training.warmup_steps, training.min_lr_ratio
+    warmup = training.warmup_steps
+    low = training.min_lr_ratio
     if warmup is None or warmup > steps:
         warmup = min(100, steps // 10)
     last = max(steps - 1, warmup + 1)

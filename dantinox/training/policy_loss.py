@@ -70,9 +70,8 @@ def policy_sums(
       kl_weight: weight of k3. If it is 0, the metric `kl` is 0.
     """
     mask_RT = rollout.mask_RT
-    mean_RT = mask_RT / jnp.maximum(
-        jnp.sum(mask_RT, axis=1, keepdims=True), 1
-    )  # weights of the mean over an answer
+    # The weights of the mean over an answer.
+    mean_RT = mask_RT / jnp.maximum(jnp.sum(mask_RT, axis=1, keepdims=True), 1)
     old_RT = jax.lax.stop_gradient(logp_RT) if rollout.old_RT is None else rollout.old_RT
     log_ratio_RT = (logp_RT - old_RT) * mask_RT
     if options.ratio == "sequence":
@@ -85,11 +84,13 @@ def policy_sums(
     high = 1 + options.clip_high if options.clip_high else jnp.inf
     clipped_RT = jnp.clip(ratio_RT, low, high)
     gain_RT, clipped_gain_RT = ratio_RT * advantage_R1, clipped_RT * advantage_R1
-    loss_RT, kl = -jnp.minimum(gain_RT, clipped_gain_RT), jnp.zeros(())
+    loss_RT = -jnp.minimum(gain_RT, clipped_gain_RT)
+    kl = jnp.zeros(())
     if kl_weight:
         difference_RT = (rollout.reference_RT - logp_RT) * mask_RT
         k3_RT = jnp.expm1(difference_RT) - difference_RT
-        loss_RT, kl = loss_RT + kl_weight * k3_RT, jnp.sum(mean_RT * k3_RT)
+        loss_RT = loss_RT + kl_weight * k3_RT
+        kl = jnp.sum(mean_RT * k3_RT)
     return PolicySums(
         jnp.sum(rollout.weights_RT * loss_RT),
         kl,

@@ -160,7 +160,8 @@ class RolloutBatches:
         groups, rounds = self._sample_groups(step + self.skipped_batches, weights)
         sampled = time.perf_counter()
         rows, sampled_RT = rollout_rows(groups, self._length, self._config, self._pad)
-        placed, sampled_RT = self._layout.put_batch(  # on one device, which reads all rows
+        # All rows are placed on one device, which reads them.
+        placed, sampled_RT = self._layout.put_batch(
             lambda: (rows, sampled_RT), len(sampled_RT), self._config.training.grad_accum
         )
         metrics = _group_metrics(groups)

@@ -66,13 +66,14 @@ class RolloutSampler:
           prompts: the usual number of prompts of a call of `sample`. They are decoded in parts of
             equal size.
         """
-        self._model, self._tokenizer, self.samples = model, tokenizer, samples
+        self._model = model
+        self._tokenizer = tokenizer
+        self.samples = samples
         generation = config.generation
         router = config.router
         if generation.strategy == "entropy" and router.router_preset == "calibrated":
-            router = router.model_copy(
-                update={"router_preset": "guide"}
-            )  # a model in training has no calibration
+            # A model in training has no calibration.
+            router = router.model_copy(update={"router_preset": "guide"})
         # The choice of the native kernels depends on a measurement, but answers must not.
         kernel = "xla" if generation.matmul_kernel == "auto" else generation.matmul_kernel
         self._config = with_generation(
@@ -113,9 +114,8 @@ class RolloutSampler:
         answers: list[list[Answer]] = []
         for start in range(0, len(prompts), self.prompts_per_call):
             numbers = range(len(prompts))[start : start + self.prompts_per_call]
-            padding = [numbers[0]] * (
-                self.prompts_per_call - len(numbers)
-            )  # keeps the shapes of the programs
+            # The padding keeps the shapes of the programs.
+            padding = [numbers[0]] * (self.prompts_per_call - len(numbers))
             requests = [
                 loaded.request(
                     prompts[number],

@@ -48,7 +48,9 @@ class SampledBatches:
                 f"distill.data: samples runs on one device, got {step.layout.devices}:"
                 " make only one visible"
             )
-        self._config, self._layout, self._length = step.config, step.layout, step.length
+        self._config = step.config
+        self._layout = step.layout
+        self._length = step.length
         self._store = store
         self._frozen = frozen
         self._stop = stop

@@ -11,15 +11,8 @@ from dantinox.training.linear_regex import compile_linear_regex
 
 Check = Callable[[Any], bool]
 MAX_DEPTH = 64  # of nested schemas
-ANNOTATIONS = (
-    "title",
-    "description",
-    "default",
-    "examples",
-    "$schema",
-    "$id",
-    "$comment",
-)  # without effect on validity
+# The keywords without effect on validity.
+ANNOTATIONS = ("title", "description", "default", "examples", "$schema", "$id", "$comment")
 
 
 def is_number(value: Any) -> bool:
@@ -49,9 +42,8 @@ BOUNDS: dict[str, tuple[Check, Callable[[Any], float], Callable[[float, float], 
     "minProperties": (TYPES["object"], len, lambda x, bound: x >= bound),
     "maxProperties": (TYPES["object"], len, lambda x, bound: x <= bound),
 }
-UNIONS: dict[
-    str, Callable[[int, int], bool]
-] = {  # keyword → (number of valid schemas, number of schemas) → valid
+# Keyword → (number of valid schemas, number of schemas) → valid.
+UNIONS: dict[str, Callable[[int, int], bool]] = {
     "anyOf": lambda valid, count: valid > 0,
     "allOf": lambda valid, count: valid == count,
     "oneOf": lambda valid, count: valid == 1,
@@ -130,7 +122,8 @@ def _keyword(name: str, schema: Mapping[str, Any], what: str, depth: int) -> Che
             or all(check(value[key]) for key, check in fields.items() if key in value)
         )
     if name == "additionalProperties":
-        known, other = schema.get("properties", {}), inner(content)
+        known = schema.get("properties", {})
+        other = inner(content)
         return lambda value: (
             not isinstance(value, dict)
             or all(other(x) for key, x in value.items() if key not in known)

@@ -234,9 +234,8 @@ def load_frozen_weights(source: RunDirectory, layout: Layout) -> Parameters:
     """
     model = layout.model
     shapes = abstract_model(replace(model, scan_layers=False))[1]
-    on_host = (
-        model.scan_layers or layout.mesh is not None
-    )  # else arrays go to the device one by one, to save host memory
+    # Otherwise, arrays go to the device one by one, to save host memory.
+    on_host = model.scan_layers or layout.mesh is not None
 
     def place(name: str, array: np.ndarray) -> dict[str, Any]:
         parts = to_frozen_dtype(name, array, shapes)

@@ -173,7 +173,8 @@ class TrainStep:
           frozen: the frozen weights, from which the magnitudes of weight-decomposed adapters are
             computed.
         """
-        model, layout = self.model, self.layout
+        model = self.model
+        layout = self.layout
 
         def fresh() -> Parameters:
             return trainable_parameters(init_parameters(model, self.config.training.seed), model)
@@ -182,9 +183,8 @@ class TrainStep:
             return layout.put_parameters(weights)
         shardings = None if layout.mesh is None else layout.shardings(self.shapes)
         if shardings is None:
-            parameters = (
-                fresh() if model.lora is None else jax.jit(fresh)()
-            )  # jit skips the frozen weights
+            # jit computes only what is returned, so it does not initialize the frozen weights.
+            parameters = fresh() if model.lora is None else jax.jit(fresh)()
         else:  # sharded from the start: no device ever holds all of them
             parameters = jax.jit(fresh, out_shardings=shardings.parameters)()
         if model.lora is not None and model.lora.dora:
@@ -250,7 +250,9 @@ class TrainStep:
         base: Parameters = {},  # noqa: B006
         teacher_weights: Parameters = {},  # noqa: B006
     ) -> tuple[TrainState, Metrics]:
-        training, model, layout = self.config.training, self.model, self.layout
+        training = self.config.training
+        model = self.model
+        layout = self.layout
         key = jax.random.fold_in(random_key(training.seed), state.step)
         replicated = PartitionSpec()
         trained = trainable_parameters(layout.specs, model)
@@ -353,7 +355,8 @@ class TrainStep:
         model = self.model
         layout = self.layout
         t = self.config.training
-        rows, length = self.rows, self.length
+        rows = self.rows
+        length = self.length
         # That many for each of the devices that share a row.
         tokens = EVAL_TOKENS_PER_CALL * layout.row_shards
         eval_rows = max(1, tokens // (self.objective.conversations * length)) * layout.batch_shards

@@ -33,9 +33,8 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
       UserError: the prompt cannot be encoded or fills the context, or a token named in `generation`
         is not in the vocabulary.
     """
-    if (
-        config.training.sample_every is None or config.training.objective == "grpo"
-    ):  # whose samples are answers
+    # In training with rewards, the samples are answers.
+    if config.training.sample_every is None or config.training.objective == "grpo":
         return None
     prompt, tokens = _prompt(config, tokenizer)
     context = config.model.max_context
@@ -49,9 +48,8 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
     settings["kv_budget"] = None  # samples should not depend on cache compression
     if config.generation.strategy == "entropy" and config.router.router_preset == "calibrated":
         settings["router_preset"] = "guide"  # a model in training has no calibration
-    sampling_params(
-        tokenizer, [overlay(config, settings)]
-    )  # invalid settings fail here, not at the first sample
+    # Invalid settings fail here, not at the first sample.
+    sampling_params(tokenizer, [overlay(config, settings)])
     settings["tensor_parallel"] = max_tensor_parallel(
         config.architecture(tokenizer.vocab_size), jax.local_device_count()
     )

@@ -97,9 +97,8 @@ def hidden_states(
     x_BTD, _, aux = model.hidden(
         batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT, rngs=rngs
     )
-    shard = (
-        model.parallelism.local_shard
-    )  # selects this device's part of the tokens that several devices share
+    # Selects this device's part of the tokens that several devices share.
+    shard = model.parallelism.local_shard
     x_ND, targets_N, mask_N = (
         shard(x)
         for x in (x_BTD.reshape(B * T, -1), batch.targets_BT.reshape(-1), batch.mask_BT.reshape(-1))

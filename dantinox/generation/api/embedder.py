@@ -125,9 +125,8 @@ class Embedder:
         """Dispatches the next chunk after waiting for the previous one; returns its number of
         tokens.
         """
-        jax.block_until_ready(
-            self._pooled_RD
-        )  # at most one chunk at a time keeps the device from other work
+        # At most one chunk at a time keeps the device from other work.
+        jax.block_until_ready(self._pooled_RD)
         remaining = [max(0, len(row) - self._position) for row in self._ids]
         length = next(
             (length for length in self._lengths if length >= max(remaining)), self._lengths[-1]

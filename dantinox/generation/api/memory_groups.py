@@ -119,9 +119,8 @@ def fitting_rows(
     _check_reports(first, int(limits.sum()), free)
     row_bytes = _row_bytes(model, first, slots)
     width = first.rows_per_sample
-    together = max(
-        1, PREFILL_BATCH_TOKENS // padded_prompt
-    )  # prompts that are prefilled in one pass
+    # The number of prompts that are prefilled in one pass.
+    together = max(1, PREFILL_BATCH_TOKENS // padded_prompt)
     section = first.config.generation
     activations = padded_prompt * _activation_bytes(architecture)
     usable = int(MEMORY_SHARE * (free - min(COMPILER_BYTES, int(COMPILER_SHARE * free))))
@@ -152,9 +151,8 @@ def _row_bytes(model: ModelBundle, request: GenerationRequest, slots: int) -> in
     arrays = VOCABULARY_ARRAYS
     cache = _cache_bytes(architecture, kv.dtype, slots) * _kept_share(kv, slots)
     if not section.use_cache:
-        cache = (
-            2 * slots * _activation_bytes(architecture)
-        )  # each step computes the whole sequences of all rows
+        # Without a cache, each step computes the whole sequences of all rows.
+        cache = 2 * slots * _activation_bytes(architecture)
     elif section.speculation != "off" and not kv.compresses:
         arrays += section.draft_tokens + 1
     draft = model.draft_model(section)

@@ -88,9 +88,8 @@ def make_batch(
     prompts = _prompts_in_order(model, requests)
     prompt_PT, lengths_P = stack_prompts(prompts)
     main_rows = P * n
-    rows = [
-        request for request in requests for _ in samples
-    ] * first.rows_per_sample  # the request of each row
+    # The request of each row.
+    rows = [request for request in requests for _ in samples] * first.rows_per_sample
     # Errors in the settings come before the warning about the context.
     kv, calibration = model.kv(first.config)
     params = model.params(
@@ -269,9 +268,8 @@ class BatchRun:
                         counts=self.batch.counts(row),
                     ),
                     steps=steps,
-                    settings=changed_settings(
-                        requests[job].config
-                    ),  # those of the job may have another number of samples
+                    # The settings of the job may have another number of samples.
+                    settings=changed_settings(requests[job].config),
                     router=router_values(self.batch.params, row),
                     make_info=self._info_maker(job, sample.tokens, steps),
                 )

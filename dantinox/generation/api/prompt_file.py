@@ -22,9 +22,8 @@ def read_prompts(path: Path, settings: Mapping[str, object], base: Config) -> Pr
         number.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split(
-            "\n"
-        )  # `splitlines` would also split at other Unicode line breaks
+        # `splitlines` would also split at other Unicode line breaks.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"cannot read the prompts {path}:"

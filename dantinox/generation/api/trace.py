@@ -151,9 +151,8 @@ def token_records(
         map(_finite_or_none, steps.top_logprobs_sampled[:, :count]),
         strict=True,
     )
-    lists = {
-        "alternatives": list(alternatives)
-    }  # of every token: ids, and two lists of numbers in the order of `LISTS`
+    # For each kind and every token: ids, and two lists of numbers in the order of `LISTS`.
+    lists = {"alternatives": list(alternatives)}
     drawn = _candidates(steps)
     if drawn is not None:
         lists["candidates"] = drawn
@@ -162,9 +161,8 @@ def token_records(
     def entries(kind: str, n: int) -> list[dict[str, object]]:
         """Returns the alternatives or candidates of token n, with the fields `LISTS[kind]`."""
         found = []
-        for token, logprob, last in zip(
-            *lists[kind][n], strict=True
-        ):  # `last`: `logprob_sampled` or `score`
+        # `last` is `logprob_sampled` or `score`.
+        for token, logprob, last in zip(*lists[kind][n], strict=True):
             found.append(
                 dict(zip(LISTS[kind], (token, token_text(token), logprob, last), strict=True))
             )
@@ -206,9 +204,8 @@ def router_values(params: SamplingParams, row: int) -> dict[str, float | None] |
         return None
     names = [name for name in RouterSection.model_fields if hasattr(params.router, name)]
     values = {name: np.asarray(getattr(params.router, name))[row] for name in names}
-    numbers = {
-        name: float(str(value)) for name, value in values.items()
-    }  # 0.1, not the 0.10000000149 of float32
+    # Rounded: 0.1, not the 0.10000000149 of float32.
+    numbers = {name: float(str(value)) for name, value in values.items()}
     return {name: None if number == np.inf else number for name, number in numbers.items()}
 
 

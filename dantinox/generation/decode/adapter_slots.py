@@ -132,9 +132,8 @@ class AdapterSlots:
             )
         used = {name for adapter in adapters.values() for _, name, _ in self._changes(adapter)}
         self._targets = sorted(used if capacity is None else known)
-        shapes = stack_shapes(
-            model, self._targets, self.capacity + 1, self.rank
-        )  # the first place is that of no adapter
+        # Place 0 holds zeros, for rows without an adapter.
+        shapes = stack_shapes(model, self._targets, self.capacity + 1, self.rank)
         needed = tree_bytes(shapes) // (self.capacity + 1) * (self.capacity + 1 + rows)
         number = "1 adapter" if self.capacity == 1 else f"{self.capacity} adapters"
         _check_memory(needed, f"{number} of rank {self.rank} in a batch of {rows}")
@@ -276,7 +275,8 @@ def _check_memory(needed: int, what: str) -> None:
     if free is not None and needed > free // MEMORY_SHARE:
         raise UserError(
             f"the stacks for {what} take {needed / 1e9:.1f} GB, over a quarter of the"
-            f" {free / 1e9:.1f} GB of free memory: load fewer, or allow a smaller rank or fewer rows"
+            f" {free / 1e9:.1f} GB of free memory: load fewer, or allow a smaller rank or fewer"
+            " rows"
         )
 
 

@@ -109,9 +109,8 @@ def allocate_by_loss(
         choices.append(choice_W)
     slots_LK = np.zeros((L, K))
     remaining = KNAPSACK_STEPS
-    for layer in reversed(
-        range(L)
-    ):  # the choice of a layer is for the steps that it takes with the layers before it
+    # The choice of a layer is for the steps that it takes with the layers before it.
+    for layer in reversed(range(L)):
         x = choices[layer][remaining]
         gain_K = curves_LKS[layer, :, small_X[x]] - curves_LKS[layer, :, large_X[x]]
         slots_LK[layer] = size_S[small_X[x]]

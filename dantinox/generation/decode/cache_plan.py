@@ -33,9 +33,8 @@ from dantinox.run import KVCalibration
 ENTROPY_LIFETIME = 16.0
 
 
-Caches = tuple[
-    KVCache, ...
-]  # the cache of the model, and those of other models that a stepper uses; empty without a cache
+# The cache of the model, and those of other models that a stepper uses; empty without a cache.
+Caches = tuple[KVCache, ...]
 
 
 class CachePlan(NamedTuple):
@@ -272,9 +271,8 @@ def _compression(
         cap - SLOT_UNIT if cap == slots and cap - SLOT_UNIT >= floor else cap for cap in caps_L
     ]
     allowed_L = shorter_L if K * sum(shorter_L) >= total else caps_L
-    sorted_LK = -np.sort(
-        -_head_shares(config, kv, calibration), axis=1
-    )  # descending, as in `head_order`
+    # In descending order, as in `head_order`.
+    sorted_LK = -np.sort(-_head_shares(config, kv, calibration), axis=1)
     policy = _policy(kv)
     decay = kv.decay if policy.decay is None else policy.decay
     is_expected = kv.policy == "expected_attention"

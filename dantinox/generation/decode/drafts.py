@@ -473,7 +473,8 @@ class _DraftLoop(NamedTuple):
         j, state, buffers, count_B, active_B = sampled
         B = len(count_B)
         size = buffers.tokens.shape[1]
-        new_state, emitted = sample_step(  # which advances only rows that are not done
+        # The step advances only rows that are not done.
+        new_state, emitted = sample_step(
             jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, j * B, B), logits),
             replace(state, done_B=~active_B),
             self.params,
@@ -558,9 +559,8 @@ def forward_drafts(
     assert updated is not None
     attention = None
     if params.uses_attention:
-        metrics_WB = jax.vmap(jax.vmap(combine_layers))(
-            aux["probe"]
-        )  # the probe of this cache has a leading axis of tokens
+        # The probe of this cache has a leading axis of tokens.
+        metrics_WB = jax.vmap(jax.vmap(combine_layers))(aux["probe"])
         attention = jax.tree.map(lambda x_WB: x_WB.reshape(-1), metrics_WB)
     x_RD = x_BWD.swapaxes(0, 1).reshape(-1, x_BWD.shape[-1])
     return StepLogits(model.logits(x_RD), attention), updated.without_wrappers()

@@ -24,11 +24,8 @@ from dantinox.model.cache_store import quantize_int8
 from dantinox.model.layers import Linear, add_bias, linear_with_kernel
 from dantinox.model.moe import ExpertLinear, ExpertRows, experts_with_kernel, grouped_matmul
 
-INT4_SHRINK = (
-    0.015,
-    0.03,
-    0.05,
-)  # parts of a block's range that quantization may cut off at each end
+# The parts of a block's range that quantization may cut off at each end.
+INT4_SHRINK = (0.015, 0.03, 0.05)
 # If a row has this many inputs (16 KiB) or more, XLA does not fuse the conversion into a matrix
 # multiplication, but writes a float32 copy of the weights for each row. `_matvec` then multiplies
 # parts with up to `PART_INPUTS` inputs.

@@ -34,15 +34,13 @@ from dantinox.model.packed import PackedTable, is_packed, unpack_modules, use_na
 from dantinox.model.transformer import make_output_layer
 from dantinox.platform import MIN_BFLOAT16_GAIN, bfloat16_gain, get_platform, speed_ratio
 
-HeadOrder = tuple[
-    tuple[int, ...], ...
-]  # for each layer, the indices of its key heads in their new order
+# For each layer, the indices of its key heads in their new order.
+HeadOrder = tuple[tuple[int, ...], ...]
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 MATMUL_DTYPES = ("auto", "float32", "bfloat16")
 MATMUL_KERNELS = ("auto", "xla", "native")
-MIN_NATIVE_BYTES = (
-    1 << 23
-)  # `auto` uses native kernels for models with more bytes of float32 weights
+# `auto` uses native kernels for models with more bytes of float32 weights.
+MIN_NATIVE_BYTES = 1 << 23
 
 
 def prepare(
@@ -314,9 +312,8 @@ def permute_heads(model: Transformer, order: HeadOrder | None) -> Transformer:
             else ()
         )
         for norm in norms:
-            if (
-                norm is not None and norm.scale is not None and norm.scale.ndim > 1
-            ):  # a norm over all heads
+            # The scale of a norm over all heads.
+            if norm is not None and norm.scale is not None and norm.scale.ndim > 1:
                 norm.scale = nnx.Param(norm.scale[...][index_K])
     return model
 

@@ -32,9 +32,8 @@ from dantinox.sampling.step_subsets import reduce_params
 
 
 def int32(value: int) -> np.ndarray:
-    return np.asarray(
-        value, np.int32
-    )  # jnp.int32 would run a separate operation, which takes a third of a millisecond
+    # jnp.int32 would run a separate operation, which takes a third of a millisecond.
+    return np.asarray(value, np.int32)
 
 
 @partial(jax.jit, static_argnames=("stepper", "report", "subset"), donate_argnames=("caches",))
@@ -134,9 +133,8 @@ def slot_checksums(caches: Caches) -> jax.Array:
             jnp.uint32
         )
         flat_BN = bits.reshape(bits.shape[0], -1)
-        weights_N = (
-            2 * jax.lax.iota(jnp.uint32, flat_BN.shape[1]) * jnp.uint32(2654435761) + 1
-        )  # odd
+        # The weights are odd.
+        weights_N = 2 * jax.lax.iota(jnp.uint32, flat_BN.shape[1]) * jnp.uint32(2654435761) + 1
         return jnp.sum(flat_BN * weights_N, axis=1, dtype=jnp.uint32)
 
     return jnp.stack([checksum(leaf) for leaf in jax.tree.leaves(caches) if leaf.ndim > 1])

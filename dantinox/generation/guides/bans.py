@@ -66,9 +66,8 @@ class BannedStrings:
         return next((text[at:] for at in range(len(text)) if self._is_proper_prefix(text[at:])), "")
 
     def _is_proper_prefix(self, part: str) -> bool:
-        after = bisect_right(
-            self._sorted, part
-        )  # the strings that begin with `part` and are longer follow it directly
+        # The strings that begin with `part` and are longer follow it directly.
+        after = bisect_right(self._sorted, part)
         return after < len(self._sorted) and self._sorted[after].startswith(part)
 
 
@@ -240,9 +239,8 @@ class TextBan:
         """
         ends = [*itertools.accumulate(len(held.text) for held in self._tokens)]
         place = next(place for place, end in enumerate(ends) if end > start)
-        while (
-            place and not self._tokens[place - 1].text
-        ):  # a token without text may be a part of the next character
+        # A token without text may be a part of the next character.
+        while place and not self._tokens[place - 1].text:
             place -= 1
         count = len(self._tokens) - place
         first = self._tokens[place]

@@ -312,9 +312,8 @@ class _VocabularyAdapter:
             ids = self._tokenizer.encode(text)
         except UserError:  # a character is not in the vocabulary
             ids = []
-        is_exact_text = (
-            b"".join(self._pieces[i] for i in ids) == data
-        )  # false if the tokenizer adds a space in front
+        # This is false if the tokenizer adds a space in front.
+        is_exact_text = b"".join(self._pieces[i] for i in ids) == data
         return ids if is_exact_text else self._longest_tokens(data)
 
     def _longest_tokens(self, data: bytes) -> list[int]:
@@ -404,9 +403,8 @@ def _inexact_literals(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _parse_schema(source: str) -> dict[str, Any]:
-    def convert(
-        constant: str,
-    ) -> float:  # Infinity is what `json.dumps` writes for a number such as 1e400
+    def convert(constant: str) -> float:
+        # Infinity is what `json.dumps` writes for a number such as 1e400.
         if constant == "NaN":
             raise UserError("the JSON schema is not valid JSON: it contains NaN")
         return float(constant)

@@ -239,9 +239,8 @@ def _finite(rules: Mapping[str, Node]) -> dict[str, Node]:
         return node
 
     size = -1
-    while size != (
-        size := len(found)
-    ):  # until no rule is found; references mostly go to later rules
+    # Repeat until no rule is found; references mostly go to later rules.
+    while size != (size := len(found)):
         for name in reversed([*rules]):
             if name not in found and (node := reduce(rules[name])) is not None:
                 found[name] = node
@@ -264,9 +263,8 @@ class _Writer:
     def __init__(self, rules: Mapping[str, Node]):
         self._rules = rules
         self._names = {name: str(number) for number, name in enumerate(rules)}
-        self._regular = smallest_set(
-            rules, _is_regular
-        )  # rules without recursion and special tokens
+        # The rules without recursion and special tokens.
+        self._regular = smallest_set(rules, _is_regular)
         self._nullable = smallest_set(rules, is_nullable)
         self._split: set[Node] = set()  # terminals that are written as rules of single characters
         self._work = 0

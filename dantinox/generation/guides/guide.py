@@ -188,9 +188,8 @@ class AfterTrigger:
         gap = self._gap
         if rest:
             rest, gap = gap.split(rest)
-        if rest and not matcher.skip(
-            rest
-        ):  # the constraint forbids the part of the token after the trigger
+        # The constraint forbids the part of the token after the trigger.
+        if rest and not matcher.skip(rest):
             self._tail, self._at_start, self._in_reasoning = before
             self._excluded.add(token)
             return RESTART_BEFORE

@@ -87,9 +87,8 @@ def smallest_set(rules: Mapping[str, Node], belongs: Callable[[Node, set[str]], 
     """
     found: set[str] = set()
     size = -1
-    while size != (
-        size := len(found)
-    ):  # until no rule is added; references mostly go to later rules
+    # Repeat until no rule is added; references mostly go to later rules.
+    while size != (size := len(found)):
         for name in reversed([*rules]):
             if name not in found and belongs(rules[name], found):
                 found.add(name)
@@ -121,9 +120,8 @@ def greedy_conflicts(
     automata = {name: _automaton(node, inline) for name, node in terminals.items()}
     literals = {name: _literal(node) for name, node in terminals.items()}
     firsts = {name: tuple(automaton.first()) for name, automaton in automata.items()}
-    candidates = [
-        name for name, node in terminals.items() if not isinstance(node, Chars)
-    ]  # of several characters
+    # Candidates have several characters.
+    candidates = [name for name, node in terminals.items() if not isinstance(node, Chars)]
     patterns = [name for name in candidates if literals[name] is None]
     texts = sorted((text, name) for name in candidates if (text := literals[name]) is not None)
     conflicts: set[str] = set()

@@ -42,9 +42,8 @@ class StopFinder:
                 return passed
             passed += self._buffer[:end]
             self._buffer = self._buffer[end:]
-        split = len(self._buffer) - overlap(
-            self._buffer, self._stops
-        )  # what follows may be the beginning of a stop string
+        # What follows may be the beginning of a stop string.
+        split = len(self._buffer) - overlap(self._buffer, self._stops)
         passed += self._buffer[:split]
         self._buffer = self._buffer[split:]
         return passed

@@ -15,9 +15,8 @@ from dantinox.model import KVCache
 from dantinox.model.cache import FullLayer, RingLayer
 from dantinox.model.cache_store import SegmentedStore, Store
 
-Pool = tuple[
-    Store, ...
-]  # one store per layer that has keys and values; a row of the store is a block
+# One store per layer that has keys and values; a row of the store is a block.
+Pool = tuple[Store, ...]
 
 
 def make_pool(caches: Caches, blocks: int, size: int) -> Pool:

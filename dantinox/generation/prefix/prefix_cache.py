@@ -22,10 +22,9 @@ from dantinox.model.cache import RingLayer
 from dantinox.programs import free_bytes, tree_bytes
 
 PREFIX_BLOCK = 16  # tokens of a block, unless only whole prefill chunks can be reused
-POOL_SLOTS, POOL_SHARE = (
-    4,
-    8,
-)  # the default size: that of POOL_SLOTS times the slots, at most 1 / POOL_SHARE of the free memory
+# The default size of the pool is that of POOL_SLOTS times the slots, and at most 1 / POOL_SHARE of
+# the free memory.
+POOL_SLOTS, POOL_SHARE = 4, 8
 PROBE_TOKENS = 80  # tokens of the sequence that is prefilled in several ways
 
 
@@ -137,9 +136,8 @@ class PrefixCache:
     def snapshot(self) -> BlockRows:
         """Returns a copy of all blocks on the host."""
         blocks = self._tree.blocks()
-        row_of_place = {block.place: row for row, block in enumerate(blocks)} | {
-            -1: -1
-        }  # −1: no parent
+        # −1 stands for no parent.
+        row_of_place = {block.place: row for row, block in enumerate(blocks)} | {-1: -1}
         index_N = np.array([block.place for block in blocks], np.int32)
         rows = [np.asarray(leaf[index_N]) for leaf in jax.tree.leaves(self.pool)]
         renumbered = [

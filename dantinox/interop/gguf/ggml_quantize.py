@@ -18,9 +18,9 @@ import numpy as np
 
 from dantinox.interop.gguf.ggml_types import TYPES
 
-CHUNK = (
-    1 << 16
-)  # values that a thread converts at a time, so that intermediate arrays fit the caches of a CPU
+# The number of values that a thread converts at a time, so that intermediate arrays fit the caches
+# of a CPU.
+CHUNK = 1 << 16
 HALF_BYTE = np.uint8(15)
 SMALLEST = np.float32(1e-15)  # a group whose values are all smaller becomes zero in Q6_K
 LARGEST = 1e12  # no type can represent larger values, and their sums of cubes overflow float32
@@ -281,9 +281,8 @@ def _q4_k(x: np.ndarray) -> dict[str, np.ndarray]:
 
 def _q5_k(x: np.ndarray) -> dict[str, np.ndarray]:
     fields, levels = _affine_k(x, 31, -0.5, 15)
-    high = np.packbits(levels >> np.uint8(4), axis=1, bitorder="little")[
-        :, 0
-    ]  # bit i of byte j: value j of group i
+    # Bit i of byte j belongs to value j of group i.
+    high = np.packbits(levels >> np.uint8(4), axis=1, bitorder="little")[:, 0]
     return fields | {"qs": _pair_nibbles(levels), "qh": high}
 
 

@@ -126,9 +126,8 @@ def _q1_0(b: np.ndarray) -> np.ndarray:
 
 
 def _q2_0(b: np.ndarray) -> np.ndarray:
-    fields = (
-        _unpack(b["qs"], 2).swapaxes(1, 2).reshape(len(b), -1)
-    )  # the four fields of a byte are adjacent
+    # The four fields of a byte are adjacent.
+    fields = _unpack(b["qs"], 2).swapaxes(1, 2).reshape(len(b), -1)
     return _scale(b["d"]) * (fields.astype(np.int8) - np.int8(1))
 
 
@@ -200,9 +199,8 @@ def _tq2_0(b: np.ndarray) -> np.ndarray:
 
 
 def _mxfp4(b: np.ndarray) -> np.ndarray:
-    scales = np.ldexp(
-        np.float32(1), b["e"].astype(np.int32) - 128
-    )  # half of 2^(e - 127), because `E2M1` holds doubled values
+    # Half of 2^(e - 127), because `E2M1` holds doubled values.
+    scales = np.ldexp(np.float32(1), b["e"].astype(np.int32) - 128)
     return scales[:, None] * E2M1[_nibbles(b["qs"])]
 
 

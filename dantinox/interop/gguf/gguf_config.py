@@ -23,11 +23,8 @@ GPT2_SIZES = {
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
-WITH_SCORE_FUNCTION = (
-    "deepseek2",
-    "dots1",
-    "glm4moe",
-)  # architectures whose files name the router's score function
+# The architectures whose files name the router's score function.
+WITH_SCORE_FUNCTION = ("deepseek2", "dots1", "glm4moe")
 SOFTMAX, SIGMOID = 1, 2  # score functions in llama.cpp's `llama_expert_gating_func_type`
 # Architectures in which n_heads × head_size must equal the model dimension.
 HEADS_SPAN_WIDTH = (
@@ -49,10 +46,9 @@ GLM_FLASH_VOCABULARY = 154880
 # If a command-r has at least this many layers, llama.cpp assumes that it normalizes queries and
 # keys.
 LARGE_MODEL_LAYERS = 64
-DEEPSEEK_LITE_LAYERS = (
-    26,
-    27,
-)  # layer counts for which llama.cpp reads a deepseek2 without a query latent (`q_lora_rank`)
+# The numbers of layers for which llama.cpp reads a deepseek2 without a query latent
+# (`q_lora_rank`).
+DEEPSEEK_LITE_LAYERS = (26, 27)
 OLMO_EPSILON = 1e-5  # transformers has this value as a constant
 
 
@@ -333,9 +329,8 @@ def _no_window_config(meta: Metadata, family: Family, layers: int) -> dict[str, 
     if family.arch == "phi3":
         meta.used.add("attention.sliding_window")  # llama.cpp reads it, but does not use it
     if family.arch == "exaone4":
-        if (
-            layers == LARGE_MODEL_LAYERS
-        ):  # for this number of layers, llama.cpp assumes sliding windows
+        # For this number of layers, llama.cpp assumes sliding windows.
+        if layers == LARGE_MODEL_LAYERS:
             raise UserError(
                 f"{meta.name} has an exaone4 of {layers} layers, whose"
                 " sliding windows are not supported"
@@ -383,10 +378,8 @@ def gguf_metadata(model: ModelConfig, family: Family, context: int) -> dict[str,
         if model.rope_scaling is not None:
             found["rope.scaling.yarn_log_multiplier"] = model.rope_scaling.mscale_all_dim
     found |= _expert_metadata(model, family) | _latent_metadata(model)
-    if family.arch in (
-        "command-r",
-        "cohere2",
-    ):  # these multiply the logits, where Granite divides them
+    # These architectures multiply the logits, where Granite divides them.
+    if family.arch in ("command-r", "cohere2"):
         found["logit_scale"] = 1 / model.logits_scaling
     elif "logit_scale" in family.keys:
         found |= {

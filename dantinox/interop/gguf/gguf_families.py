@@ -60,9 +60,8 @@ from dantinox.interop.gguf.gguf_tensors import (
 )
 from dantinox.interop.hf.hf_family import BITNET, without
 
-MetadataKey = tuple[
-    str, type[Any], Any
-]  # a key of `config.json`, a type, a default (None: the metadata key is required)
+# A key of `config.json`, a type, a default (None: the metadata key is required).
+MetadataKey = tuple[str, type[Any], Any]
 
 
 class Family(NamedTuple):

@@ -38,17 +38,13 @@ NUMBER_TYPES = {
 }
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10
 MAX_AXES = 4
-MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = (
-    13,
-    24,
-)  # smallest sizes in a file; they limit the counts that a header can state
-MAX_ENTRIES, MAX_STRING_BYTES = (
-    1 << 22,
-    1 << 26,
-)  # limits for a list and for a string in a file of any size
-PLAIN_DTYPES = {
-    name: kind.block for name, kind in TYPES.items() if kind.decode is None
-}  # memory-mapped, not copied
+# The smallest sizes in a file; they limit the counts that a header can state.
+MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 13, 24
+# The limits for a list and for a string in a file of any size.
+MAX_ENTRIES = 1 << 22
+MAX_STRING_BYTES = 1 << 26
+# Arrays of these types are memory-mapped, not copied.
+PLAIN_DTYPES = {name: kind.block for name, kind in TYPES.items() if kind.decode is None}
 TYPE_NAMES = {kind.number: name for name, kind in TYPES.items()}
 Shape = tuple[tuple[int, ...], str]  # the shape in NumPy's axis order, and the type name
 FindBlocks = Callable[[str, np.ndarray], np.ndarray | None]  # (type name, matrix) → its blocks
@@ -285,9 +281,8 @@ class _Reader:
         ).tolist()
 
     def damaged(self, why: str) -> UserError:
-        return UserError(
-            f"{self.path} is damaged: {repr(why)[1:-1][:200]}"
-        )  # names in a file may contain any character
+        # Names in a file may contain any character.
+        return UserError(f"{self.path} is damaged: {repr(why)[1:-1][:200]}")
 
 
 def _read_header(reader: _Reader) -> tuple[dict[str, Any], dict[str, StoredTensor]]:

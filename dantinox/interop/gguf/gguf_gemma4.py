@@ -16,10 +16,8 @@ from dantinox.interop.gguf.gguf_keys import (
     shortest_decimal,
 )
 
-PER_LAYER = (
-    "feed_forward_length",
-    "attention.head_count_kv",
-)  # sizes that have one value per layer
+# The sizes that have one value per layer.
+PER_LAYER = ("feed_forward_length", "attention.head_count_kv")
 
 
 def gemma4_config(meta: Metadata, file: GGUFFile, windows: dict[str, Any]) -> dict[str, Any]:
@@ -30,9 +28,8 @@ def gemma4_config(meta: Metadata, file: GGUFFile, windows: dict[str, Any]) -> di
         if key not in PER_LAYER
     }
     layers = found["num_hidden_layers"]
-    shared = meta(
-        "attention.shared_kv_layers", 0
-    )  # the last layers, which read the keys and values of other layers
+    # The number of last layers that read the keys and values of other layers.
+    shared = meta("attention.shared_kv_layers", 0)
     own = layers - shared
     found |= windows
     full = [i for i, kind in enumerate(found["layer_types"]) if kind == "full_attention"]

@@ -64,9 +64,8 @@ class Metadata:
         value: Any = self.entries.get(f"{self.arch}.{key}")
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
-        absent = value is None or (
-            kind is not bool and value == 0
-        )  # llama.cpp also treats a zero as absent
+        # llama.cpp also treats a zero as absent.
+        absent = value is None or (kind is not bool and value == 0)
         if absent and default is not None:
             return default
         if type(value) is not kind or (kind in (int, float) and not 0 < value < MAX_NUMBER):

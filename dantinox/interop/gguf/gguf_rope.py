@@ -61,10 +61,8 @@ def rope_config(
             " expected none, linear or yarn"
         )
     if family.model_type in ("gemma3_text", "olmo3"):
-        local = {
-            "rope_type": "default",
-            "rope_theta": theta,
-        }  # for olmo3, llama.cpp uses the same base in all layers
+        # For olmo3, llama.cpp uses the same base in all layers.
+        local = {"rope_type": "default", "rope_theta": theta}
         if family.model_type == "gemma3_text":
             local["rope_theta"] = meta("rope.freq_base_swa", 10000.0, float)
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
@@ -88,9 +86,8 @@ def _yarn_config(meta: Metadata, family: Family, config: Mapping[str, Any]) -> d
         found["truncate"] = False
     if family.arch == "mistral3":
         found |= _query_scaling(meta)
-    if (
-        family.latent
-    ):  # llama.cpp has a single key for `mscale` and `mscale_all_dim`, with a tenth of their value
+    # llama.cpp has a single key for `mscale` and `mscale_all_dim`, with a tenth of their value.
+    if family.latent:
         mscale = round(10 * meta("rope.scaling.yarn_log_multiplier", kind=float), 6)
         found |= {"mscale": mscale, "mscale_all_dim": mscale}
     return found
@@ -188,9 +185,8 @@ def frequency_tensors(config: Config, model: ModelConfig, family: Family) -> dic
         share = 1.0 if scaling is None else scaling.share
         factor = 1.0 if scaling is None else scaling.factor
         rotated = np.arange(half) < int(share * 2 * half // 2)
-        return {
-            LLAMA3: np.where(rotated, factor, MAX_NUMBER).astype(np.float32)
-        }  # see `gguf_gemma4`
+        # `gguf_gemma4` describes this tensor.
+        return {LLAMA3: np.where(rotated, factor, MAX_NUMBER).astype(np.float32)}
     if scaling is None or scaling.kind not in ("llama3", "longrope"):
         return {}
     if scaling.kind == "llama3":

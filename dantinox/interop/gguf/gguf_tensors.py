@@ -161,9 +161,8 @@ GEMMA4 = EMBEDDINGS_AND_HEAD | ATTENTION | NORMS_BOTH | MLP | HEAD_NORMS | {
     "blk.{}.post_ffw_norm_1": LAYER + "post_feedforward_layernorm_1",
     "blk.{}.post_ffw_norm_2": LAYER + "post_feedforward_layernorm_2",
 }  # fmt: skip
-BITNET_DENSE = (
-    TIED_EMBEDDINGS | ATTENTION | NORMS_BEFORE | MLP
-)  # llama.cpp always uses the embeddings as output layer
+# llama.cpp always uses the embeddings as output layer.
+BITNET_DENSE = TIED_EMBEDDINGS | ATTENTION | NORMS_BEFORE | MLP
 
 
 class MergedTensor(NamedTuple):

@@ -51,11 +51,8 @@ KNOWN_KEYS = frozenset((
     "fim_suf_token_id", "fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id",
     "fim_sep_token_id",
 ))  # fmt: skip
-UNSUPPORTED_FLAGS = (
-    "add_eos_token",
-    "add_sep_token",
-    "remove_extra_whitespaces",
-)  # must be absent or false
+# These flags must be absent or false.
+UNSUPPORTED_FLAGS = ("add_eos_token", "add_sep_token", "remove_extra_whitespaces")
 # Names of tokens that always end generation (`special_eog_ids` in llama.cpp's llama-vocab.cpp).
 END_TOKENS = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
@@ -151,9 +148,8 @@ def _byte_level_metadata(tree: dict[str, Any], names: Mapping[int, str]) -> dict
     """
     model = tree["model"]
     steps = _list_steps(tree["pre_tokenizer"], "pretokenizers")
-    complete = not model["unk_token"] or model["vocab"].keys() >= set(
-        byte_letters()
-    )  # if true, no text is encoded as <unk>
+    # If `complete` is true, no text is encoded as <unk>.
+    complete = not model["unk_token"] or model["vocab"].keys() >= set(byte_letters())
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if not complete or any(model[key] for key in options):
         raise UserError(
@@ -293,9 +289,8 @@ def tokens_by_score(merges: list[tuple[str, ...]], pieces: set[str]) -> list[str
     from the left.
     """
     merged = [token for token, _ in groupby(left + right for left, right in merges)]
-    runs = {
-        token for token, count in Counter(merged).items() if count > 1
-    }  # repetitions of one character
+    # The tokens that repeat one character.
+    runs = {token for token, count in Counter(merged).items() if count > 1}
     order: list[str] = []
     for is_run, block in groupby(merged, key=runs.__contains__):
         tokens = list(block)
@@ -484,9 +479,8 @@ def _build(tree: dict[str, Any], tokens: list[str], types: list[int], file_name:
     vocab = tree["model"]["vocab"]
     added = [token["id"] for token in tree["added_tokens"]]
     outside = [index for index in added if tokens[index] not in vocab]
-    if outside != list(
-        range(len(vocab), len(vocab) + len(outside))
-    ):  # the library can only assign consecutive ids
+    # The library can only assign consecutive ids.
+    if outside != list(range(len(vocab), len(vocab) + len(outside))):
         vocab |= {tokens[index]: index for index in outside}
     try:
         core = parse_core(json.dumps(tree))

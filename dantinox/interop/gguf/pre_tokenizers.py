@@ -20,9 +20,8 @@ BYTE_LEVEL_WORDS = {
 }
 BYTE_LEVEL = BYTE_LEVEL_WORDS | {"use_regex": False}
 DIGITS = {"type": "Digits", "individual_digits": True}
-GPT2 = (  # the same rule as `BYTE_LEVEL_WORDS`
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-)
+# The same rule as `BYTE_LEVEL_WORDS`.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"

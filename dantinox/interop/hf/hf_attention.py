@@ -287,15 +287,13 @@ def window_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
         return {}
     window = max((window for window in model.windows if window is not None), default=None)
     if window is None and family.per_layer_heads:
-        window = family.defaults[
-            "sliding_window"
-        ]  # transformers requires a number, even if no layer has a window
+        # transformers requires a number, even if no layer has a window.
+        window = family.defaults["sliding_window"]
     if window is None and (
         family.rope == "sliding layers" or (family.rope == "windowed layers" and model.unrotated)
     ):
-        window = family.defaults[
-            "sliding_window"
-        ]  # no layer has this window, but with it transformers rotates no full layer
+        # No layer has this window, but with it transformers rotates no full layer.
+        window = family.defaults["sliding_window"]
     written: dict[str, Any] = {"sliding_window": window}
     if "optional" in family.window:
         written["use_sliding_window"] = window is not None
@@ -347,9 +345,8 @@ def head_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
         "vocab_size_per_layer_input": model.vocab_size,
         "num_global_key_value_heads": heads,
     }
-    if (
-        heads is not None and not model.k_eq_v
-    ):  # else transformers ignores `num_global_key_value_heads`
+    # Without k_eq_v, transformers ignores `num_global_key_value_heads`.
+    if heads is not None and not model.k_eq_v:
         full = [i for i, window in enumerate(model.windows) if window is None]
         written["per_layer_config"] = {
             str(i): {"head_dim": size, "num_key_value_heads": heads} for i in full

@@ -175,9 +175,8 @@ def _keys_of_all_layers_or_none(model: ModelConfig) -> dict[str, Any]:
         "position_embedding_type": "rope" if model.position == "rope" else None,
         "layer_types": [FULL] * model.num_blocks,
         "intermediate_size": model.hidden_dim,
-        "mamba_n_heads": (
-            1
-        ),  # transformers requires a divisor of the width, even without Mamba layers
+        # transformers requires a divisor of the width, even without Mamba layers.
+        "mamba_n_heads": 1,
     }
     experts = model.experts
     if experts is None:

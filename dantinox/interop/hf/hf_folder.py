@@ -32,11 +32,8 @@ from dantinox.run.safetensors_file import (
 MAX_JSON_BYTES = 128 << 20
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
-SLOW_TOKENIZERS = (
-    "tokenizer.model",
-    "vocab.json",
-    "spiece.model",
-)  # files of tokenizers without a `tokenizer.json`
+# The files of tokenizers without a `tokenizer.json`.
+SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model")
 TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # The files that are downloaded from a repository.
 DOWNLOAD_PATTERNS = (
@@ -79,9 +76,8 @@ def open_folder(folder: str | Path) -> Source:
         raise UserError(f"{folder} has no tokenizer.json{found}: {remedy}")
     tokenizer_config = optional_json("tokenizer_config.json")
     template = optional_text("chat_template.jinja") or tokenizer_config.get("chat_template")
-    template = template or optional_json("chat_template.json").get(
-        "chat_template"
-    )  # multimodal processors write this file
+    # Multimodal processors write `chat_template.json`.
+    template = template or optional_json("chat_template.json").get("chat_template")
     if isinstance(template, list):  # a list of named templates
         by_name = {
             entry.get("name"): entry.get("template")

@@ -35,17 +35,8 @@ from dantinox.interop.hf.quantized_matrices import (
 from dantinox.interop.source import LazyArrays, Tensor
 from dantinox.model.ternary import MIN_SCALE, magnitude_with_scale
 
-# Words pack eight outputs in another order.
-AWQ_ORDER = (
-    0,
-    4,
-    1,
-    5,
-    2,
-    6,
-    3,
-    7,
-)  # for each of the eight outputs in a word, its position in the word
+# Words pack eight outputs in another order: for each of them, its position in the word.
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # Suffixes of activation and cache scales, which are not imported.
 ACTIVATION_SCALES = (
     ".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale",
@@ -139,9 +130,8 @@ def dequantize_checkpoint(
         plain |= {key: "float32" for key in ("dtype", "torch_dtype") if plain.get(key) is not None}
 
     def make(key: str) -> np.ndarray:
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # NaN and Inf are rejected when the parameter is converted
+        # NaN and Inf are rejected when the parameter is converted.
+        with np.errstate(over="ignore", invalid="ignore"):
             return found[key].make() if key in found else tensors[key]
 
     return plain, LazyArrays(kinds, make)

@@ -32,11 +32,8 @@ MAX_ELEMENTS = 1 << 48  # limit for one parameter
 TABLE, HEAD = "embed", "head/kernel"
 ROWS = 256  # rows copied at a time
 NO_NAME = "\0"  # a suffix that no tensor name has
-EXPONENTS = {
-    "float32": 0x7F800000,
-    "bfloat16": 0x7F80,
-    "float16": 0x7C00,
-}  # exponent bits, all ones in NaN and Inf
+# The bits of the exponent, which are all ones in NaN and Inf.
+EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 class Location(NamedTuple):
@@ -84,9 +81,8 @@ def from_hf(
     expected = model.num_blocks
     if model.experts is not None and any("{e}" in row.tensor for row in family.tensors):
         expected = (model.num_blocks - len(model.experts.dense_layers)) * model.experts.count
-    if expected > len(
-        tensors
-    ):  # checked first, because building a model with too many layers could exhaust the memory
+    # This is checked first, because building a model with too many layers could exhaust the memory.
+    if expected > len(tensors):
         raise UserError(
             f"the checkpoint has {len(tensors)} tensors, but its config has {expected}"
             " layers or experts"
@@ -150,9 +146,8 @@ def to_hf(
     """
     model = config.architecture(vocab_size)
     hf_config = dict(like) if like is not None else settings_to_hf_config(config, vocab_size)
-    hf_config |= {
-        key: 0 for key in MTP.split("|") if hf_config.get(key)
-    }  # these layers are not imported
+    # These layers are not imported.
+    hf_config |= {key: 0 for key in MTP.split("|") if hf_config.get(key)}
     family = find_family(hf_config)
     shapes = parameter_shapes(model)
     locations = _locate(family, shapes)
@@ -270,9 +265,8 @@ def _kv_projections(shapes: Mapping[str, tuple[int, ...]], layer: int) -> int:
     """Returns 2 if a layer projects keys and values, 1 if only keys, 0 if neither (see
     `ModelConfig.kv_projections`).
     """
-    projections = shapes[f"blocks/{layer}/attention/qkv/kernel"][
-        2
-    ]  # query heads per key head, key, value
+    # The sizes are: query heads per key head, key, value.
+    projections = shapes[f"blocks/{layer}/attention/qkv/kernel"][2]
     queries = shapes[f"blocks/{layer}/attention/out/kernel"][1]
     return projections - queries
 

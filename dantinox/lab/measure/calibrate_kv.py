@@ -114,9 +114,8 @@ def calibrate_kv(
             raise UserError(f"{name} must be an integer ≥ {least}, got {number}")
     if from_results is not None and (data_path is not None or length is not None or not loss):
         raise UserError("from_results measures nothing: do not give data_path, length or loss")
-    weights = weights_digest(
-        directory
-    )  # before loading: weights that are replaced meanwhile have another digest
+    # Computed before loading: weights that are replaced meanwhile have another digest.
+    weights = weights_digest(directory)
     if from_results is not None:
         imported = _import_results(directory, from_results, weights)
         save_kv_calibration(path, imported.to_dict())
@@ -241,9 +240,8 @@ def entropy_stats(heads: np.ndarray) -> dict[str, float | None]:
     """
     found = {name: float(getattr(heads, name)()) for name in ("mean", "min", "max", "std")}
     ratios = {
-        "cv": (
-            found["std"] / found["mean"] if found["mean"] > 0 else None
-        ),  # coefficient of variation
+        # The coefficient of variation.
+        "cv": found["std"] / found["mean"] if found["mean"] > 0 else None,
         "range_ratio": found["max"] / found["min"] if found["min"] > 0 else None,
     }
     return found | replace_nonfinite(ratios)
@@ -329,9 +327,8 @@ def measure_attention(
     ends_SR = np.array([query_lengths(length) for length in lengths_S.tolist()])
     slots = tokens_SN.shape[1]
     T = -(-slots // ROWS)  # the longest quarter of a sequence
-    unwindowed = replace(
-        model.config, windows=(None,) * model.config.num_blocks
-    )  # slot s holds position s in every layer
+    # Without windows, slot s holds position s in every layer.
+    unwindowed = replace(model.config, windows=(None,) * model.config.num_blocks)
 
     def read(rows: np.ndarray) -> np.ndarray:
         cache = make_cache(unwindowed, len(rows), slots, model.dtype)
@@ -377,9 +374,8 @@ def _attention_stats(scores_BNS: jax.Array, valid_BS: jax.Array) -> jax.Array:
     """
     valid_B1S = valid_BS[:, None]
     p_BNS = jax.nn.softmax(jnp.where(valid_B1S, scores_BNS.astype(jnp.float32), -jnp.inf), axis=-1)
-    entropy_BN = jnp.maximum(jax.scipy.special.entr(p_BNS).sum(axis=-1), 0) / jnp.log(
-        2
-    )  # rounding may make p exceed 1
+    # Rounding may make p exceed 1.
+    entropy_BN = jnp.maximum(jax.scipy.special.entr(p_BNS).sum(axis=-1), 0) / jnp.log(2)
     held_BNS = jnp.cumsum(jnp.sort(p_BNS, axis=-1, descending=True), axis=-1)
     keys_BN = jnp.minimum(1 + (held_BNS < MASS).sum(axis=-1), valid_B1S.sum(axis=-1))
     places_S = jnp.arange(p_BNS.shape[-1])

@@ -104,9 +104,8 @@ def calibrate_router(
     if tokens < 1:
         raise UserError(f"tokens must be an integer ≥ 1, got {tokens}")
     directory = open_run(run_dir)
-    weights = weights_digest(
-        directory
-    )  # before loading, so that weights replaced meanwhile do not get this digest
+    # Computed before loading, so that weights replaced meanwhile do not get this digest.
+    weights = weights_digest(directory)
     store = open_text_store(directory, data_path, max(tokens, 2))
     run = load(run_dir)
     # The last validation token is only a target.

@@ -54,9 +54,8 @@ def doctor_lines() -> Iterator[str]:
             f" {cache_folder()})"
         )
         yield load_kernels().note
-    large = jnp.ones(
-        (1 << 6, 1 << 20), jnp.float32
-    )  # XLA sums the rows of an array in parallel, a single row in one thread
+    # XLA sums the rows of an array in parallel, a single row in one thread.
+    large = jnp.ones((1 << 6, 1 << 20), jnp.float32)
     yield f"memory: {human_bytes(large.nbytes / _seconds(lambda x: jnp.sum(x, axis=1), large))}/s"
     use_compilation_cache()  # set last: the benchmarks above should not fill the cache
     yield (

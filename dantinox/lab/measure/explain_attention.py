@@ -87,7 +87,8 @@ def head_weights(
     T = len(ids)
     check_head(model.model.config, head, T, config)
     transformer = model.prepared(config.generation)
-    L, slots = transformer.config.num_blocks, padded_length(T)
+    L = transformer.config.num_blocks
+    slots = padded_length(T)
     # Without ring buffers, slot s holds position s in every layer. Attention still has its window.
     unwindowed = replace(transformer.config, windows=(None,) * L)
     tokens_1T = np.zeros((1, slots), np.int32)
@@ -102,7 +103,8 @@ def head_weights(
     weights_TT, sink_T = _softmax(
         np.asarray(scores_TS)[:T, :T], np.asarray(valid_TS)[:T, :T], logit
     )
-    latent, one = transformer.config.latent, transformer.config.of_layer(layer)
+    latent = transformer.config.latent
+    one = transformer.config.of_layer(layer)
     return HeadWeights(
         layer=layer,
         head=index,
@@ -149,6 +151,7 @@ def _softmax(
     """Returns the weights `[T, S]` of the valid keys and those of the sink `[T]`, in float64."""
     masked_TS = np.where(valid_TS, scores_TS.astype(np.float64), -np.inf)
     largest_T1 = np.maximum(masked_TS.max(axis=1, keepdims=True), sink)
-    weights_TS, sink_T1 = np.exp(masked_TS - largest_T1), np.exp(sink - largest_T1)
+    weights_TS = np.exp(masked_TS - largest_T1)
+    sink_T1 = np.exp(sink - largest_T1)
     totals_T1 = weights_TS.sum(axis=1, keepdims=True) + sink_T1
     return weights_TS / totals_T1, (sink_T1 / totals_T1)[:, 0]

@@ -116,9 +116,8 @@ def instructions(text: str) -> dict[str, Instruction]:
             found[op.name] = _set_fusion_origin(
                 op, [found[part.name] for called in op.called for part in members.get(called, [])]
             )
-    for op in reversed(
-        list(found.values())
-    ):  # an instruction precedes the instructions that read it
+    # An instruction precedes the instructions that read it.
+    for op in reversed(list(found.values())):
         for read in NAME.findall(op.operands):
             if read in found and not found[read].frames and found[op.name].frames:
                 found[read] = replace(

@@ -62,9 +62,9 @@ FORMULAS = {
     "prefill": "as evaluation, but the output layer reads only the last token of a row",
     "decode": "2N + 4·L·H·Q·S FLOPs per token, where S is the number of cache slots",
 }
-MAX_TOKENS = (
-    1 << 28
-)  # of a batch with its new tokens; arrays of this size are allocated to trace the programs
+# The most tokens of a batch with its new tokens; arrays of this size are allocated to trace the
+# programs.
+MAX_TOKENS = 1 << 28
 # Custom calls of libtpu that are not kernels.
 NON_KERNELS = {
     "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart",
@@ -216,9 +216,8 @@ def make_plan(
         traced: list[PlannedProgram] = []
         for mesh_config, layout in zip(mesh_configs, layouts, strict=True):
             traced += training_programs(mesh_config, trained, training, layout)
-        traced.sort(
-            key=lambda planned: planned[0].name, reverse=True
-        )  # groups the meshes of each program
+        # The order groups the meshes of each program.
+        traced.sort(key=lambda planned: planned[0].name, reverse=True)
         traced += generation_programs(topology, config, model, batch, prompt, new)
         programs = []
         for planned, program, options in traced:

@@ -19,13 +19,8 @@ from dantinox.files import UserError, wrap_os_errors
 from dantinox.lab.measure.hlo import Instruction, instructions
 from dantinox.report.tables import Column, percent, text_table, wrap_lines
 
-CONTAINERS = {
-    "while",
-    "conditional",
-    "call",
-    "async-start",
-    "async-done",
-}  # their contents are traced separately
+# The contents of these operations are traced separately.
+CONTAINERS = {"while", "conditional", "call", "async-start", "async-done"}
 # Kind → opcodes. The kind of an operation is the first one here that lists an opcode of the
 # operation.
 KINDS = {

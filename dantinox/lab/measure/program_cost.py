@@ -125,9 +125,8 @@ def _contraction_size(op: Instruction, operands: list[str]) -> int:
         return math.prod(
             n for letter, n in zip(letters, _dimensions(operands[1]), strict=True) if letter != "o"
         )
-    axes = re.search(
-        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.attributes
-    )  # of a `dot` or a library call
+    # The contracted axes of a `dot` or a library call.
+    axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.attributes)
     if not axes:
         return 0
     sizes = _dimensions(operands[0])

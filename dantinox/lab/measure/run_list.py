@@ -106,9 +106,8 @@ def _summary(name: str, run: RunDirectory) -> RunSummary:
             found.state = "running"
         elif found.step is None and run.weights_or_adapter.is_file():
             found.state = "untrained"
-        elif summary.is_file() and _steps(summary) >= (
-            found.step or 0
-        ):  # a resumed run has logged more steps
+        elif summary.is_file() and _steps(summary) >= (found.step or 0):
+            # A resumed run has logged more steps than the summary of its earlier part.
             found.state = "finished"
     except (UserError, OSError) as error:
         return RunSummary(name, "unreadable", problem=first_line(error))

@@ -26,9 +26,9 @@ from dantinox.text.tokenizer import UnknownCharacter
 MAX_TEXT_TOKENS = 1 << 22  # read from a given text
 WINDOW = 1024  # maximum tokens of a window in the store of a given text
 CHARACTERS = 1 << 16  # encoded in one call
-MAX_CHARACTERS = (
-    4 << 20
-)  # encoded in one call by a tokenizer of kind `other`, which may treat a beginning differently
+# The most characters that a tokenizer of kind `other` encodes in one call; it may treat a beginning
+# differently.
+MAX_CHARACTERS = 4 << 20
 
 
 def equal_batches(count: int, max_size: int) -> Iterator[np.ndarray]:

@@ -131,9 +131,8 @@ def find_topology(name: str | None = None) -> Topology:
     return Topology(name, family, list(devices), chip.memory, chip, OPTIONS.get(family, {}))  # type: ignore[arg-type]
 
 
-CUDNN_MODULE = (  # private: only `_emulate_h100` uses and patches it
-    "jax._src.cudnn.fused_attention_stablehlo"
-)
+# A private module of JAX: only `_emulate_h100` uses and patches it.
+CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 
 
 @contextlib.contextmanager

@@ -27,9 +27,8 @@ from dantinox.text import Tokenizer, TokenStore
 
 PROMPT_TOKENS = 64
 MIN_PROMPT_TOKENS = 8
-STREAM_TOKENS = (
-    1 << 22
-)  # windows come from the first tokens of the validation text, at most this many
+# Windows come from the first tokens of the validation text, at most this many.
+STREAM_TOKENS = 1 << 22
 ROWS = 32  # prompts per batch
 # Default settings, so that the settings of the run do not influence a comparison.
 NEUTRAL_SETTINGS = {**settings_of(Config()), "ignore_eos": True}

@@ -49,13 +49,8 @@ from dantinox.lab.studies.statistics import (
 from dantinox.run import open_run
 
 KV_METHODS = (STREAMING, UNIFORM, *SIGNALS, "random", ORACLE)
-LARGE_METHODS = (
-    STREAMING,
-    UNIFORM,
-    "distance",
-    "loss",
-    ORACLE,
-)  # by default, for more than `LARGE_MODEL` parameters
+# The default for models with more than `LARGE_MODEL` parameters.
+LARGE_METHODS = (STREAMING, UNIFORM, "distance", "loss", ORACLE)
 MIN_TOKENS = 32
 MIN_SEQUENCES = 2 * SEEDS
 FULL_COUNTS = (200, 100)  # sequences of text, tasks of each kind; see `default_count`

@@ -134,9 +134,10 @@ def draw_tasks(tokenizer: Tokenizer, sequences: Sequences, count: int) -> Recall
     same length.
     """
     T = sequences.ids.shape[1]
+    # Room for the longest question.
     context = T - len(
         tokenizer.encode(builtin_recall.copy_task(random.Random(0), FACTS_PER_PROMPT).question)
-    )  # the longest
+    )
     tasks = []
     for kind in KINDS:
         for seed, share in enumerate(split_by_seed(count)):

@@ -46,10 +46,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "kvzip+loss": {"policy": "kvzip", "signal": "loss"},
 }
 RATIOS = (0.5, 0.3, 0.2, 0.1)
-LARGE_RATIOS = (
-    0.5,
-    0.2,
-)  # for models with more than `LARGE_MODEL` parameters, where compilation takes most of the time
+# For models with more than `LARGE_MODEL` parameters, where compilation takes most of the time.
+LARGE_RATIOS = (0.5, 0.2)
 NEAR_KEYS = 64  # keys that remain visible when `eval kv` measures the value of distant keys
 
 

@@ -51,10 +51,8 @@ SAMPLES = 10
 MIN_LENGTH = 256
 ROW_TOKENS = 8192  # prompt tokens per batch
 TEXT_CHARACTERS = 1 << 21  # read from a given text at most
-QUESTION_MODES = (
-    "agnostic",
-    "aware",
-)  # the question is read after the compression, or is part of the prompt
+# Agnostic: the question is read after the compression. Aware: it is part of the prompt.
+QUESTION_MODES = ("agnostic", "aware")
 
 
 @dataclass(frozen=True)

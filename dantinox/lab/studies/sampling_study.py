@@ -132,9 +132,8 @@ COMPARISONS = [
     for router in ("router_guide", CONTROLLED, "router_no_attention")
     for other in ("min_p", CONTROL)
 ]
-TEMPERATURE_CURVE = {
-    f"temperature {t:g}": t for t in (0.3, 0.5, 0.65, 0.8, 0.95, 1.1, 1.3)
-}  # close enough for linear interpolation
+# The temperatures are close enough for linear interpolation.
+TEMPERATURE_CURVE = {f"temperature {t:g}": t for t in (0.3, 0.5, 0.65, 0.8, 0.95, 1.1, 1.3)}
 
 
 @dataclass(frozen=True)
@@ -413,9 +412,8 @@ class SamplingBenchmark:
         ids_SP = [ids_PT.tolist() for _, ids_PT in samples]
         texts_S = [tuple(texts) for texts, _ in samples]
         score = self.reference_model.bits_per_byte
-        bits = {
-            texts: score(windows.prompts, texts) for texts in set(texts_S)
-        }  # score equal texts once
+        # Equal texts are scored once.
+        bits = {texts: score(windows.prompts, texts) for texts in set(texts_S)}
         found: dict[str, Any] = {"bits_per_byte": [bits[texts] for texts in texts_S]}
         found |= {
             name: [[measure(ids) for ids in ids_P] for ids_P in ids_SP]

@@ -189,9 +189,8 @@ def run_speedrun(
       UserError: the folder holds something else, another process uses it, or a stage failed.
       SystemExit: after SIGTERM or SIGINT, with the stage saved.
     """
-    load_training(
-        STAGES[0].config, stage_settings(request, folder, 0)
-    )  # a wrong setting or path must leave no folder
+    # A wrong setting or path must leave no folder.
+    load_training(STAGES[0].config, stage_settings(request, folder, 0))
     if request.data is not None and not request.data.startswith(HUB):
         Corpus.open(request.data)
     if request.sft_data is not None:
@@ -225,9 +224,8 @@ def _train_stage(
     stage = STAGES[number]
     path = folder / STAGES[number].name
     run = RunDirectory(path)
-    if (
-        run.config.is_file()
-    ):  # its saved settings, which a later version of the packaged config does not change
+    # Read the saved settings, which a later version of the packaged config does not change.
+    if run.config.is_file():
         config = load_run_config(run)
         command = f"dantinox train --resume --run_dir {shlex.quote(str(path))}"
     else:

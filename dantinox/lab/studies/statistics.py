@@ -23,9 +23,8 @@ LARGE_MODEL = 10e6  # parameters; larger models get smaller studies by default
 BLEU_SMOOTHING = 0.1  # number of matches assumed for an n-gram order without a match
 
 Tokens = Sequence[int]
-MeasuresByPrompt = Mapping[
-    str, np.ndarray
-]  # measure → one number per prompt `[P]`, each the mean over the prompt's samples
+# Measure → one number per prompt `[P]`, each the mean over the prompt's samples.
+MeasuresByPrompt = Mapping[str, np.ndarray]
 
 
 def select_names(names: Sequence[str] | None, known: Iterable[str], what: str) -> list[str]:

@@ -231,9 +231,8 @@ def train_in_subprocess(prepare: Callable[[], None]) -> Callable[[Trial, RunDire
     def train(trial: Trial, run: RunDirectory) -> str | None:
         _wait_for_previous_process(run)
         if not run.config.is_file():
-            shutil.rmtree(
-                run.path, ignore_errors=True
-            )  # a previous process was killed before it saved a config
+            # A previous process was killed before it saved a config.
+            shutil.rmtree(run.path, ignore_errors=True)
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
@@ -324,9 +323,8 @@ def _train_in_child(
 
         run = RunDirectory(path)
         if isinstance(error.__cause__, NonFiniteLoss) and not run.config.is_file():
-            path.mkdir(
-                exist_ok=True
-            )  # `launch` removes a run without a checkpoint, but this is the result of a trial
+            # `launch` removes a run without a checkpoint, but this is the result of a trial.
+            path.mkdir(exist_ok=True)
             save_config(run, config)
         sender.send_bytes(str(error).encode())
         sys.exit(2)

@@ -148,9 +148,8 @@ def _read_digest(entry: Mapping[str, object], where: str) -> bytes:
     if (secret is None) == (digest is None):
         raise UserError(f"{where} must have either key or sha256")
     if secret is not None:
-        if not isinstance(secret, str) or not SECRET.fullmatch(
-            secret
-        ):  # YAML reads 12345678 as a number
+        # YAML reads 12345678 as a number.
+        if not isinstance(secret, str) or not SECRET.fullmatch(secret):
             raise UserError(f"key of {where} must be a string of {SECRET_RULE}")
         return hashlib.sha256(secret.encode()).digest()
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):

@@ -78,10 +78,8 @@ class Connection(H11Protocol):
         # last ones of a response.
         self.transport.set_write_buffer_limits(high=0)
         if not self.table.admit(self, self.client[0] if self.client else "", self.loop.time()):
-            self.app_state = {
-                **self.app_state,
-                "overloaded": True,
-            }  # a copy: other connections share the original
+            # A copy, because other connections share the original.
+            self.app_state = {**self.app_state, "overloaded": True}
             if len(self.table.refused) > MAX_REFUSED:
                 self.transport.abort()
                 return

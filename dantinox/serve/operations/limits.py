@@ -36,9 +36,8 @@ MAX_DIGITS = 20  # characters of a JSON integer, including its sign
 # A body that is too large is still read up to this multiple of the limit, so that its sender gets
 # the error.
 DRAIN_FACTOR = 16
-THREAD_THRESHOLD = (
-    1 << 14
-)  # larger bodies (bytes) and prompts (characters) are processed on a thread
+# Larger bodies (bytes) and prompts (characters) are processed on a thread.
+THREAD_THRESHOLD = 1 << 14
 LOG_SECONDS = 60.0  # minimum time between two equal log lines
 LOG_LINES = 256  # maximum number of different log lines in `LOG_SECONDS`
 
@@ -50,9 +49,9 @@ MAX_CHOICES = 1024  # texts of `guided_choice`
 MAX_SALT_LENGTH = 1024  # characters of `cache_salt`
 MAX_STOPS = 32  # number of stop strings
 MAX_STOP_LENGTH = 512  # characters of each
-MAX_NUMBER = (
-    2**32
-)  # absolute value of a number in a setting; the product of two such numbers is finite in float32
+# The largest absolute value of a number in a setting; the product of two such numbers is finite in
+# float32.
+MAX_NUMBER = 2**32
 # Entries of a setting that is a list or a map. `generation.slot_params` has the same limits for its
 # arrays.
 MAX_ENTRIES = 1024

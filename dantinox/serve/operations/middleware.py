@@ -35,9 +35,8 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "cache-control": "no-store",
 }
-ABSOLUTE_FORM = re.compile(
-    r"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL
-)  # of a request target, without its query
+# The absolute form of a request target, without its query.
+ABSOLUTE_FORM = re.compile(r"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)
 HOST_HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:\d{1,5})?")
 
 
@@ -253,9 +252,8 @@ class Guard:
         watching = asyncio.ensure_future(watch())
         try:
             await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if (
-                complete or work.done()
-            ):  # uvicorn also reports a disconnect after a complete response
+            # uvicorn also reports a disconnect after a complete response.
+            if complete or work.done():
                 await work
         finally:
             for task in (work, watching):

@@ -46,9 +46,8 @@ class Reloader:
           UserError: a file cannot be used. Neither the keys nor the weights have changed.
         """
         task = asyncio.ensure_future(self._run())
-        task.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # the error is logged already
+        # The error is logged already.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
 
     async def _run(self) -> dict[str, JSON]:

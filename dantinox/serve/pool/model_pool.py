@@ -341,9 +341,8 @@ class ModelPool:
             member.retry = time.monotonic() + LOAD_RETRY_SECONDS
             known = isinstance(error, UserError | Unavailable)
             log.error("the model %s cannot be loaded: %s", member.name, error, exc_info=not known)
-            member.error = (  # the error may have paths
-                f"the model {member.name} cannot be loaded: see the server's log"
-            )
+            # The client does not get the error, which may contain paths.
+            member.error = f"the model {member.name} cannot be loaded: see the server's log"
             if isinstance(error, Unavailable):
                 member.error = error.message
         finally:

@@ -30,12 +30,8 @@ from dantinox.serve.protocols.keep_alive import keep_seconds
 from dantinox.serve.protocols.openai import about_model, model_entry
 from dantinox.serve.service import Service, check_aliases, forbidden_model, key_allows, shown_names
 
-LIST_PATHS = (
-    "/v1/models",
-    "/v1/models/{id:path}",
-    "/api/tags",
-    "/api/ps",
-)  # routes of this module instead of a model's
+# Routes that this module answers itself, instead of the application of a model.
+LIST_PATHS = ("/v1/models", "/v1/models/{id:path}", "/api/tags", "/api/ps")
 
 
 def make_pool_app(pool: ModelPool, options: Options) -> ASGIApp:
@@ -242,9 +238,8 @@ class _Dispatcher:
             body = parsed if isinstance(parsed, dict) else {}
             scope = {**scope, PARSED_BODY: parsed}
         given = protocol.model_of(body)
-        name = (
-            given if isinstance(given, str) else request.query_params.get("model")
-        )  # a model checks other types
+        # The application of the model reports a name that is not a string.
+        name = given if isinstance(given, str) else request.query_params.get("model")
         if protocol.routes is ollama.routes and name is not None:
             name = ollama.known_name(name, self._directory.known_names())
         member = self._directory.find(name)

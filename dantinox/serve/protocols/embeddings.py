@@ -126,9 +126,8 @@ def routes(service: Service) -> list[Route]:
         service.check_model(body.model)
         vectors_ND, tokens = await embed(service, [body.query, *body.documents], "documents")
         scores = [float(score) for score in vectors_ND[1:] @ vectors_ND[0]]
-        order = sorted(range(len(scores)), key=lambda index: -scores[index])[
-            : body.top_n
-        ]  # the sort is stable
+        # The sort is stable.
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
         results: list[JSON] = []
         for index in order:
             result: dict[str, JSON] = {"index": index, "relevance_score": scores[index]}

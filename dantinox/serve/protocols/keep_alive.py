@@ -8,15 +8,8 @@ from typing import NamedTuple
 from dantinox.files import quote
 from dantinox.serve.errors import JSON, RequestError
 
-UNITS = {
-    "ns": 1e-9,
-    "us": 1e-6,
-    "µs": 1e-6,
-    "ms": 1e-3,
-    "s": 1.0,
-    "m": 60.0,
-    "h": 3600.0,
-}  # of Go's durations
+# The units of Go's durations, in seconds.
+UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 DURATION = re.compile(r"-?(\d{1,9}(\.\d{1,9})?(ns|us|µs|ms|s|m|h))+")
 MAX_SECONDS = 10.0**7
 

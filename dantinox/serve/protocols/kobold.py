@@ -66,14 +66,8 @@ FINISH_REASONS = {
     "loop": "length",
     "cancelled": "length",
 }
-STOP_REASON_NUMBERS = {
-    None: -1,
-    "length": 0,
-    "loop": 0,
-    "cancelled": 0,
-    "eos": 1,
-    "stop": 2,
-}  # finish reason → `stop_reason`
+# Finish reason → `stop_reason`.
+STOP_REASON_NUMBERS = {None: -1, "length": 0, "loop": 0, "cancelled": 0, "eos": 1, "stop": 2}
 ERROR_TYPES = {
     400: "bad_input",
     401: "unauthorized",

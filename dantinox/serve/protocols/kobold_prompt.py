@@ -118,9 +118,8 @@ def fit_to_context(
       RequestError: 400, the memory alone is too long.
     """
     tokenizer = run.tokenizer
-    memory_ids = tokenizer.encode(
-        memory, parse_special=True
-    )  # names of special tokens become these tokens, as in KoboldCpp
+    # Names of special tokens become these tokens, as in KoboldCpp.
+    memory_ids = tokenizer.encode(memory, parse_special=True)
     prompt_ids = tokenizer.encode(prompt, parse_special=True)
     if not memory_ids and not prompt_ids:
         memory_ids = run.prompt_ids("")

@@ -271,9 +271,8 @@ async def parse_completion(service: Service, body: LlamaCompletionBody) -> Reply
             if isinstance(part, int):
                 ids.append(part)
             else:
-                encode_part = (
-                    model.prompt_ids if number == 0 else tokenizer.encode
-                )  # only the first part gets a BOS token
+                # Only the first part gets a BOS token.
+                encode_part = model.prompt_ids if number == 0 else tokenizer.encode
                 ids += encode_part(part, parse_special=True)
         return ids or model.prompt_ids("")
 
@@ -301,16 +300,14 @@ async def parse_infill(service: Service, body: InfillBody) -> Reply:
         start = tokenizer.ids_before_text
         answer = tokenizer.encode(body.prompt) if body.prompt else []
         extra = "".join(f"{file.text}\n" for file in body.input_extra)
-        room = max(
-            service.context - new_tokens - len(start) - len(answer) - 4, 0
-        )  # at most four tokens mark the parts
+        # At most four tokens mark the parts.
+        room = max(service.context - new_tokens - len(start) - len(answer) - 4, 0)
         prefix_ids = tokenizer.encode(extra + body.input_prefix)
         suffix = body.input_suffix
         suffix_ids = tokenizer.encode(suffix) if suffix else []
         if len(prefix_ids) + len(suffix_ids) > room:
-            kept = min(
-                len(suffix_ids), max(room // SUFFIX_SHARE, room - len(prefix_ids))
-            )  # at least what the prefix leaves
+            # The suffix gets at least what the prefix leaves.
+            kept = min(len(suffix_ids), max(room // SUFFIX_SHARE, room - len(prefix_ids)))
             suffix = tokenizer.decode(suffix_ids[:kept]) if kept else ""
             prefix_ids = prefix_ids[max(0, len(prefix_ids) - (room - kept)) :]
         return [*start, *fim_ids(tokenizer, prefix_ids, suffix), *answer]
@@ -473,9 +470,8 @@ class LlamaReply(Reply):
         request = self.requests[number]
         stats = self.streams[number].stats
         prompt_tokens = len(request.ids)
-        new_tokens = (
-            stats.new_tokens if self._samples == 1 else answer.token_count
-        )  # `stats` counts all samples together
+        # `stats` counts all samples together.
+        new_tokens = stats.new_tokens if self._samples == 1 else answer.token_count
         first = stats.first_token_seconds if stats.new_tokens else stats.seconds
         stop_type = STOP_TYPES[answer.reason]
         return {

@@ -54,9 +54,8 @@ class CompletionLogprobs:
             found["text_offset"].append(max(0, self._offset))
             self._offset += len(self._detokenizer.push([record["id"]]))
             top: dict[str, float] = {}
-            for other in record.get(
-                "alternatives", ()
-            ):  # sorted by probability: of equal names, the most likely is kept
+            # Sorted by probability: of equal names, the most likely is kept.
+            for other in record.get("alternatives", ()):
                 top.setdefault(token_name(self._tokenizer, other["id"]), _logprob(other))  # type: ignore[arg-type]
             if logprob is not None:
                 top[name] = max(logprob, top.get(name, logprob))

@@ -354,10 +354,8 @@ class MessagesReply(Reply):
         if not self._started:
             self._started = True
             usage = {**self._usage(), "output_tokens": 0}
-            no_stop = {
-                "stop_reason": None,
-                "stop_sequence": None,
-            }  # also if the first delta is the last one
+            # The first event has these values also if the first delta is the last one.
+            no_stop = {"stop_reason": None, "stop_sequence": None}
             message = {**self._frame, "content": [], **no_stop, "usage": usage}
             events = [{"type": "message_start", "message": message}, *events]
         return b"".join(map(_event, events))

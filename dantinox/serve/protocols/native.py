@@ -318,9 +318,8 @@ async def _encode(service: Service, body: GenerateBody) -> tuple[list[int], list
             if isinstance(part, int):
                 ids.append(part)
             else:
-                encode_part = (
-                    model.prompt_ids if number == 0 and is_whole else tokenizer.encode
-                )  # with a BOS token, or without
+                # Only the first text gets a BOS token.
+                encode_part = model.prompt_ids if number == 0 and is_whole else tokenizer.encode
                 texts.append(encode_part(part))
                 ids += texts[-1]
         if not ids and is_whole:

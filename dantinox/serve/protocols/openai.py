@@ -33,10 +33,8 @@ from dantinox.serve.protocols.tool_chat import PreparedChat, prepare_chat
 from dantinox.serve.service import Reply, Service
 
 DONE = b"data: [DONE]\n\n"
-FINISH_REASONS = {
-    "eos": "stop",
-    "loop": "length",
-}  # finish reasons with another name in this protocol
+# The finish reasons with another name in this protocol.
+FINISH_REASONS = {"eos": "stop", "loop": "length"}
 
 
 def routes(service: Service) -> list[Route]:

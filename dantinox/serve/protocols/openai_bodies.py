@@ -288,9 +288,8 @@ class Body(ConstraintBody):
         ):
             found.setdefault("dry_breakers", list(self.dry_sequence_breakers))
         middle = found.get("temperature", base.temperature)
-        if self.dynatemp_range and isinstance(
-            middle, int | float
-        ):  # otherwise the error is about the temperature
+        # Otherwise, the error is about the temperature.
+        if self.dynatemp_range and isinstance(middle, int | float):
             low = max(middle - self.dynatemp_range, 0.0)
             high = middle + self.dynatemp_range
             found = {"dynatemp_low": low, "dynatemp_high": high} | found | {"temperature": 1.0}
@@ -304,13 +303,11 @@ class Body(ConstraintBody):
             and all(type(code) is int for code in order)
             and "preset" not in found
         ):
-            found = (
-                STEPS_OFF | found | {"preset": "koboldcpp"}
-            )  # KoboldCpp's codes, as its clients send them
+            # Numbers are KoboldCpp's codes, as its clients send them.
+            found = STEPS_OFF | found | {"preset": "koboldcpp"}
         if found.get("temperature"):
-            found.setdefault(
-                "greedy", False
-            )  # a temperature overrides greedy decoding of the server's settings
+            # A temperature overrides greedy decoding of the server's settings.
+            found.setdefault("greedy", False)
         return found
 
 

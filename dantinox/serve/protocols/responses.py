@@ -294,9 +294,8 @@ def _chat_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 # --- the response
 
-KeepResponse = Callable[
-    [dict[str, JSON], list[Mapping[str, Any]]], None
-]  # stores a response and its conversation
+# A function that stores a response and its conversation.
+KeepResponse = Callable[[dict[str, JSON], list[Mapping[str, Any]]], None]
 
 
 class ResponsesReply(Reply):

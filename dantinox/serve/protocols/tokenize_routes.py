@@ -124,9 +124,8 @@ def routes(service: Service) -> list[Route]:
                 [message.fields() for message in body.messages], body.tools or ()
             )
             ids = rendered.ids
-        elif (
-            body.prompt in tokenizer.special_tokens
-        ):  # the name of a special token: clients look up the EOS id this way
+        elif body.prompt in tokenizer.special_tokens:
+            # This is the name of a special token: clients look up the EOS id this way.
             ids = [tokenizer.special_tokens[body.prompt]]
         elif not body.prompt:
             ids = []

@@ -24,9 +24,8 @@ from dantinox.text.tool_calls import Part
 from dantinox.text.tool_grammars import Tool, tool_grammars
 
 MAX_TOOLS = 128
-TOOL_NAME = re.compile(
-    r"[a-zA-Z0-9_.-]{1,128}"
-)  # OpenAI allows 64 characters and no dot, Anthropic 128
+# OpenAI allows 64 characters and no dot, Anthropic 128.
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 # The most tokens of reasoning for each value of `reasoning_effort`, for templates that do not use
 # the variable; None: no limit.
 EFFORTS: dict[str, int | None] = {
