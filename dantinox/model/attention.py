@@ -1,7 +1,8 @@
 """The attention layer, and scaled dot-product attention over a `Store` of keys and values.
 
 Shapes: B batch, T query time, S key time, D model, K key/value heads, G query heads per key head, H
-head size.
+head size, V size of a value, N = K·G query heads, M = G·T queries of a key head, R queries of a
+block, n blocks. A 1 stands for an axis of size 1.
 """
 
 import math
@@ -28,7 +29,9 @@ from dantinox.model.layers import (
 from dantinox.model.parallelism import Parallelism
 from dantinox.model.positions import query_scaling, rotate
 
+# The cosines and sines of a rotary embedding, `[B, T, H/2]` each; None: no rotation.
 Angles = tuple[jax.Array, jax.Array] | None
+# A function of (scores_BNS, valid_BS), see `run_probe`.
 Probe = Callable[[jax.Array, jax.Array], Any]
 
 
@@ -50,44 +53,40 @@ class Attention(nnx.Module):
         self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float
     ):
         self.window = config.windows[layer]
-        keys_and_values = config.kv_projections(layer)
-        config = config.of_layer(layer)
+        kv_parts = config.kv_projections(layer)  # 0, 1 or 2
+        config = config.of_layer(layer)  # the heads of this layer
         D, K, H = config.dim, config.kv_heads, config.head_size
         G = config.n_heads // K
         self.groups = G
-        self.reuses_kv = keys_and_values == 0
+        self.reuses_kv = kv_parts == 0
         linear = partial(make_linear, config, dtype=dtype, rngs=rngs)
-        parts = G, *(1,) * keys_and_values
-        self.qkv = linear((D,), (K, G + keys_and_values, H), parts=parts, bias=config.qkv_bias)
+        # Of the axis of size G + kv_parts: the queries, the key and the value.
+        parts = (G,) + (1,) * kv_parts
+        self.qkv = linear((D,), (K, sum(parts), H), parts=parts, bias=config.qkv_bias)
         self.out_norm = make_rms_norm(config, (K, G, H)) if config.sub_norms else None
         self.out = linear((K, G, H), (D,), gain=out_gain, bias=config.out_bias)
         self.norm_over_heads = config.qk_norm_scope == "layer"
-        self.q_norm = (
-            make_rms_norm(config, (K, G, H) if self.norm_over_heads else H)
-            if config.qk_norm
-            else None
-        )
-        k_norm = None
+        q_norm = k_norm = v_norm = None
+        if config.qk_norm:
+            q_norm = make_rms_norm(config, (K, G, H) if self.norm_over_heads else H)
         if config.qk_norm and not self.reuses_kv:
             k_norm = make_rms_norm(config, (K, H) if self.norm_over_heads else H)
+        if config.v_norm and not self.reuses_kv:
+            v_norm = RMSNorm(H, config.norm_epsilon, scaled=False)
+        self.q_norm = q_norm
         self.k_norm = k_norm
-        self.v_norm = (
-            RMSNorm(H, config.norm_epsilon, scaled=False)
-            if config.v_norm and not self.reuses_kv
-            else None
-        )
+        self.v_norm = v_norm
         self.norm_after_rope = config.qk_norm_after_rope
-        self.query_gain = (
-            1.0
-            if config.query_pre_attn_scalar is None
-            else math.sqrt(H / config.query_pre_attn_scalar)
-        )
+        scalar = config.query_pre_attn_scalar
+        self.query_gain = 1.0 if scalar is None else math.sqrt(H / scalar)
+        # A gate of the output: with it, heads need no attention sink to have no effect.
         self.gate = linear((D,), (K, G, H), bias=config.gate_bias) if config.no_sink else None
         self.query_scaling_beta = config.query_scaling_beta
         scaling = config.rope_scaling
         self.original_context = 1 if scaling is None else scaling.original_context
         self.cap = config.softcap
-        self.sinks = nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None
+        sinks = nnx.Param(jnp.zeros((K, G), jnp.float32)) if config.sink_logits else None
+        self.sinks = sinks
 
     def __call__(
         self,
@@ -97,43 +96,59 @@ class Attention(nnx.Module):
         layer_cache: Any,
         probe: Probe | None,
         parallelism: Parallelism,
-    ):
+    ) -> tuple[jax.Array, Any, Any]:
+        """Returns the output `[B, T, D]`, the updated cache of the layer, and the result of the
+        probe.
+        """
         x_BTD = parallelism.copy_to_tp(x_BTD)
         qkv = self.qkv(x_BTD)
         # The gradient of a split is a concatenation. That of slices is a sum of padded arrays,
         # which is slower.
-        q_BTKGH, *kv = jnp.split(qkv, [*range(self.groups, qkv.shape[-2])], axis=-2)
+        starts = range(self.groups, qkv.shape[-2])  # of the key and the value, behind G queries
+        q_BTKGH, *kv = jnp.split(qkv, [*starts], axis=-2)
         q_BTKGH = self._norm_and_rotate(q_BTKGH, self.q_norm, angles, parallelism)
         k_BTKH = v_BTKH = None
         if not self.reuses_kv:
-            k_BTKH, v_BTKH = kv[0].squeeze(-2), kv[-1].squeeze(-2)
+            k_BTKH = kv[0].squeeze(-2)
+            v_BTKH = kv[-1].squeeze(-2)  # with `k_eq_v`, the same projection
             k_BTKH = self._norm_and_rotate(k_BTKH, self.k_norm, angles, parallelism)
             v_BTKH = v_BTKH if self.v_norm is None else self.v_norm(v_BTKH)
         if self.query_gain != 1:
-            q_BTKGH = (q_BTKGH * self.query_gain).astype(q_BTKGH.dtype)
+            q_BTKGH = q_BTKGH * self.query_gain
         if self.query_scaling_beta is not None:
             gain_BT = query_scaling(positions_BT, self.query_scaling_beta, self.original_context)
+            # The gains are float32.
             q_BTKGH = (q_BTKGH * gain_BT[..., None, None, None]).astype(q_BTKGH.dtype)
-        softmax = Softmax(self.cap, None if self.sinks is None else self.sinks[...])
+        sinks_KG = None if self.sinks is None else self.sinks[...]
+        softmax = Softmax(cap=self.cap, sinks_KG=sinks_KG)
         a_BTKGH, layer_cache, probed = layer_cache.attend(
-            q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe, softmax
+            q_BTKGH, k_BTKH, v_BTKH, positions_BT, self.window, probe=probe, softmax=softmax
         )
         if self.gate is not None:
             a_BTKGH = a_BTKGH * jax.nn.sigmoid(self.gate(x_BTD))
         if self.out_norm is not None:
             a_BTKGH = self.out_norm(a_BTKGH)
-        return self.out(a_BTKGH, parallelism.reduce_from_tp), layer_cache, probed
+        return self.out(a_BTKGH, reduce=parallelism.reduce_from_tp), layer_cache, probed
 
     def _norm_and_rotate(
-        self, x: jax.Array, norm: RMSNorm | None, angles: Angles, parallelism: Parallelism
+        self,
+        x: jax.Array,
+        norm: Callable[..., jax.Array] | None,
+        angles: Angles,
+        parallelism: Parallelism,
     ) -> jax.Array:
         """Normalizes queries or keys and applies the rotary embedding, in the order of the
         config.
         """
-        pmean = (parallelism.pmean_heads,) if self.norm_over_heads else ()
-        x = x if norm is None or self.norm_after_rope else norm(x, *pmean)
-        x = x if angles is None else rotate(x, angles)
-        return norm(x, *pmean) if norm is not None and self.norm_after_rope else x
+        if norm is not None and self.norm_over_heads:
+            norm = partial(norm, pmean=parallelism.pmean_heads)
+        if norm is not None and not self.norm_after_rope:
+            x = norm(x)
+        if angles is not None:
+            x = rotate(x, angles)
+        if norm is not None and self.norm_after_rope:
+            x = norm(x)
+        return x
 
 
 class AttentionOutput(NamedTuple):
@@ -160,6 +175,7 @@ def attention(
     if not isinstance(store, SegmentedStore):
         return _attention(q_BTKGH, store, valid_BKTS, softmax)
 
+    # Only the segments that some row has reached are read; their scores are padded to all slots.
     def attend_prefix(prefix: StorePrefix) -> AttentionOutput:
         slots = prefix.ends[-1]
         output = _attention(q_BTKGH, prefix, valid_BKTS[..., :slots], softmax)
@@ -176,22 +192,23 @@ def attention(
 def _attention(
     q_BTKGH: jax.Array, store: ContiguousStore, valid_BKTS: jax.Array, softmax: Softmax
 ) -> AttentionOutput:
+    """Computes `attention` over one store, or over the first segments of a `SegmentedStore`."""
     B, T, K, G, H = q_BTKGH.shape
     # One matrix multiplication per key head: with separate T and G axes, XLA would first transpose
     # the whole cache.
     q_BKMH = q_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     scores_BKMS = store.scores(q_BKMH)
-    scores = scores_BKMS.reshape(B, K, G, T, -1)
-    scores = scores if softmax.cap is None else softcap(scores, softmax.cap)
-    masked = jnp.where(valid_BKTS[:, :, None], scores, jnp.finfo(jnp.float32).min)
-    weights = _softmax_weights(
-        masked, softmax.sinks_KG, store.ends if isinstance(store, StorePrefix) else None
-    )
-    weights_BKMS = weights.reshape(scores_BKMS.shape)
-    out_BKMV = store.weighted_values(weights_BKMS, q_BTKGH.dtype)
-    return AttentionOutput(
-        out_BKMV.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4), scores, weights
-    )
+    scores_BKGTS = scores_BKMS.reshape(B, K, G, T, -1)
+    if softmax.cap is not None:
+        scores_BKGTS = softcap(scores_BKGTS, softmax.cap)
+    lowest = jnp.finfo(jnp.float32).min
+    masked_BKGTS = jnp.where(valid_BKTS[:, :, None], scores_BKGTS, lowest)
+    ends = store.ends if isinstance(store, StorePrefix) else None
+    weights_BKGTS = _softmax_weights(masked_BKGTS, softmax.sinks_KG, ends)
+    out_BKMV = store.weighted_values(weights_BKGTS.reshape(scores_BKMS.shape), q_BTKGH.dtype)
+    # [B, K, G, T, V] → [B, T, K, G, V]
+    out_BTKGV = out_BKMV.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4)
+    return AttentionOutput(out_BTKGV, scores_BKGTS, weights_BKGTS)
 
 
 def _softmax_weights(
@@ -200,16 +217,19 @@ def _softmax_weights(
     """Computes the softmax over the scores and the sink logits, and returns the weights without
     those of the sinks.
 
-    With `ends`, the end of each segment, the exponentials are summed segment by segment.
+    With `ends`, the end of each segment, the exponentials are summed segment by segment, so that
+    segments behind the last key of a row do not change a bit of its result.
     """
     if sinks_KG is None and ends is None:
         return jax.nn.softmax(scores_BKGTS, axis=-1)
+    # −∞ stands for no sinks.
     sinks_KG11 = jnp.float32(-jnp.inf) if sinks_KG is None else sinks_KG[:, :, None, None]
     largest = jax.lax.stop_gradient(
         jnp.maximum(jnp.max(scores_BKGTS, axis=-1, keepdims=True), sinks_KG11)
     )
     weights = jnp.exp(scores_BKGTS - largest)
-    parts = jnp.split(weights, (ends or [])[:-1], axis=-1)
+    splits = [] if ends is None else ends[:-1]
+    parts = jnp.split(weights, splits, axis=-1)
     sums: jax.Array = sum(jnp.sum(part, axis=-1, keepdims=True) for part in parts)  # type: ignore[assignment]
     return weights / (sums + jnp.exp(sinks_KG11 - largest))
 
@@ -227,9 +247,9 @@ class StoreReadout(NamedTuple):
     """The result of attention over a store.
 
     Attributes:
-      received_BKS: the attention that each key received from the counted queries: the sum of the
-        weights over queries, averaged over the query heads of the key head; with `use_max` the
-        largest weight. None if no queries are counted.
+      received_BKS: the attention that each key received: the sum of its weights over the counted
+        queries, averaged over the query heads of the key head. With `use_max`, the largest of its
+        weights. None if no queries are counted.
       probed: the result of the probe for the newest query of each row.
     """
 
@@ -261,8 +281,9 @@ def attend(
     B, T, K, G, H = q_BTKGH.shape
 
     def attend_block(
-        received_BKS: jax.Array | None, block: Any, probe: Probe | None = None
+        received_BKS: jax.Array | None, block: Any, block_probe: Probe | None = None
     ) -> tuple[jax.Array | None, tuple[jax.Array, Any]]:
+        """Adds a block of queries to what the keys have received; the body of a scan."""
         q_BRKGH, positions_BR, counted_BR = block
         valid_BKRS = causal_mask(positions_BR, key_positions_BKS, window)
         output = attention(q_BRKGH, store, valid_BKRS, softmax)
@@ -273,17 +294,21 @@ def attend(
             received_BKS += jnp.sum(
                 output.weights_BKGTS * (counted_BR / G)[:, None, None, :, None], axis=(2, 3)
             )
-        return received_BKS, (output.out_BTKGH, run_probe(probe, output, valid_BKRS, positions_BR))
+        probed = run_probe(block_probe, output, valid_BKRS, positions_BR)
+        return received_BKS, (output.out_BTKGH, probed)
 
     zero_BKS = None if counted_BT is None else jnp.zeros((B, K, store.slots), jnp.float32)
     queries = q_BTKGH, positions_BT, counted_BT
     if T <= QUERY_BLOCK:
         received_BKS, (out_BTKGH, probed) = attend_block(zero_BKS, queries, probe)
         return StoreReadout(out_BTKGH, received_BKS, probed)
+    # Without the probe: the newest query of a row may be in any block.
     received_BKS, (out_nBRKGH, _) = jax.lax.scan(
         attend_block, zero_BKS, jax.tree.map(_split_into_blocks, queries)
     )
-    out_BTKGH = jnp.moveaxis(out_nBRKGH, 0, 1).reshape(B, -1, K, G, out_nBRKGH.shape[-1])[:, :T]
+    # [n, B, R, …] → [B, n·R, …], without the queries that pad the last block.
+    out_BnRKGH = jnp.moveaxis(out_nBRKGH, 0, 1)
+    out_BTKGH = out_BnRKGH.reshape(B, -1, K, G, out_nBRKGH.shape[-1])[:, :T]
     probed = run_probe_on_store(
         probe, q_BTKGH, store, positions_BT, key_positions_BKS, window, softmax
     )
@@ -293,7 +318,8 @@ def attend(
 def _split_into_blocks(x_BT: jax.Array) -> jax.Array:
     """[B, T, …] -> [n, B, QUERY_BLOCK, …]; the caller drops the results of the zeros at the end."""
     B, T = x_BT.shape[:2]
-    padded = jnp.pad(x_BT, [(0, 0), (0, -T % QUERY_BLOCK)] + [(0, 0)] * (x_BT.ndim - 2))
+    missing = -T % QUERY_BLOCK  # to the next multiple
+    padded = jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2))
     return jnp.moveaxis(padded.reshape(B, -1, QUERY_BLOCK, *x_BT.shape[2:]), 1, 0)
 
 
@@ -311,11 +337,12 @@ def run_probe(
     B, K, G, _, S = output.scores_BKGTS.shape
     rows = jnp.arange(B)
     newest_B = jnp.argmax(positions_BT, axis=1)
+    # [B, K, G, S]: NumPy puts the axis of separated indices first.
     scores_BNS = output.scores_BKGTS[rows, :, :, newest_B].reshape(B, K * G, S)
     valid_BKS = valid_BKTS[rows, :, newest_B]
-    return probe(
-        scores_BNS, valid_BKS[:, 0] if valid_BKS.shape[1] == 1 else jnp.repeat(valid_BKS, G, axis=1)
-    )
+    if valid_BKS.shape[1] == 1:
+        return probe(scores_BNS, valid_BKS[:, 0])
+    return probe(scores_BNS, jnp.repeat(valid_BKS, G, axis=1))
 
 
 def run_probe_on_store(
@@ -334,8 +361,8 @@ def run_probe_on_store(
         return None
     rows = jnp.arange(q_BTKGH.shape[0])
     newest_B = jnp.argmax(positions_BT, axis=1)
-    q_B1KGH, positions_B1 = (x[rows, newest_B][:, None] for x in (q_BTKGH, positions_BT))
+    q_B1KGH = q_BTKGH[rows, newest_B][:, None]
+    positions_B1 = positions_BT[rows, newest_B][:, None]
     valid_BK1S = causal_mask(positions_B1, key_positions_BKS, window)
-    return run_probe(
-        probe, attention(q_B1KGH, store, valid_BK1S, softmax), valid_BK1S, positions_B1
-    )
+    output = attention(q_B1KGH, store, valid_BK1S, softmax)
+    return run_probe(probe, output, valid_BK1S, positions_B1)

@@ -22,13 +22,17 @@ from dantinox.model.layers import (
 from dantinox.model.packed import look_up
 from dantinox.model.parallelism import Parallelism
 
+# By name. This layer applies the gate itself, so both kinds are plain functions here.
+ACTIVATIONS = GATED_ACTIVATIONS | PLAIN_ACTIVATIONS
+
 
 class PerLayerEmbedding(nnx.Module):
-    """Computes the per-layer inputs of all layers: (√P · embed[token] + norm(projection(x) / √D)) /
-    √2.
+    """Computes the per-layer inputs of all layers:
 
-    x is the embedding of the token. `embed` is `[V, L, P]`, `projection/kernel` is `[D, L, P]`, and
-    the norm is over P. This is `project_per_layer_inputs` of Hugging Face transformers.
+        (√P · embed[token] + norm(projection(x) / √D)) / √2
+
+    x is the input of the first layer. `embed` is `[V, L, P]`, `projection/kernel` is `[D, L, P]`,
+    and the norm is over P. This is `project_per_layer_inputs` of Hugging Face transformers.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -46,21 +50,23 @@ class PerLayerEmbedding(nnx.Module):
         """Returns the per-layer inputs `[L, B, T, P]`; `x_BTD` holds the embeddings that the first
         layer reads.
         """
-        own_BTLP = parallelism.all_gather(
-            look_up(self.embed, tokens_BT).astype(self.dtype)
-        ) * jnp.asarray(math.sqrt(self.size), self.dtype)
-        projected_BTLP = self.norm((self.projection(x_BTD) * self.dim**-0.5).astype(self.dtype))
-        return jnp.moveaxis(((projected_BTLP + own_BTLP) * 2**-0.5).astype(self.dtype), 2, 0)
+        # On a mesh, the vectors may be sharded like the table.
+        rows_BTLP = parallelism.all_gather(look_up(self.embed, tokens_BT).astype(self.dtype))
+        own_BTLP = rows_BTLP * jnp.asarray(math.sqrt(self.size), self.dtype)
+        scaled_BTLP = self.projection(x_BTD) * self.dim**-0.5
+        projected_BTLP = self.norm(scaled_BTLP.astype(self.dtype))
+        inputs_BTLP = ((projected_BTLP + own_BTLP) * 2**-0.5).astype(self.dtype)
+        return jnp.moveaxis(inputs_BTLP, 2, 0)
 
 
 class PerLayerInput(nnx.Module):
     """x + norm(out(f(gate(x)) · input)): adds the per-layer input `[B, T, P]`, with `gate [D, P]`
-    and `out [P, D]`.
+    and `out [P, D]`. `out_gain` is a factor of the initial values of `out`.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_gain: float):
         D, P = config.dim, config.per_layer_dim
-        self.function = (GATED_ACTIVATIONS | PLAIN_ACTIVATIONS)[config.activation]
+        self.function = ACTIVATIONS[config.activation]
         self.gate = Linear((D,), (P,), dtype=dtype, rngs=rngs)
         self.out = Linear((P,), (D,), dtype=dtype, rngs=rngs, gain=out_gain)
         self.norm = make_norm(config)
