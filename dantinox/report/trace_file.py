@@ -10,8 +10,10 @@ one line for the sample, with the number of its tokens, and one line for each to
 `sample` is the index of the sample in the file, and `step` the index of the token in its sample,
 both from 0. `position` is the token's position in the context, including the prompt. A token's
 `alternatives` are lists `[id, text, logprob, logprob_sampled]`, with the most likely first. Its
-`candidates` are lists `[id, text, logprob, score]` in the order of their draws. Its `heads` map the
-names of statistics to lists `[layer][head]`. All other values are numbers, strings or booleans.
+`candidates` are lists `[id, text, logprob, score]` in the order of their draws. `logprob` is the
+log-probability of the model, `logprob_sampled` that after the sampling steps, and `score` that by
+which the best candidate was chosen. Its `heads` map the names of statistics to lists
+`[layer][head]`. All other values are numbers, strings or booleans.
 `pandas.read_json(path, lines=True).query("kind == 'token'")` returns a table of the tokens.
 
 The files are strict JSON: infinite numbers and NaN are null.
@@ -31,7 +33,7 @@ LISTS = {
     "candidates": ("id", "text", "logprob", "score"),
 }
 # JSON allows these characters unescaped, but some parsers treat them as line ends, and terminals
-# interpret some of them.
+# interpret some of them. Lone surrogates cannot be written as UTF-8.
 UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -48,7 +50,8 @@ def trace_lines(documents: Iterable[Document]) -> Iterator[str]:
                 if kind in token
             }
             place = {"kind": "token", "sample": sample, "step": step, "position": first + step}
-            yield _line(place | token | lists)
+            # The lists replace the lists of dicts of the token.
+            yield _line({**place, **token, **lists})
 
 
 def replace_nonfinite(value: Any) -> Any:

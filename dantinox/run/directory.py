@@ -25,9 +25,9 @@ from dantinox.run.manifest import (
 RUNS = Path("runs")
 # Files that are copied into a run that starts from another run.
 INHERITED_FILES = ("chat_template.jinja", "origin.json")
-# Files and folders of a run that exist before its first step. Together with the tokens, they are
-# all that a start leaves that was killed or that failed. `config.yaml` is the last file that a
-# start writes.
+# Files and folders of a run that exist before its first step. A start that is killed or fails
+# before its first step leaves only these and the tokens. It writes `config.yaml` last, so a
+# directory with this file is complete.
 START_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,6 +36,7 @@ START_FILES = (
     "checkpoints",
     "samples",
 )
+# Names in data/ that preparing the tokens creates: the lock, token files, sources, temporary files.
 TOKEN_FILES = re.compile(
     r"\.lock|\.tokens.*|tokens\.json|tokens-.*|\.dataset-\d+\.jsonl|reference\.json|\..*\.tmp"
 )
@@ -84,10 +85,10 @@ class RunDirectory:
         return f"RunDirectory({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        files = {name: path for name, path in vars(self).items() if name != "path"}
-        existing = {name: path.name for name, path in files.items() if path.exists()}
+        files = [path for name, path in vars(self).items() if name != "path"]
+        existing = [path.name for path in files if path.exists()]
         return html_table(
-            f"run directory {self.path}", {"exists": ", ".join(existing.values()) or "no file yet"}
+            f"run directory {self.path}", {"exists": ", ".join(existing) or "no file yet"}
         )
 
     @property
@@ -110,6 +111,7 @@ class RunDirectory:
         if recorded:
             names = list(read_manifest(self.manifest)["files"])
         else:
+            # Not `.tokens…`, which are temporary files.
             found = sorted(self.data.glob("tokens*"))
             names = [str(path.relative_to(self.path)) for path in found]
         return [name for name in names if name.startswith(f"{self.data.name}/tokens")]
@@ -171,28 +173,30 @@ def create_run(path: str | Path | None = None) -> RunDirectory:
       UserError: the directory is not empty, or cannot be created. A directory with only what a
         failed start has left counts as empty.
     """
-    # Without a path, this is the folder in which the run is created.
-    run = RunDirectory(RUNS if path is None else path)
+    folder = RUNS.absolute() if path is None else Path(path).absolute()
     try:
-        run.path.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         if path is None:
-            return RunDirectory(_make_numbered(run.path / time.strftime("run_%Y%m%d_%H%M%S")))
-        occupied = any(run.path.iterdir()) and not is_failed_start(run)
+            return RunDirectory(_make_numbered(folder / time.strftime("run_%Y%m%d_%H%M%S")))
+        run = RunDirectory(folder)
+        occupied = any(folder.iterdir()) and not is_failed_start(run)
     except OSError as error:
         reason = (
             "a file with this name exists" if isinstance(error, FileExistsError) else error.strerror
         )
-        raise UserError(f"cannot create the run directory {run.path}: {reason}") from None
+        raise UserError(f"cannot create the run directory {folder}: {reason}") from None
     if occupied:
         raise UserError(
-            f"the run directory {run.path} is not empty: add --resume to continue, or choose"
+            f"the run directory {folder} is not empty: add --resume to continue, or choose"
             " another --run_dir"
         )
     return run
 
 
 def check_new_run(path: str | Path) -> None:
-    """Raises the UserError of `create_run` for a new run, and creates no directory."""
+    """Raises the UserError that `create_run` would raise, and removes the directories that it
+    creates for this check.
+    """
     path = Path(path).absolute()
     # The deepest folder comes first, as `rmdir` needs it.
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -205,7 +209,7 @@ def check_new_run(path: str | Path) -> None:
 
 
 def is_failed_start(run: RunDirectory) -> bool:
-    """Whether a directory holds only what a start leaves that was killed or that failed before its
+    """Whether a directory holds only what is left of a start that was killed, or failed, before its
     first step.
     """
     if not (run.path / ".lock").is_file():
@@ -215,6 +219,7 @@ def is_failed_start(run: RunDirectory) -> bool:
         if child.name == run.data.name and child.is_dir():
             known = all(TOKEN_FILES.fullmatch(file.name) for file in child.iterdir())
         elif child.name in START_FILES:
+            # The folders are empty before the first step.
             known = child.is_file() or not any(child.iterdir())
         else:
             known = child.name == ".lock" or is_temporary
@@ -262,14 +267,14 @@ def check_resumable(path: str | Path) -> Path:
     """Returns the path of the config of a run that training can continue.
 
     Raises:
-      UserError: the directory has no config.yaml, or weights without checkpoints and logs, as an
+      UserError: the directory has no config.yaml, or weights without checkpoints and logs, like an
         imported run.
     """
     run = RunDirectory(path)
     if not run.config.is_file():
         raise UserError(f"nothing to resume at {path}: it has no {run.config.name}")
-    # A training that is killed before its first checkpoint may already have written the weights of
-    # an evaluation.
+    # Weights without checkpoints do not show an imported run: a training that was killed before its
+    # first checkpoint may have the weights of an evaluation, but then it also has metrics.
     if (
         run.weights_or_adapter.is_file()
         and not run.checkpoints.is_dir()
@@ -355,24 +360,25 @@ def save_config(run: RunDirectory, config: Config) -> None:
     write_file(run.path, run.config.name, dump_config(config))
 
 
-def save_tokenizer(run: RunDirectory, content: str, roles: Mapping[str, Any] | None = None) -> None:
+def save_tokenizer(
+    run: RunDirectory, content: str, tokenizer_config: Mapping[str, Any] | None = None
+) -> None:
     """Writes the tokenizer.
 
     Args:
       content: the text of a `tokenizer.json`.
-      roles: the content of `tokenizer_config.json`, if the roles of the special tokens are known.
+      tokenizer_config: the content of `tokenizer_config.json`, with the roles of special tokens;
+        None: there is none.
     """
     write_file(run.path, run.tokenizer.name, content)
-    if roles:
-        write_file(
-            run.path,
-            run.tokenizer_config.name,
-            json.dumps(roles, indent=1, ensure_ascii=False) + "\n",
-        )
+    if tokenizer_config:
+        text = json.dumps(tokenizer_config, indent=1, ensure_ascii=False) + "\n"
+        write_file(run.path, run.tokenizer_config.name, text)
 
 
 def find_chat_template(run: RunDirectory) -> Path | None:
-    """Returns the path of the run's chat template, or None. The user may have added the template.
+    """Returns the path of the run's chat template, or None. A template that the user added is not
+    checked.
 
     Raises:
       UserError: the template was written by the run and is damaged.

@@ -23,7 +23,7 @@ BUILTIN_PYTHON = "builtin:python"
 RECALL = "builtin:recall"
 INSTRUCTIONS = "builtin:instructions"
 ADDITION = "builtin:addition"
-BUILTIN_BYTES = 8_000_000
+BUILTIN_BYTES = 8_000_000  # the most bytes of builtin:python
 # Folders to skip: installed packages, tests with unusual files, and tables of character codes.
 _BUILTIN_SKIPS = {
     "site-packages",
@@ -72,12 +72,12 @@ def find_corpus_files(
     suffix may follow the text suffix. Upper and lower case are equal in suffixes.
 
     Args:
-      skip_bad: whether a warning replaces the error for an entry of a folder or glob that is not a
-        file.
+      skip_bad: whether a warning replaces the error for an entry of a folder or glob that cannot be
+        used.
 
     Raises:
-      UserError: a path does not exist, cannot be read, or contains no text file. Or a file that is
-        named is a `.json` file.
+      UserError: a path does not exist, cannot be read, or contains no text file; or a file that is
+        named or matches a glob is a `.json` file.
     """
     names = [paths] if isinstance(paths, str) else paths
     files = [file for name in names for file in _resolve(name, skip_bad)]
@@ -104,6 +104,7 @@ def _resolve(name: str, skip_bad: bool) -> list[CorpusFile]:
         raise UserError(f"unknown corpus {name}, did you mean {builtins}?")
     path = Path(os.path.expanduser(name))
     mode = _file_mode(path)
+    # The name of an existing file may contain brackets.
     if mode is None and glob.has_magic(name):
         files = _make_corpus_files(
             sorted(map(Path, glob.glob(str(path), recursive=True))), skip_bad
@@ -128,31 +129,31 @@ def _list_folder(path: Path, skip_bad: bool) -> list[CorpusFile]:
     def fail(error: OSError) -> None:
         raise UserError(f"cannot read the folder {error.filename}: {error.strerror}")
 
-    files: list[Path] = []
-    for name, folders, names in os.walk(path, onerror=fail, followlinks=True):
-        folder = Path(name)
-        if folder.is_symlink() and folder.resolve() in [
-            parent.resolve() for parent in folder.absolute().parents
-        ]:
+    found: list[Path] = []
+    for root, folders, names in os.walk(path, onerror=fail, followlinks=True):
+        folder = Path(root)
+        parents = {parent.resolve() for parent in folder.absolute().parents}
+        if folder.is_symlink() and folder.resolve() in parents:
             raise UserError(f"{folder} is a link to a folder that contains it")
         folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [folder / name for name in names if not name.startswith(".")]
-    files.sort(key=lambda file: file.relative_to(path).as_posix())
-    skipped = [
-        file.relative_to(path).as_posix()
-        for file in files
-        if _text_suffix(file) not in TEXT_SUFFIXES
-    ]
-    files = [file for file in files if _text_suffix(file) in TEXT_SUFFIXES]
+        found += [folder / name for name in names if not name.startswith(".")]
+    found.sort(key=lambda file: file.relative_to(path).as_posix())
+    files: list[Path] = []
+    skipped: list[str] = []
+    for file in found:
+        if _text_suffix(file) in TEXT_SUFFIXES:
+            files.append(file)
+        else:
+            skipped.append(file.relative_to(path).as_posix())
     if not files:
         raise UserError(
             f"no text file in the folder {path} (by suffix: .txt, .md, .py,"
             " .jsonl, …, also with .gz or .zst)"
         )
     if skipped:
-        listed = ", ".join(map(escape_name, skipped[:MAX_LISTED])) + (
-            ", …" if len(skipped) > MAX_LISTED else ""
-        )
+        listed = ", ".join(map(escape_name, skipped[:MAX_LISTED]))
+        if len(skipped) > MAX_LISTED:
+            listed += ", …"
         verb = "file without the suffix of a text file is skipped"
         if len(skipped) > 1:
             verb = "files without the suffix of a text file are skipped"
@@ -171,8 +172,9 @@ def _make_corpus_files(paths: list[Path], skip_bad: bool) -> list[CorpusFile]:
     for path in paths:
         try:
             mode = _file_mode(path)
-            if mode is None or not stat.S_ISDIR(mode):
-                files.append(_make_corpus_file(path, mode, named=False))
+            if mode is not None and stat.S_ISDIR(mode):
+                continue  # a folder that matches a glob
+            files.append(_make_corpus_file(path, mode, named=False))
         except UserError as error:
             if not skip_bad:
                 raise
@@ -187,13 +189,13 @@ def _file_mode(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        # A ValueError, about a null character, has no `strerror`.
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {str(path)!r}: {reason}") from None
 
 
 def _make_corpus_file(path: Path, mode: int | None, named: bool) -> CorpusFile:
-    if mode is None:
+    if mode is None:  # the folder or glob lists it, but it does not exist
         raise UserError(f"{path} is a link to a file that does not exist")
     if not stat.S_ISREG(mode):
         names = {
@@ -220,8 +222,8 @@ def _text_suffix(path: Path) -> str:
 
 
 def _builtin_python() -> list[CorpusFile]:
-    """Returns the source files of this interpreter's standard library, sorted by name, up to
-    `BUILTIN_BYTES`.
+    """Returns the source files of this interpreter's standard library, sorted by name, without
+    those that would exceed `BUILTIN_BYTES` together with the files before them.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     inside: list[Path] = []
@@ -263,7 +265,9 @@ def _builtin_instructions() -> list[CorpusFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = []
     for file in _builtin_python():
-        name = ".".join(file.path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        # asyncio/__init__.py → asyncio
+        relative = file.path.relative_to(root).with_suffix("")
+        name = ".".join(relative.parts).removesuffix(".__init__")
         modules.append((name, file.path.read_text(encoding="utf-8")))
     return [_builtin_records(INSTRUCTIONS, instruction_corpus(modules))]
 

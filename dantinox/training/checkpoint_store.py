@@ -36,8 +36,9 @@ from dantinox.run.manifest import MANIFEST
 from dantinox.training.step import TrainState
 
 # A step is moved here before its deletion, so that a killed process never leaves half a step.
-REMOVED_SUFFIX = ".removed"
-# A path that Orbax reads as it is.
+REMOVED_FOLDER = ".removed"
+# A path that Orbax reads as it is. It puts paths into globs and URLs without escaping them, and
+# takes /gs/… for a bucket.
 ORDINARY_PATH = re.compile(r"/(?!(gs|s3|az|hf)/)[\w./-]*", re.ASCII)
 # The bytes of a new checkpoint that are read back through Orbax. The manifest covers all bytes.
 READ_BACK_BYTES = 1 << 16
@@ -50,13 +51,13 @@ class TrainingProgress:
     Attributes:
       best_loss: the lowest validation loss; in training with rewards, the highest validation reward
         times −1.
-      evaluation_due: if an interruption prevented an evaluation, the metrics of its log row that
-        were already known; else None.
-      skipped_batches: how many batches rewinds have skipped, that is, how far the data are ahead of
-        the step.
-      rewards_since_eval, rewards_since_log: in training with rewards, the sum of the mean rewards
-        of the steps since the last row of the CSV log or the last interval row of metrics.jsonl,
-        and the number of these steps.
+      evaluation_due: the metrics for the log row of an evaluation that an interruption prevented;
+        None: no evaluation is due.
+      skipped_batches: the number of batches that rewinds have skipped: the data are this far ahead
+        of the step.
+      rewards_since_eval, rewards_since_log: in training with rewards, a pair: the sum of the mean
+        rewards of the steps, and their number. The first pair counts since the last row of the CSV
+        log, the second since the last interval row of metrics.jsonl. Lists after a restore.
     """
 
     best_loss: float | None = None
@@ -98,23 +99,41 @@ class TrainingProgress:
             rewards_since_log=add(self.rewards_since_log),
         )
 
-    def best(self, is_loss: bool = True) -> dict[str, float | int | None]:
+    def best(self, *, of_rewards: bool = False) -> dict[str, float | int | None]:
         """Returns the best validation loss, or the best validation reward, and its step, as entries
-        of the summary.
+        of the summary. Before the first evaluation, the key is `val_loss`.
         """
-        if is_loss or self.best_loss is None:
+        if not of_rewards or self.best_loss is None:
             return {"val_loss": self.best_loss, "best_step": self.best_step}
         return {"val_reward": -self.best_loss, "best_step": self.best_step}
 
 
 class RestoredCheckpoint(NamedTuple):
-    """A checkpoint in memory. `notes` lists damaged steps and why this step was chosen."""
+    """A checkpoint in memory.
+
+    Attributes:
+      facts: the provenance that was given to `save`, such as versions and digests.
+      notes: the damaged steps, and why this step was chosen.
+    """
 
     step: int
     state: TrainState
     progress: TrainingProgress
     facts: dict[str, Any]
     notes: tuple[str, ...]
+
+
+class ChosenStep(NamedTuple):
+    """The step that a run resumes from.
+
+    Attributes:
+      damaged: the damaged newer steps with their damage. A list, because JSON, in which processes
+        exchange it, has no integer keys.
+    """
+
+    step: int
+    damaged: list[tuple[int, str]]
+    notes: list[str]
 
 
 class Checkpoints:
@@ -144,7 +163,7 @@ class Checkpoints:
         self._keep_last = keep_last
         self._logs = tuple(logs)
         self._writer = ThreadPoolExecutor(1, "manifest")
-        self._manifest: Future[None] | None = None  # of the last step that was saved
+        self._manifest: Future[None] | None = None  # the pending manifest of the last saved step
         self._link = contextlib.ExitStack()  # removes the link of `_orbax_path`
 
     @cached_property
@@ -167,8 +186,8 @@ class Checkpoints:
 
     @cached_property
     def _manager(self) -> Any:
-        """The Orbax manager, created on first use: `restore` first renames damaged steps, which
-        would make Orbax fail.
+        """The Orbax manager. It is created on first use, because damaged steps would make Orbax
+        fail, and `restore` renames them first.
         """
         import orbax.checkpoint as orbax
         from orbax.checkpoint import checkpoint_managers as policies
@@ -186,7 +205,7 @@ class Checkpoints:
             best_fn=_loss_and_step,
             best_mode="min",
             cleanup_tmp_directories=True,
-            todelete_subdir=REMOVED_SUFFIX,
+            todelete_subdir=REMOVED_FOLDER,
             enable_async_checkpointing=True,
         )
         names = "state", "facts"
@@ -208,11 +227,12 @@ class Checkpoints:
         import orbax.checkpoint as orbax
 
         self.wait()
-        args = orbax.args
-        record = facts | {"progress": asdict(progress)}
-        arguments = args.Composite(
-            state=args.StandardSave(_state_dict(state)), facts=args.JsonSave(record)
+        saved_facts = facts | {"progress": asdict(progress)}
+        save_args = orbax.args.Composite(
+            state=orbax.args.StandardSave(_state_dict(state)),
+            facts=orbax.args.JsonSave(saved_facts),
         )
+        # Read now, because the next training step invalidates the arrays of `state`.
         updates = int(state.step)
         small = _smallest_arrays(state.parameters)
         metrics = None if val_loss is None else {"val_loss": val_loss, "step": step}
@@ -222,7 +242,8 @@ class Checkpoints:
             logs = {path: path.stat().st_size for path in self._logs if path.exists()}
             if is_rank0():
                 self._unfinished(step).touch()
-            manager.save(step, args=arguments, metrics=metrics, force=True)
+            # `force`: also if the step is not due by Orbax's own interval.
+            manager.save(step, args=save_args, metrics=metrics, force=True)
             self._manifest = self._writer.submit(self._finish, step, updates, small, facts, logs)
 
         self._guard_disk(begin)
@@ -255,17 +276,17 @@ class Checkpoints:
         import orbax.checkpoint as orbax
 
         folder = self._orbax_path / str(step)
-        item: dict[str, Any] = {"step": 0} | (
-            {"parameters": dict.fromkeys(small, 0)} if small else {}
-        )
+        item: dict[str, Any] = {"step": 0}  # 0 stands for any array
+        if small:
+            item["parameters"] = dict.fromkeys(small, 0)
         restore_args = jax.tree.map(lambda _: orbax.RestoreArgs(restore_type=np.ndarray), item)
         arguments = orbax.args.PyTreeRestore(
             item=item, restore_args=restore_args, partial_restore=True
         )
+        handler = orbax.PyTreeCheckpointHandler()
         try:
-            found = orbax.PyTreeCheckpointHandler().restore(folder / "state", args=arguments)[
-                "step"
-            ]
+            restored = handler.restore(folder / "state", args=arguments)
+            found = restored["step"]  # `TrainState.step` counts updates
             orbax.JsonCheckpointHandler().restore(folder / "facts")
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             message = (
@@ -293,34 +314,33 @@ class Checkpoints:
         chosen = broadcast_from_rank0(self._choose_step)
         if chosen is None:
             return None
-        step, damaged, notes = chosen
+        step, damaged, notes = ChosenStep(*chosen)
         state, facts = self._load(step, abstract)
         progress = facts.pop("progress")
         if "passed_over" in progress:  # the name in checkpoints of version 1.0 and earlier
             progress["skipped_batches"] = progress.pop("passed_over")
-        notes += broadcast_from_rank0(lambda: self._set_aside_damaged(step, dict(damaged)))
-        if damaged and "_manager" in self.__dict__:
+        notes += broadcast_from_rank0(lambda: self._set_aside_damaged(step, damaged))
+        if damaged and self._has_manager():
             self._manager.reload()
         return RestoredCheckpoint(step, state, TrainingProgress(**progress), facts, tuple(notes))
 
-    def _choose_step(self) -> tuple[int, list[tuple[int, str]], list[str]] | None:
-        """Returns the newest intact step, the damaged newer steps with their damage, and notes;
-        None if there is no step.
-        """
+    def _choose_step(self) -> ChosenStep | None:
+        """Returns the newest intact step; None if there is no step."""
         damaged: dict[int, str] = {}
         for step in self._finished_steps():
-            problem = next(find_step_damage(self.path / str(step)), None)
-            if problem is None:
-                notes = [f"{found}: going back to step {step}" for found in damaged.values()]
-                for found in find_log_damage(self.path.parent, self.path / str(step)):
-                    if not found.is_missing:
-                        raise UserError(
-                            f"{found.problem}: restore the original file, or move it"
-                            " away to continue without its rows"
-                        )
-                    notes.append(f"{found.problem}: starting a new one")
-                return step, list(damaged.items()), notes
-            damaged[step] = problem
+            problem = self._damage(step)
+            if problem:
+                damaged[step] = problem
+                continue
+            notes = [f"{message}: going back to step {step}" for message in damaged.values()]
+            for log in find_log_damage(self.path.parent, self.path / str(step)):
+                if not log.is_missing:
+                    raise UserError(
+                        f"{log.problem}: restore the original file, or move it"
+                        " away to continue without its rows"
+                    )
+                notes.append(f"{log.problem}: starting a new one")
+            return ChosenStep(step, list(damaged.items()), notes)
         if damaged:
             raise UserError(
                 f"all checkpoints in {self.path} are damaged: {'; '.join(damaged.values())}"
@@ -328,28 +348,35 @@ class Checkpoints:
         self._remove_unfinished()
         return None
 
-    def _set_aside_damaged(self, step: int, damaged: dict[int, str]) -> list[str]:
-        """Renames damaged steps, including those older than the restored step, and returns notes
+    def _damage(self, step: int, quick: bool = False) -> str:
+        """Returns one sentence about the first damaged file of a step, or ""."""
+        return next(find_step_damage(self.path / str(step), quick=quick), "")
+
+    def _set_aside_damaged(self, step: int, damaged: Sequence[tuple[int, str]]) -> list[str]:
+        """Renames the damaged steps, and also those older than the restored step; returns notes
         about them.
         """
         notes = []
+        steps = [number for number, _ in damaged]
         for older in (number for number in self._finished_steps() if number < step):
             # Orbax reads the small files of all steps when it starts.
-            if problem := next(find_step_damage(self.path / str(older), quick=True), ""):
-                damaged[older] = problem
+            if problem := self._damage(older, quick=True):
+                steps.append(older)
                 notes.append(problem)
-        notes += [f"the damaged step is kept in {self._set_aside(number)}" for number in damaged]
+        for number in steps:
+            aside = self._set_aside(number)
+            notes.append(f"the damaged step is kept in {aside}")
         self._remove_unfinished()
         return notes
 
     def read(self, step: int | None, abstract: TrainState) -> TrainState | None:
-        """Returns the state of a step, or None if that step is missing or damaged."""
+        """Returns the state of a step, or None if that step is None, missing or damaged."""
+        if step is None:
+            return None
         intact = broadcast_from_rank0(
-            lambda: (
-                step in self._finished_steps() and not any(find_step_damage(self.path / str(step)))
-            )
+            lambda: step in self._finished_steps() and not self._damage(step)
         )
-        return self._load(step, abstract)[0] if intact and step is not None else None
+        return self._load(step, abstract)[0] if intact else None
 
     def newest(self) -> int | None:
         """Returns the newest step that was written completely, or None."""
@@ -369,15 +396,21 @@ class Checkpoints:
             self.wait()
         finally:
             self._writer.shutdown()
-            with self._link:
-                if "_manager" in self.__dict__:
+            try:
+                if self._has_manager():
                     self._guard_disk(self._manager.close)
+            finally:
+                self._link.close()
+
+    def _has_manager(self) -> bool:
+        return "_manager" in self.__dict__  # the cached property was computed
 
     def _unfinished(self, step: int) -> Path:
         return self.path / f"{step}{SAVING_SUFFIX}"
 
     def _finished_steps(self) -> list[int]:
         """Returns the steps that were written completely, newest first."""
+        # A process may be killed between the manifest and the removal of the mark.
         return [
             step
             for step in saved_steps(self.path)
@@ -398,15 +431,18 @@ class Checkpoints:
 
     def _delete_removed(self) -> None:
         if is_rank0():
-            shutil.rmtree(self.path / REMOVED_SUFFIX, ignore_errors=True)
+            shutil.rmtree(self.path / REMOVED_FOLDER, ignore_errors=True)
 
     def _set_aside(self, step: int) -> Path:
         """Renames a step and returns its new path. This frees the number, because the run will save
         that step again.
         """
         name = f"{DAMAGED_PREFIX}{step}"
-        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        aside = next(self.path / name for name in names if not (self.path / name).exists())
+        aside = self.path / name
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = self.path / f"{name}-{number}"
         return self._guard_disk(lambda: (self.path / str(step)).rename(aside))
 
     def _load(self, step: int, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -420,6 +456,7 @@ class Checkpoints:
         )
         with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(self._orbax_path / str(step), args=arguments)
+        # `expected` has the order of the fields of TrainState.
         return TrainState(*(restored.state[name] for name in expected)), dict(restored.facts)
 
     def _check_shapes(self, step: int, expected: dict[str, Any]) -> None:
@@ -431,6 +468,7 @@ class Checkpoints:
         metadata = orbax.StandardCheckpointHandler().metadata(
             self._orbax_path / str(step) / "state"
         )
+        # Checkpoints of other versions may have further parts.
         saved = {
             name: shape
             for name, shape in _shapes(metadata).items()
@@ -439,7 +477,8 @@ class Checkpoints:
         needed = _shapes(expected)
         for name in sorted(needed.keys() | saved.keys()):
             if saved.get(name) != needed.get(name):
-                has, needs = _describe_shape(saved.get(name)), _describe_shape(needed.get(name))
+                has = _describe_shape(saved.get(name))
+                needs = _describe_shape(needed.get(name))
                 raise UserError(
                     f"{name}: checkpoint {step} of {self.path} has {has}, this run has {needs}"
                 )
@@ -447,8 +486,6 @@ class Checkpoints:
     def _guard_disk(self, action: Callable[[], Any]) -> Any:
         try:
             return action()
-        except UserError:
-            raise
         except (OSError, ValueError, RuntimeError) as error:
             if "RESOURCE_EXHAUSTED" in str(error) and not _os_error(error):
                 raise  # the error is about memory, not about the disk
@@ -480,6 +517,7 @@ def _os_error(error: Exception) -> str:
 
 def _state_dict(state: TrainState) -> dict[str, Any]:
     """Returns the state as a dictionary with the field names that the files use."""
+    # The names of version 1.0, so that old checkpoints can be restored.
     saved_as = {"loss_since_eval": "since_row", "loss_since_log": "since_line"}
     return {saved_as.get(name, name): value for name, value in state._asdict().items()}
 

@@ -582,7 +582,7 @@ class Trainer:
                 write_plot(self.config, self.run, self.console)
         self._save()
         self.checkpoints.wait()
-        best = self.progress.best(self.rollouts is None)
+        best = self.progress.best(of_rewards=self.rollouts is not None)
         name = next(iter(best))
         self.console.note(
             f"finished at step {self.step}: best {name} {best[name]:.4f} at {best['best_step']}"

@@ -74,7 +74,7 @@ def write_summary(
         "parameters_without_embeddings": sum(sizes.values()) - embeddings,
         "steps": step,
         "tokens": tokens,
-        **progress.best(_has_loss(config)),
+        **progress.best(of_rewards=not _has_loss(config)),
         "model": asdict(model_config),
     }
     write_file(run.path, run.summary(config).name, json.dumps(summary | facts, indent=1) + "\n")

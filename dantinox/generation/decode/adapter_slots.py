@@ -29,8 +29,10 @@ from dantinox.programs import available_bytes, tree_bytes
 from dantinox.run.adapters import AdapterDelta
 from dantinox.run.peft_folder import LoraAdapter
 
-DEFAULT_RANK = 16  # the smallest rank of stacks in which adapters can be loaded later
-MEMORY_SHARE = 4  # the stacks take at most 1 / MEMORY_SHARE of the free memory
+# The default rank of stacks in which adapters can be loaded later, unless a given adapter has a
+# larger one.
+DEFAULT_RANK = 16
+MEMORY_SHARE = 4  # the stacks take at most a quarter, 1 / MEMORY_SHARE, of the free memory
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -49,8 +51,8 @@ NO_ADAPTER = AdapterSlot(0, b"")
 @partial(jax.tree_util.register_dataclass, data_fields=["number_B"], meta_fields=[])
 @dataclass(frozen=True)
 class AdapterRows(Feature):
-    """The numbers of the adapters of the rows, int32. Their matrices are the constant
-    `adapters`.
+    """The numbers of the adapters of the rows, int32. Their matrices are `constants["adapters"]`,
+    an argument of the compiled program.
     """
 
     number_B: Any
@@ -75,11 +77,11 @@ def unknown_adapter(name: str, known: Collection[str]) -> UserError:
 
 
 class AdapterSlots:
-    """The adapters of a batch. Only the thread of the batch may call `insert`, which replaces and
-    donates `stacks`.
+    """The adapters of a batch. Only the thread of the batch may call `insert`, which replaces
+    `stacks` and invalidates the old arrays.
 
     Attributes:
-      names: the loaded adapters by name.
+      names: the place of each loaded adapter, by name.
       capacity: the most adapters that can be loaded at the same time.
       rank: the largest rank.
       stacks: the matrices on the device.
@@ -97,11 +99,13 @@ class AdapterSlots:
         """Allocates the stacks and loads the adapters.
 
         Args:
-          order: the order of the key heads of the prepared model, as in `permute_heads`.
-          capacity: the most adapters; None: the number of `adapters`. With a number, the stacks
-            have all projections that the model can adapt, for other adapters that are loaded later,
-            otherwise only those of `adapters`.
-          rank: the largest rank; None: that of `adapters`, and at least 16 with a `capacity`.
+          order: for each layer, the indices of its key heads in the order of the prepared model;
+            None: unchanged.
+          capacity: the most adapters; None: the number of `adapters`. If it is given, other
+            adapters can be loaded later, so the stacks have all projections of the model that can
+            have adapters; otherwise, only those that `adapters` change.
+          rank: the largest rank; None: the largest of `adapters`, but at least `DEFAULT_RANK` if
+            `capacity` is given.
           rows: the rows of the batch. A decode program copies the matrices of each row once per
             chunk of tokens, because XLA moves the copies out of the loop over the tokens.
 
@@ -134,12 +138,14 @@ class AdapterSlots:
         self._targets = sorted(used if capacity is None else known)
         # Place 0 holds zeros, for rows without an adapter.
         shapes = stack_shapes(model, self._targets, self.capacity + 1, self.rank)
+        # The bytes of one place, times all places and the copies of the rows.
         needed = tree_bytes(shapes) // (self.capacity + 1) * (self.capacity + 1 + rows)
         number = "1 adapter" if self.capacity == 1 else f"{self.capacity} adapters"
         _check_memory(needed, f"{number} of rank {self.rank} in a batch of {rows}")
         self.stacks: Stacks = jax.tree.map(
             lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes
         )
+        # Compiled now, so that an insert during a request does not wait for the compiler.
         self._write = _write_adapter.lower(
             shapes, self._empty_arrays(), np.asarray(0, np.int32)
         ).compile()
@@ -151,6 +157,8 @@ class AdapterSlots:
         projection.
         """
         for kernel, changes in adapter.deltas.items():
+            # A kernel such as "blocks/3/attention/qkv/kernel", and names such as
+            # Projection("attention/qkv", (-2, -1)) → "k_proj".
             layer = int(kernel.split("/")[1])
             names = {
                 projection: name
@@ -160,7 +168,7 @@ class AdapterSlots:
                 yield kernel.removesuffix("/kernel"), names[change.projection], change
 
     def arrays(self, name: str, adapter: LoraAdapter) -> Stacks:
-        """Returns the matrices of an adapter on the device, in the form of `stacks` with one entry;
+        """Returns the matrices of an adapter on the device, in the form of `stacks` with one place;
         any thread may call it.
 
         Raises:
@@ -198,6 +206,7 @@ class AdapterSlots:
             return a_IR, b_RO
         order = list(self._order[int(path.split("/")[1])])
         K = len(order)
+        # The key head is the first axis of the inputs of "out" and of the outputs of the others.
         if path.endswith("/out"):
             return a_IR.reshape(K, -1, a_IR.shape[1])[order].reshape(a_IR.shape), b_RO
         return a_IR, b_RO.reshape(len(b_RO), K, -1)[:, order].reshape(b_RO.shape)
@@ -230,6 +239,7 @@ class AdapterSlots:
             )
         used = {slot.number for slot in self.names.values()} | {*busy}
         free = [number for number in range(1, self.capacity + 1) if number not in used]
+        # Adapters that were unloaded may still have places, because requests use them.
         if not free and len(self.names) < self.capacity:
             raise UserError(
                 "running requests use adapters that were unloaded: load"
@@ -242,8 +252,8 @@ class AdapterSlots:
         return free[0]
 
     def insert(self, name: str, number: int, digest: bytes, arrays: Stacks) -> None:
-        """Copies the result of `arrays` to the place `number` of the stacks, and makes the adapter
-        known.
+        """Copies the result of `arrays` to the place `number` of the stacks, and enters the adapter
+        in `names`.
         """
         self.stacks = self._write(self.stacks, arrays, np.asarray(number, np.int32))
         self.names[name] = AdapterSlot(number, digest)

@@ -28,6 +28,8 @@ from dantinox.generation.decode.features import Feature
 class RowPairs(Feature):
     """The pairs of a batch, arrays `[B]`.
 
+    The suffix of a name lists its axes: B rows, V vocabulary.
+
     Attributes:
       guide_B: the row whose log-probabilities guide each row; for a row without a guide, the row
         itself.
@@ -48,6 +50,7 @@ class RowPairs(Feature):
         return jnp.where(has_guide_B[:, None], guided_BV, logits_BV)
 
     def from_main_rows(self, x_B: jax.Array) -> jax.Array:
+        """Returns the values of the rows, in which each guide row has that of its main row."""
         return x_B[self.main_B]
 
     @classmethod
@@ -64,13 +67,16 @@ def has_guidance(config: Config) -> bool:
 
 
 def row_pairs(config: Config, rows: Sequence[int]) -> list[RowPairs]:
-    """Returns the pairs of a main row and its guide row, given their places in the batch.
+    """Returns the pairs of a main row and its guide row.
 
-    A main row whose guide row is not given is its own guide.
+    Args:
+      rows: the place of the main row in the batch, and that of its guide row if it has one. Without
+        a guide row, the main row is its own guide.
     """
     main = rows[0]
     scale = config.generation.guidance_scale
     if len(rows) == 1:
-        return [RowPairs.row(main, main, scale)]
+        return [RowPairs.row(main, main, scale)]  # no guide: the scale has no effect
     guide = rows[1]
+    # The guide row is its own guide, and reads the tokens of the main row.
     return [RowPairs.row(guide, main, scale), RowPairs.row(guide, main)]

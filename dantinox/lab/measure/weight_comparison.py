@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +20,14 @@ from dantinox.report import human_bytes
 from dantinox.run import open_run
 from dantinox.text import Batch, LabeledCompletions, Preferences, TokenStore
 
-COMPARED_TOKENS = (
-    8192  # of validation text; the comparison is paired, so more tokens would hardly change it
-)
+# Tokens of validation text. More would hardly change the result, because the comparison is paired.
+COMPARED_TOKENS = 8192
 BATCH_ROWS = 8
 
 
 def comparison_lines(run_dir: str | Path, data_path: str | Path | None = None) -> Iterator[str]:
-    """Yields a line for each weight dtype: the size of the weights, and their error relative to
-    float32.
+    """Yields a line for each weight dtype: the size of the weights and, except for float32, their
+    error relative to float32.
 
     Args:
       data_path: the text, in the form of `data.path`. None: the validation tokens that training
@@ -36,10 +36,11 @@ def comparison_lines(run_dir: str | Path, data_path: str | Path | None = None) -
     Raises:
       UserError: there is no text, or the run is missing or damaged.
     """
-    store = open_text_store(open_run(run_dir), data_path, COMPARED_TOKENS + 1)
+    tokens = COMPARED_TOKENS + 1  # the last token is only a target
+    store = open_text_store(open_run(run_dir), data_path, tokens)
     run = load(run_dir)
     reference = FloatReference(run, store)
-    for name in WEIGHT_DTYPES[1:]:
+    for name in WEIGHT_DTYPES[1:]:  # without "auto"
         if name == "int4" and run.model.config.projections == "ternary":
             continue  # `prepare` does not allow it
         if name == "float32":
@@ -47,16 +48,18 @@ def comparison_lines(run_dir: str | Path, data_path: str | Path | None = None) -
             continue
         model = prepare(run.model, name, run.config.generation.matmul_dtype)
         found = reference.compare(model)
+        before = math.exp(found.nats)
+        after = math.exp(found.other_nats)
         rise = 100 * math.expm1(found.other_nats - found.nats)
         yield (
             f"weights {name:<9} {human_bytes(weight_bytes(model)):>8}  logit error"
-            f" {math.sqrt(found.squared_gap):.2g}, perplexity {math.exp(found.nats):.4g} →"
-            f" {math.exp(found.other_nats):.4g} ({rise:+.3f} %) on {found.targets:.0f} tokens"
+            f" {math.sqrt(found.squared_gap):.2g}, perplexity {before:.4g} → {after:.4g}"
+            f" ({rise:+.3f} %) on {found.targets:.0f} tokens"
         )
 
 
 def _rows(batch: Batch | Preferences | LabeledCompletions) -> Batch:
-    """Returns all rows of a batch of any store."""
+    """Returns the token rows of a batch, which preferences and completions hold in groups."""
     return batch if isinstance(batch, Batch) else batch.rows()
 
 
@@ -86,10 +89,9 @@ class FloatReference:
 
     def __init__(self, run: LoadedModel, store: TokenStore):
         self.model = prepare(run.model, "float32", run.config.generation.matmul_dtype)
-        self.batches = jax.tree.map(
-            lambda *x: jnp.asarray(np.stack(x)),
-            *map(_rows, store.validation(BATCH_ROWS, COMPARED_TOKENS)),
-        )
+        batches = map(_rows, store.validation(BATCH_ROWS, COMPARED_TOKENS))
+        # All batches, stacked: N is the first axis of each array.
+        self.batches = jax.tree.map(lambda *arrays: jnp.asarray(np.stack(arrays)), *batches)
         self.x_NBTD = _hidden(self.model, self.batches)
 
     def compare(self, other: Transformer) -> Comparison:
@@ -104,38 +106,45 @@ class FloatReference:
         return Comparison(nats / targets, other_nats / targets, squared_gap / targets, targets)
 
 
-@nnx.jit(graph_updates=False)
+@nnx.jit(graph_updates=False)  # the function does not change the model
 def _hidden(model: Transformer, batches: Any) -> jax.Array:
     """Returns the final hidden states `[N, B, T, D]` of N validation batches."""
 
     def read(batch: Any) -> jax.Array:
         positions_BT = packed_positions(model.config, batch.segments_BT, model.parallelism)
-        return model.hidden(batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT)[0]
+        hidden_BTD, *_ = model.hidden(batch.tokens_BT, positions_BT, segments_BT=batch.segments_BT)
+        return hidden_BTD
 
     return jax.lax.map(read, batches)
 
 
 @nnx.jit(graph_updates=False)
 def _compare_logits(
-    model: Transformer, other: Transformer, a_NBTD: jax.Array, b_NBTD: jax.Array, batches: Any
+    model: Transformer,
+    other: Transformer,
+    hidden_NBTD: jax.Array,
+    other_hidden_NBTD: jax.Array,
+    batches: Any,
 ) -> jax.Array:
     """Returns sums over the targets of each row, `[N, B, 4]`: −ln p of both models, mean squared
     logit difference, count.
     """
 
     def compare_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        a_TD, b_TD, targets_T, mask_T = row  # one row at a time bounds the memory of the logits
-        a_TV = model.logits(a_TD)
-        b_TV = other.logits(b_TD)
-        nats = [
+        hidden_TD, other_hidden_TD, targets_T, mask_T = row
+        logits_TV = model.logits(hidden_TD)
+        other_TV = other.logits(other_hidden_TD)
+        nats_T, other_nats_T = (
             -jnp.take_along_axis(jax.nn.log_softmax(x_TV), targets_T[:, None], 1)[:, 0]
-            for x_TV in (a_TV, b_TV)
-        ]
-        gap_TV = (b_TV - b_TV.mean(-1, keepdims=True)) - (a_TV - a_TV.mean(-1, keepdims=True))
+            for x_TV in (logits_TV, other_TV)
+        )
+        centered_TV = logits_TV - logits_TV.mean(-1, keepdims=True)
+        gap_TV = (other_TV - other_TV.mean(-1, keepdims=True)) - centered_TV
         gap_T = jnp.mean(jnp.square(gap_TV), -1)
-        return jnp.stack([jnp.sum(mask_T * x_T) for x_T in (*nats, gap_T, jnp.ones_like(gap_T))])
+        ones_T = jnp.ones_like(gap_T)  # their sum counts the targets
+        return jnp.stack([jnp.sum(mask_T * x_T) for x_T in (nats_T, other_nats_T, gap_T, ones_T)])
 
-    return jax.lax.map(
-        lambda rows: jax.lax.map(compare_row, rows),
-        (a_NBTD, b_NBTD, batches.targets_BT, batches.mask_BT),
-    )
+    # One row at a time, which bounds the memory of the logits.
+    compare_batch = partial(jax.lax.map, compare_row)
+    rows = (hidden_NBTD, other_hidden_NBTD, batches.targets_BT, batches.mask_BT)
+    return jax.lax.map(compare_batch, rows)

@@ -39,10 +39,11 @@ def make_pool_app(pool: ModelPool, options: Options) -> ASGIApp:
     the first model.
 
     Raises:
-      UserError: the first model cannot be loaded, or an alias is not a name of a model.
+      UserError: the first model cannot be loaded, or an alias does not stand for a model, or is
+        the name of one.
     """
     directory = Directory(pool, options)
-    metrics = Metrics(pool, options, pool.statuses)
+    metrics = Metrics(pool, options, models=pool.statuses)
     metrics.registry.register(_PoolCollector(pool))
 
     def attach(member: Member, opened: OpenModel) -> tuple[Service, ASGIApp]:
@@ -59,7 +60,8 @@ def make_pool_app(pool: ModelPool, options: Options) -> ASGIApp:
         ]
         return service, make_router(routes)
 
-    pool.attach = attach
+    pool.attach = attach  # called for each model that is loaded
+    # Only for the list of routes, and for the protocols that need no model.
     service = Service(pool.preload().engine, replace(options, aliases={}), metrics)
     dispatch = _Dispatcher(directory)
     routes = [*server_routes(pool, metrics, options, directory.counts), *directory.routes()]
@@ -68,10 +70,10 @@ def make_pool_app(pool: ModelPool, options: Options) -> ASGIApp:
             if not protocol.needs_model:
                 routes.append(route)
             elif route.path not in LIST_PATHS:
-                routes.append(
-                    Route(route.path, dispatch, methods=sorted(route.methods or ()) or None)
-                )
-    return guarded(make_router(routes), {route.path for route in routes}, options, metrics)
+                methods = list(route.methods) if route.methods else None  # None: all methods
+                routes.append(Route(route.path, dispatch, methods=methods))
+    paths = {route.path for route in routes}
+    return guarded(make_router(routes), paths, options, metrics)
 
 
 class Directory:
@@ -92,8 +94,8 @@ class Directory:
         check_aliases(self._aliases, self._own_names())
         self._created = int(time.time())
         self._started = ollama.now()
-        # What is known of each model from its last load, by name: fields of `/v1/models` and of
-        # `/api/tags`.
+        # By the name of a model: its fields of `/v1/models` and of `/api/tags`, which remain after
+        # it is unloaded.
         self._openai_fields: dict[str, dict[str, JSON]] = {}
         self._ollama_fields: dict[str, dict[str, JSON]] = {}
 
@@ -106,10 +108,10 @@ class Directory:
 
     def find(self, name: str | None) -> Member:
         """Returns the model that a name means, alone or with an adapter; None: the first model that
-        the key may use.
+        the API key of the current request may use.
 
         Raises:
-          RequestError: 404, this server has no model of that name, or the key may not use it.
+          RequestError: 404: this server has no model of that name, or the key may not use it.
         """
         members = self.pool.members.values()
         if name is None:
@@ -136,6 +138,7 @@ class Directory:
         return [name for name in self.known_names() if self._is_allowed(name)]
 
     def _is_allowed(self, name: str) -> bool:
+        # The list of a key may also contain aliases.
         return key_allows(self._aliases.get(name, name), self._aliases)
 
     def counts(self) -> dict[str, object]:
@@ -163,10 +166,10 @@ class Directory:
 
         async def tags(request: Request) -> Response:
             """Lists the models."""
-            found = [
-                await self._describe(member) | {"modified_at": self._started}
-                for member in self._allowed_members()
-            ]
+            found: list[dict[str, JSON]] = []
+            for member in self._allowed_members():
+                described = await self._describe(member)
+                found.append({**described, "modified_at": self._started})
             return JSONResponse({"models": found})
 
         async def running(request: Request) -> Response:
@@ -182,8 +185,13 @@ class Directory:
                 found.append(known)
             return JSONResponse({"models": found})
 
-        endpoints = (models, one_model, tags, running)
-        return [Route(path, endpoint) for path, endpoint in zip(LIST_PATHS, endpoints, strict=True)]
+        endpoints = {
+            "/v1/models": models,
+            "/v1/models/{id:path}": one_model,
+            "/api/tags": tags,
+            "/api/ps": running,
+        }
+        return [Route(path, endpoints[path]) for path in LIST_PATHS]
 
     def _allowed_members(self) -> list[Member]:
         return [member for member in self.pool.members.values() if self._allows(member)]
@@ -193,10 +201,9 @@ class Directory:
         member = self.find(name)
         if member.service is not None:
             self._openai_fields[member.name] = about_model(member.service)
-        entry = model_entry(name, root, member.name, self._created) | self._openai_fields.get(
-            member.name, {}
-        )
-        return entry | {"status": {"value": _shown_state(member)}}
+        entry = model_entry(name, root, member.name, self._created)
+        known = self._openai_fields.get(member.name, {})
+        return {**entry, **known, "status": {"value": _shown_state(member)}}
 
     async def _describe(self, member: Member) -> dict[str, JSON]:
         if (service := member.service) is not None:
@@ -208,17 +215,17 @@ class Directory:
 
 
 def _shown_state(member: Member) -> str:
+    """Returns `loaded`, `loading` or `unloaded`; models that fail or unload count as unloaded."""
     return {"loaded": "loaded", "loading": "loading", "waiting": "loading"}.get(
         member.state, "unloaded"
     )
 
 
 def _expiry(member: Member) -> str:
-    return (
-        ollama.NEVER
-        if member.keep_until is None
-        else ollama.now(member.keep_until - time.monotonic())
-    )
+    if member.keep_until is None:
+        return ollama.NEVER
+    seconds_left = member.keep_until - time.monotonic()
+    return ollama.now(seconds_left)
 
 
 class _Dispatcher:
@@ -232,27 +239,29 @@ class _Dispatcher:
         protocol = protocol_of(scope["path"])
         data = await request.body()
         body: dict[str, JSON] = {}
-        if data and scope["method"] == "POST":
+        if data and scope["method"] == "POST":  # only POST requests have a JSON body
             check_media_type(request)
             parsed = await run_sized(len(data), parse_json, data)
             body = parsed if isinstance(parsed, dict) else {}
             scope = {**scope, PARSED_BODY: parsed}
-        given = protocol.model_of(body)
+        is_ollama = protocol.routes is ollama.routes
+        requested = protocol.model_of(body)  # any JSON value
         # The application of the model reports a name that is not a string.
-        name = given if isinstance(given, str) else request.query_params.get("model")
-        if protocol.routes is ollama.routes and name is not None:
+        name = requested if isinstance(requested, str) else request.query_params.get("model")
+        if is_ollama and name is not None:
             name = ollama.known_name(name, self._directory.known_names())
         member = self._directory.find(name)
         pool = self._directory.pool
-        keep = keep_seconds(body.get("keep_alive")) if protocol.routes is ollama.routes else None
+        # None: the request does not say how long to keep the model. `seconds` None: for ever.
+        keep_alive = keep_seconds(body.get("keep_alive")) if is_ollama else None
         async with pool.use(member.name):
-            if (app := member.app) is None:
+            if (app := member.app) is None:  # not of a model in use, unless the pool has a fault
                 raise http_error("internal")
             try:
                 await app(scope, _with_body(data, receive), send)
             finally:  # also if the client has disconnected
-                if keep is not None:
-                    pool.keep(member, keep.seconds)
+                if keep_alive is not None:
+                    pool.keep(member, keep_alive.seconds)
 
 
 def _with_body(data: bytes, receive: Receive) -> Receive:
@@ -278,7 +287,7 @@ class _PoolCollector:
         )
         size = GaugeMetricFamily(
             "dantinox_model_bytes",
-            "bytes of the weights and caches of a loaded model",
+            "bytes of the weights and caches of a model that is not unloaded",
             labels=("model",),
         )
         waiting = GaugeMetricFamily(
@@ -292,7 +301,9 @@ class _PoolCollector:
             waiting.add_metric((member.name,), member.waiting)
         yield from (loaded, size, waiting)
         loads = CounterMetricFamily(
-            "dantinox_model_loads", "loads of models: success, failure", labels=("model", "result")
+            "dantinox_model_loads",
+            "loads of models, by result: success or failure",
+            labels=("model", "result"),
         )
         unloads = CounterMetricFamily(
             "dantinox_model_unloads", "models that were unloaded", labels=("model",)
