@@ -1,4 +1,6 @@
-"""The CPU of this machine, the user's cache directory, and measurements that the cache keeps."""
+"""The CPU of this machine, its free memory within the limits of cgroups, the user's cache
+directory, and measurements that the cache keeps.
+"""
 
 import contextlib
 import json

@@ -1,5 +1,5 @@
 """The table of sampling steps: the settings of each step, the condition that switches it on, and
-its inputs.
+its inputs. The presets of their order are in `config.generation_settings`.
 
 Everything else about the steps is derived from `STEPS`: flags and help of the `generation` section,
 prerequisites of settings, the default order, the compiled chain and its window, the parameters of

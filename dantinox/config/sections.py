@@ -35,7 +35,7 @@ from dantinox.config.model_config import ModelConfig, Platform, uneven_keys
 from dantinox.config.model_conflicts import model_conflicts
 from dantinox.config.model_settings import ModelSection
 from dantinox.config.moe_settings import MoESection
-from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
+from dantinox.config.preference_defaults import PREFERENCE_OBJECTIVES
 from dantinox.config.prerequisites import Condition, Needs, differs, inactive_settings, one_of
 from dantinox.config.router_settings import RouterSection, router_conflicts
 from dantinox.config.sampling_steps import step_prerequisites

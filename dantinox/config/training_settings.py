@@ -14,7 +14,7 @@ from dantinox.config.base import (
     Seed,
     field,
 )
-from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
+from dantinox.config.preference_defaults import PREFERENCE_OBJECTIVES
 from dantinox.config.prerequisites import Needs, differs, is_set, nonzero, one_of
 
 

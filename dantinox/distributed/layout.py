@@ -1,5 +1,5 @@
 """Sharded training: the mesh, the shardings of parameters, optimizer state and batches, and the
-collectives of a step.
+sums of gradients and losses over devices. `mesh_parallelism` has the collectives inside the model.
 """
 
 import math
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from dantinox import programs
 from dantinox.config import Config, ModelConfig, UserError
-from dantinox.config.preference_settings import PREFERENCE_OBJECTIVES
+from dantinox.config.preference_defaults import PREFERENCE_OBJECTIVES
 from dantinox.distributed.mesh_parallelism import MeshParallelism, copy_to_tp, gather_shards
 from dantinox.distributed.rules import (
     AXES,

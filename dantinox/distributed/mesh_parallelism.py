@@ -1,4 +1,6 @@
-"""The collectives of the training program on a mesh, and their gradients."""
+"""The collectives inside the model on a mesh, and their gradients. `layout` has those of the
+training step around it.
+"""
 
 from dataclasses import dataclass
 from functools import partial

@@ -76,9 +76,8 @@ class Job:
         self.subset = ALL_STEPS
         self.prepared = False
         self.cancelled = False
-        self.error: Exception | None = (
-            None  # an error in the preparation of the request or in its prefix match
-        )
+        # An error in the preparation of the request or in its prefix match.
+        self.error: Exception | None = None
         self._start_time = time.monotonic()
 
     def seconds(self) -> float:

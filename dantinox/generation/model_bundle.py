@@ -91,9 +91,8 @@ class ModelBundle:
         self._load_run = load_run
         self._draft_runs = dict[str, ModelBundle]()
         self.loras: dict[str, LoraAdapter] = {}
-        self._adapter_slots: tuple[object, AdapterSlots] | None = (
-            None  # those of the last offline batch, and their key
-        )
+        # The slots of the last offline batch, and their key.
+        self._adapter_slots: tuple[object, AdapterSlots] | None = None
         self.read_lora: Callable[..., LoraAdapter] = partial(
             load_lora, base=None, model=model.config
         )

@@ -70,9 +70,8 @@ class Scheduler(Generic[J]):
         if slots > len(self.holders):
             raise ValueError(f"a job of {slots} slots does not fit {len(self.holders)} slots")
         free = self.free
-        waiting = (
-            0  # without the jobs that fit into the free slots, because these start immediately
-        )
+        # Jobs that fit into the free slots do not count, because they start immediately.
+        waiting = 0
         for needed in [*(job.slots for job in self.waiting), slots]:
             free -= needed
             waiting += free < 0

@@ -24,7 +24,7 @@ from dantinox.config.engine_options import EngineOptions
 from dantinox.generation.decode.cache_plan import head_order
 from dantinox.generation.decode.features import Features
 from dantinox.generation.decode.generate_toks import DecodeState, Emitted, init_row
-from dantinox.generation.decode.packing import Layout, PackedParams, pack
+from dantinox.generation.decode.joined_arrays import Layout, PackedParams, pack
 from dantinox.generation.decode.prompt_scope import (
     NO_SCOPE,
     PromptScope,

@@ -23,9 +23,9 @@ PACKED_BITS = {INT4_PACKED: 4, INT2_PACKED: 2}  # the bits of a number in each p
 PACKED_DTYPES = {"int4": INT4_PACKED, "int2": INT2_PACKED}
 MAX_GROUP_SIZE = 32  # largest number of elements of an int4 or int2 vector that share a scale
 MIN_SEGMENT = 128
-SEGMENT_UNIT = (
-    64  # slots; a block of the prefix cache never crosses the border between two segments
-)
+# Segments begin at multiples of this number of slots, so that no block of the prefix cache crosses
+# the border between two.
+SEGMENT_UNIT = 64
 
 
 @partial(

@@ -32,9 +32,8 @@ from dantinox.model.parallelism import GATHERED, Parallelism
 from dantinox.model.ternary import quantize_weights, weight_scales
 from dantinox.platform import get_platform
 
-TILE_TOKENS = (
-    64  # rows per tile of a matrix multiplication on a CPU, or all rows if there are fewer
-)
+# The rows per tile of a matrix multiplication on a CPU, or all rows if there are fewer.
+TILE_TOKENS = 64
 # With at most this many rows, and at most as many rows as experts, each row is multiplied
 # separately (as in decoding).
 MAX_MATVEC_ROWS = 16

@@ -176,9 +176,8 @@ class PackedLinear(PackedParts):
         self.dtype = linear.dtype
         self.out_dtype = linear.out_dtype
         self.bias = linear.bias
-        self.input_order: tuple[int, ...] | None = (
-            None  # the order of the first input axis that the weights have
-        )
+        # The order of the first input axis that the weights have.
+        self.input_order: tuple[int, ...] | None = None
 
     def __call__(
         self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y

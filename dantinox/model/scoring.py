@@ -1,4 +1,6 @@
-"""Log-probabilities of given tokens, computed for a few positions at a time to bound memory."""
+"""Functions of the logits at each position of a sequence, such as the log-probabilities of given
+tokens, computed for a few positions at a time to bound memory.
+"""
 
 from collections.abc import Callable
 from typing import Any

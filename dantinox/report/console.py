@@ -14,9 +14,8 @@ from dantinox.report.tables import human_count, human_time
 Row = Mapping[str, Any]
 PROGRESS_INTERVAL = 5.0  # seconds between two lines of progress
 STAGE_INTERVAL = 30.0  # seconds between two lines of a preparation stage of training
-REPEAT_INTERVAL = (
-    8.0  # seconds without a new line after which `steady_progress` repeats the last line
-)
+# The seconds without a new line after which `steady_progress` repeats the last line.
+REPEAT_INTERVAL = 8.0
 
 
 def show_progress(line: str) -> None:

@@ -99,9 +99,8 @@ def plot_loss(path_csv: Path, path_jsonl: Path, out: Path) -> None:
     save_files(out.parent, {out.name: partial(to_png, figure)})
 
 
-NAMED_RUNS = (
-    10  # of a plot with many runs: the best ones, which have a color and an entry in the legend
-)
+# In a plot with many runs, the number of best ones, which have a color and an entry in the legend.
+NAMED_RUNS = 10
 BY = {"step": "optimizer step", "tokens": "training tokens", "time": "minutes of training"}
 
 

@@ -1,5 +1,5 @@
-"""`dantinox verify`: compares the files of a run with its manifests; the names of its
-checkpoints.
+"""`dantinox verify`: compares the files of a run with its manifests, or accepts them. Also lists
+the steps that have checkpoints, and defines the names of unfinished and damaged ones.
 """
 
 import contextlib

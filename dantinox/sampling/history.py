@@ -1,4 +1,4 @@
-"""Sampling steps that read earlier tokens or lists of ids: bans, biases and repetition penalties.
+"""Sampling steps that read earlier tokens: bans, biases of sequences and repetition penalties.
 
 All are pure functions of one row and follow the rules of `dantinox.sampling.steps`: a removed token
 is -inf, a kept logit is bitwise unchanged, and a disabled step returns the row itself. A history is
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dantinox.sampling.steps import Number, clip_finite, keep_only
+from dantinox.sampling.steps import Number, clip_finite, keep_only, logit_bias
 
 LONGEST_REPEAT = 50
 
@@ -82,22 +82,6 @@ def presence_frequency_penalty(
     lowered_V = present_V - frequency * count_V
     on = (jnp.asarray(presence) != 0) | (jnp.asarray(frequency) != 0)
     return jnp.where(on & (count_V > 0), clip_finite(lowered_V, logits_V), logits_V)
-
-
-def logit_bias(logits_V: Array, bias_V: Array) -> Array:
-    """Returns x + bias; a bias of -inf bans the token, a bias of 0 does not change it."""
-    banned_V = bias_V == -jnp.inf
-    moved_V = jnp.where(
-        (bias_V == 0) | banned_V, logits_V, clip_finite(logits_V + bias_V, logits_V)
-    )
-    return keep_only(moved_V, ~banned_V)
-
-
-def allowed_tokens(logits_V: Array, ids_S: Array) -> Array:
-    """Removes all tokens except `ids_S`. Ids outside the vocabulary are ignored."""
-    V = logits_V.shape[0]
-    allowed_V = jnp.zeros(V, bool).at[jnp.where(ids_S < 0, V, ids_S)].set(True, mode="drop")
-    return keep_only(logits_V, allowed_V)
 
 
 def repeat_lengths(history_S: Array, length: Number) -> Array:

@@ -1,5 +1,5 @@
 """Runs the sampling steps in their order: one static order, or an array per row; steps that no row
-enables can be skipped.
+enables can be skipped. The orders and their presets are defined in `config.generation_settings`.
 """
 
 from collections.abc import Callable, Sequence

@@ -84,6 +84,22 @@ def clip_finite(changed_V: Array, logits_V: Array) -> Array:
     return jnp.where(logits_V == -jnp.inf, -jnp.inf, jnp.clip(changed_V, -LARGEST, LARGEST))
 
 
+def logit_bias(logits_V: Array, bias_V: Array) -> Array:
+    """Returns x + bias; a bias of -inf bans the token, a bias of 0 does not change it."""
+    banned_V = bias_V == -jnp.inf
+    moved_V = jnp.where(
+        (bias_V == 0) | banned_V, logits_V, clip_finite(logits_V + bias_V, logits_V)
+    )
+    return keep_only(moved_V, ~banned_V)
+
+
+def allowed_tokens(logits_V: Array, ids_S: Array) -> Array:
+    """Removes all tokens except `ids_S`. Ids outside the vocabulary are ignored."""
+    V = logits_V.shape[0]
+    allowed_V = jnp.zeros(V, bool).at[jnp.where(ids_S < 0, V, ids_S)].set(True, mode="drop")
+    return keep_only(logits_V, allowed_V)
+
+
 def temperature(logits_V: Array, t: Number) -> Array:
     """Returns x / t. Off: t = 1. Below 1e-5 only the most likely token remains."""
     t = jnp.asarray(t, jnp.float32)

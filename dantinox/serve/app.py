@@ -240,7 +240,6 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
 
 async def _handle_internal_error(request: Request, error: Exception) -> Response:
     request_error = http_error("internal")
-    request_error.headers["connection"] = (
-        "close"  # uvicorn closes the connection, and the client must not reuse it
-    )
+    # uvicorn closes the connection, and the client must not reuse it.
+    request_error.headers["connection"] = "close"
     return _error_response(request.scope["path"], request_error)

@@ -72,9 +72,8 @@ class WindowDetokenizer:
         self._specials = special_ids
         self._names = names
         self._window: list[int] = []
-        self._emitted = (
-            0  # number of ids at the start of the window; their text was already returned
-        )
+        # The number of ids at the start of the window; their text was already returned.
+        self._emitted = 0
         self._emitted_text = ""
 
     def push(self, ids: Iterable[int]) -> str:

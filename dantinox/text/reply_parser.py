@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
+from dantinox.text.partial_markers import overlap
 from dantinox.text.reply_formats import HARMONY, ReplyFormat, Schemas
-from dantinox.text.tool_calls import CallReader, Part, overlap
+from dantinox.text.tool_calls import CallReader, Part
 
 
 class ReplyParser(Protocol):

@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
+from dantinox.text.partial_markers import overlap
+
 ARGUMENT_KEYS = ("arguments", "parameters")
 CALL_KEYS = {"name", "id", "type", "function", *ARGUMENT_KEYS}
-MAX_LITERAL_DEPTH = (
-    32  # of nested values in a call that is written in Python or in Gemma's notation
-)
+# The most levels of nested values in a call that is written in Python or in Gemma's notation.
+MAX_LITERAL_DEPTH = 32
 Schema = Mapping[str, Any]
 
 
@@ -254,15 +255,6 @@ class NamedCalls:
         held = self._buffer
         self._buffer = ""
         return [Part("arguments", held)] if held and self._in_arguments else []
-
-
-def overlap(text: str, markers: tuple[str, ...]) -> int:
-    """Returns the length of the longest end of a text that is the beginning of a marker."""
-    longest = max((len(marker) for marker in markers), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-size:]) for marker in markers if len(marker) > size):
-            return size
-    return 0
 
 
 def _load_string(text: str) -> str:

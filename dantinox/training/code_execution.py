@@ -1,5 +1,5 @@
-"""Runs tests on the code of an answer in a separate process. The limits contain accidents; they are
-not a sandbox.
+"""The reward of `rewards` for code: runs tests on the code of an answer in a separate process. The
+limits contain accidents; they are not a sandbox.
 """
 
 import contextlib

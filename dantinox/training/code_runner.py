@@ -1,5 +1,5 @@
 """The process that runs the code of one answer and its tests under resource limits; started by
-`code_execution`.
+`code_execution` for the rewards of `rewards`.
 
 The working directory holds answer.py and test_0.py, test_1.py, …. Standard input is a JSON object
 with the number of tests, the limits, and a random token. A line `token number` on standard output

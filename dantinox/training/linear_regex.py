@@ -1,5 +1,5 @@
-"""Regular expressions whose matching takes time linear in the text, whatever the expression
-(llguidance).
+"""Regular expressions of rewards: matching takes time linear in the text, whatever the expression
+(llguidance). `rewards` and `schema_check` use them.
 
 The syntax is that of Rust's crate `regex`, without lookaround, backreferences and word boundaries.
 `^` and `$` stand only at the ends of an expression.

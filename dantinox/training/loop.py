@@ -54,6 +54,7 @@ from dantinox.run import RunDirectory, open_base, weights_digest, write_file
 from dantinox.text import Batch, ConversationStore, PromptStore, Tokenizer, TokenStore
 from dantinox.training.batch_source import BatchSource, SamplingInterrupted, StoredBatches
 from dantinox.training.checkpoint_store import Checkpoints, RestoredCheckpoint, TrainingProgress
+from dantinox.training.distillation_batches import DistillationBatches
 from dantinox.training.memory import check_memory, limit_kept_memory, out_of_memory
 from dantinox.training.reference_logprobs import (
     compute_reference_logprobs,
@@ -61,7 +62,6 @@ from dantinox.training.reference_logprobs import (
 )
 from dantinox.training.results import export_weights, write_answers, write_plot, write_summary
 from dantinox.training.rollout_batches import RolloutBatches, rollout_length
-from dantinox.training.sampled_batches import SampledBatches
 from dantinox.training.signals import StopRequest, stop_request
 from dantinox.training.starting_point import (
     check_facts,
@@ -175,10 +175,10 @@ class Trainer:
         self.frozen: Parameters = {}  # the frozen weights under adapters
         self.teacher_weights: Parameters = {}  # the weights of the teacher
         self.rollouts: RolloutBatches | None = None
-        self.sampled: SampledBatches | None = None
-        self.val_loss: float | None = (
-            None  # of the current step; in training with rewards, the mean reward times -1
-        )
+        self.sampled: DistillationBatches | None = None
+        # The validation loss of the current step; in training with rewards, the mean reward times
+        # −1.
+        self.val_loss: float | None = None
         self.saved_step: int | None = None
         self.rewinds = 0  # since the last checkpoint
 
@@ -237,7 +237,7 @@ class Trainer:
             return self.stop.signal is not None
 
         if self.teacher is not None:
-            self.sampled = SampledBatches(
+            self.sampled = DistillationBatches(
                 self.train_step, store, self.tokenizer, self.frozen, is_stopped
             )
             return

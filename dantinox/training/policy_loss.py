@@ -1,5 +1,5 @@
-"""Losses of policy optimization as functions of log-probabilities: REINFORCE, GRPO, Dr. GRPO, DAPO
-and GSPO.
+"""Advantages of groups of answers, and losses of policy optimization as functions of
+log-probabilities: REINFORCE, GRPO, Dr. GRPO, DAPO and GSPO.
 
 The policy is the softmax of the logits divided by the sampling temperature. Filters such as top-p
 are not part of it.
@@ -43,9 +43,8 @@ def group_advantages(rewards_GN: np.ndarray, kind: Advantage) -> np.ndarray:
     """
     rewards_GN = np.asarray(rewards_GN, np.float64)
     advantages_GN = rewards_GN - rewards_GN.mean(axis=1, keepdims=True)
-    advantages_GN[rewards_GN.max(axis=1) == rewards_GN.min(axis=1)] = (
-        0.0  # the rounded mean may differ from equal rewards
-    )
+    # The rounded mean may differ from equal rewards.
+    advantages_GN[rewards_GN.max(axis=1) == rewards_GN.min(axis=1)] = 0.0
     if kind == "std":
         advantages_GN /= rewards_GN.std(axis=1, ddof=1, keepdims=True) + STD_EPSILON
     return advantages_GN.astype(np.float32)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dantinox.config import Config
-from dantinox.config.preference_settings import USUAL_BETAS
+from dantinox.config.preference_defaults import USUAL_BETAS
 from dantinox.model import Transformer
 from dantinox.text import Batch, LabeledCompletions, Preferences
 from dantinox.training.token_losses import MAX_CHUNK_LOGITS, LossSums, per_token_losses, sum_routing

@@ -1,4 +1,7 @@
-"""`Rollout`: a batch of sampled answers with their advantages, the batch of policy optimization."""
+"""`Rollout`: the batch of policy optimization, sampled answers as rows of tokens.
+
+Its fields for advantages and log-probabilities are filled by `rollout_batches`.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

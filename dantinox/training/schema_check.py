@@ -1,5 +1,5 @@
-"""Validation of JSON values against a subset of JSON Schema. A schema with another keyword is
-refused.
+"""The reward of `rewards` for JSON: validates values against a subset of JSON Schema. A schema with
+another keyword is refused.
 """
 
 import math

@@ -24,9 +24,9 @@ def no_repeat_ngram(x_V, history_S, length, n):
 
 FUNCTIONS = {
     "ban": history.ban,
-    "allowed_tokens": history.allowed_tokens,
+    "allowed_tokens": steps.allowed_tokens,
     "min_tokens": history.min_tokens,
-    "logit_bias": history.logit_bias,
+    "logit_bias": steps.logit_bias,
     "repetition_penalty": history.repetition_penalty,
     "presence_frequency_penalty": history.presence_frequency_penalty,
     "no_repeat_ngram": no_repeat_ngram,

@@ -25,9 +25,9 @@ from dantinox.run import RunDirectory, load_run_config
 from dantinox.run.adapters import load_run_weights
 from dantinox.text import Batch, Tokenizer, open_store, prepare_data
 from dantinox.training.distillation import BatchWithTeacher, distill_losses, token_divergence
+from dantinox.training.distillation_batches import DistillationBatches
 from dantinox.training.dry_run import dry_run
 from dantinox.training.launch import launch
-from dantinox.training.sampled_batches import SampledBatches
 from dantinox.training.starting_point import frozen_weights, starting_weights
 from dantinox.training.step import TrainStep
 from dantinox.training.teacher import open_teacher
@@ -490,7 +490,7 @@ def test_sampled_answers_are_compared_token_by_token(folder):
     teacher = open_teacher(config, layout, tokenizer.fingerprint)
     training = TrainStep(config, layout.model, 8, layout, length=32, teacher=teacher)
     state, teacher_weights = training.initial_state(), teacher.load_weights()
-    source = SampledBatches(training, store, tokenizer, {}, lambda: False)
+    source = DistillationBatches(training, store, tokenizer, {}, lambda: False)
     batch, again = source.batch(0, state), source.batch(0, state)
     for one, other in zip(batch, again, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -102,9 +102,8 @@ class Chat:
         self.system = ""
         self.entropy = False
         self.finish_reason = ""
-        self._num_dropped = (
-            0  # how many of the oldest messages are left out, because the context is full
-        )
+        # How many of the oldest messages are left out, because the context is full.
+        self._num_dropped = 0
         self._answers = 0
         self._file: Path | None = None
         self._apply(overlay(self._base, overrides or {}))

@@ -31,9 +31,8 @@ POOLINGS = ("mean", "last")
 EMBED_CHUNK = 64  # tokens of a chunk in a server, as in the prefill
 MIN_EMBED_CHUNK = 16
 BATCH_CHUNK = 512  # tokens of a row and chunk outside of a server
-ACCELERATOR_ROWS = (
-    16  # texts that `embed_texts` computes together on an accelerator; a CPU computes one at a time
-)
+# The texts that `embed_texts` computes together on an accelerator; a CPU computes one at a time.
+ACCELERATOR_ROWS = 16
 
 
 class Embedder:

@@ -32,15 +32,12 @@ COMPILER_BYTES = 1 << 30
 COMPILER_SHARE = 0.25  # the compiler is left at most this share of the free memory
 MEMORY_SHARE = 0.9  # a batch may take this share of the rest
 REPORT_SHARE = 0.5  # the reports of all tokens may take this share of the free memory
-VOCABULARY_ARRAYS = (
-    8  # float32 arrays `[V]` of a row: logits, those of the sampling steps, counts of tokens
-)
-CHUNK_REPORT_BYTES = (
-    24  # an alternative in the reports of two chunks, that of the device and that of the host
-)
-RESULT_REPORT_BYTES = (
-    140  # an alternative in a result: id, text and log-probability as Python objects
-)
+# The float32 arrays `[V]` of a row: logits, those of the sampling steps, counts of tokens.
+VOCABULARY_ARRAYS = 8
+# The bytes of an alternative in the reports of two chunks, that of the device and that of the host.
+CHUNK_REPORT_BYTES = 24
+# The bytes of an alternative in a result: id, text and log-probability as Python objects.
+RESULT_REPORT_BYTES = 140
 RESULT_TOKEN_BYTES = 1000  # the other values of a token in a result with reports
 
 Run = BatchRun | BeamRun

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 SLOT_UNIT = 8  # slots are allocated in multiples of `SLOT_UNIT`
-HALVING_PENALTY = (
-    3e-4  # nats per token for each halving of the slots of a head, in `allocate_by_loss`
-)
+# The nats per token for each halving of the slots of a head, in `allocate_by_loss`.
+HALVING_PENALTY = 3e-4
 SIZES_PER_DOUBLING = 4  # candidate sizes between one slot count and its double
 KNAPSACK_STEPS = 4096  # resolution of the knapsack in `allocate_by_loss`
 

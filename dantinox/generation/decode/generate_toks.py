@@ -41,9 +41,8 @@ from dantinox.sampling.entropy_router import (
 from dantinox.sampling.loops import in_loop
 
 DECODE_CHUNK = 32  # tokens
-COMPRESSED_PREFILL_CHUNK = (
-    2048  # longest part of a prompt that a compressed cache processes at a time
-)
+# The longest part of a prompt that a compressed cache processes at a time.
+COMPRESSED_PREFILL_CHUNK = 2048
 # The most prompt tokens in one forward pass over several prompts. It bounds the memory for
 # activations.
 PREFILL_BATCH_TOKENS = 1 << 14

@@ -20,7 +20,7 @@ from dantinox.generation.decode.generate_toks import (
     prefill_hidden,
     write_row,
 )
-from dantinox.generation.decode.packing import Layout, PackedParams, unpack
+from dantinox.generation.decode.joined_arrays import Layout, PackedParams, unpack
 from dantinox.generation.decode.prepared_model import dequantize
 from dantinox.generation.decode.split_model import SplitModel
 from dantinox.model import KVCache, Transformer

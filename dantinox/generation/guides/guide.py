@@ -14,7 +14,7 @@ import numpy as np
 
 from dantinox.generation.guides.constraints import Constraint, Matcher
 from dantinox.generation.guides.token_masks import mask_of, mask_without
-from dantinox.text.tool_calls import overlap
+from dantinox.text.partial_markers import overlap
 
 
 class Reasoning(NamedTuple):

@@ -1,13 +1,14 @@
-"""Finds the terminals of a grammar whose greedy reading would exclude texts of the grammar."""
+"""Finds the terminals of a grammar whose greedy reading would exclude texts of the grammar; a part
+of `gbnf`, which alone uses it.
+"""
 
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-MAX_COPIES = (
-    4  # copies of a repeated expression in an automaton; more repetitions are treated as unlimited
-)
+# The copies of a repeated expression in an automaton; more repetitions are treated as unlimited.
+MAX_COPIES = 4
 MAX_STATES = 2000  # of an automaton; the terminals of a larger one are taken as they are
 Ranges = tuple[tuple[int, int], ...]
 

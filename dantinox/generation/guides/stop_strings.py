@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dantinox.text.tool_calls import overlap
+from dantinox.text.partial_markers import overlap
 
 
 class StopFinder:

@@ -370,9 +370,8 @@ def gguf_metadata(model: ModelConfig, family: Family, context: int) -> dict[str,
             "rope.freq_base": model.rope_theta,
         }
     if family.arch == "granite" and model.position != "rope":
-        found["rope.scaling.finetuned"] = (
-            False  # with this flag, llama.cpp uses no rotary positions
-        )
+        # With this flag, llama.cpp uses no rotary positions.
+        found["rope.scaling.finetuned"] = False
     if family.arch == "mistral3":
         found["attention.temperature_scale"] = model.query_scaling_beta
         if model.rope_scaling is not None:

@@ -194,9 +194,8 @@ def settings_to_hf_config(
       UserError: no family supports the architecture; the message names a setting.
     """
     model = config.architecture(vocab_size)
-    nearest: list[str] | None = (
-        None  # the unsupported settings of the family that supports most settings
-    )
+    # The unsupported settings of the family that supports most settings.
+    nearest: list[str] | None = None
     excluded: list[str] = []
     for name in FAMILIES if family is None else [family]:
         row = FAMILIES[name]

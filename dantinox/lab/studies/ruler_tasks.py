@@ -25,9 +25,8 @@ NOISE = (
 )
 MIN_SENTENCES = 50  # of a haystack
 MIN_WORDS = 300
-SHORT_LENGTH = (
-    4096  # tokens; below this length the words of `cwe` are repeated less often, as in RULER
-)
+# Below this number of tokens, the words of `cwe` are repeated less often, as in RULER.
+SHORT_LENGTH = 4096
 _LISTS = """
 adjectives: amber brave brisk calm clever cosy crisp eager early faint fierce fresh gentle giant
   golden grand hasty hollow humble icy jolly keen late lively lofty lucky mellow merry mighty modest

@@ -17,9 +17,8 @@ BEST = "#d55e00"
 WRONG = "#888888"
 # The plot clips losses that are further from the best than this multiple of the median distance.
 OUTLIER_FACTOR = 8
-LOG_SCALE_RATIO = (
-    20  # an axis is logarithmic if its largest value is at least this multiple of its smallest
-)
+# An axis is logarithmic if its largest value is at least this multiple of its smallest.
+LOG_SCALE_RATIO = 20
 LOSSES = [
     Column("val_loss", "val loss", lambda trial: trial.val_loss, ".4f"),
     Column("bits_per_byte", "bits/byte", lambda trial: trial.bits_per_byte),

@@ -2,30 +2,27 @@
 
 from dataclasses import dataclass
 
-MAX_QUEUED_REQUESTS = (
-    64  # requests that may wait for a slot (`--queue`); a further request gets `errors.Busy`
-)
-MAX_CONNECTIONS = (
-    1000  # open connections; a request on a further connection gets the error `overloaded`
-)
+# The most requests that may wait for a slot (`--queue`); a further request gets `errors.Busy`.
+MAX_QUEUED_REQUESTS = 64
+# The most open connections; a request on a further connection gets the error `overloaded`.
+MAX_CONNECTIONS = 1000
 MAX_CONNECTIONS_OF_ADDRESS = 900  # of one address, so that no client can take all connections
 MAX_REFUSED = 100  # refused connections that may wait for their error; a further one is closed
 OTHER_FILES = 400  # files that the process may open in addition to the connections
 # A connection that waits for a complete request for this time may be closed in favor of a new one.
 IDLE_SECONDS = 0.1
 BACKLOG = 4096  # connections that may wait until the server accepts them
-ACCEPTED_AT_ONCE = (
-    50  # connections that are accepted before the server reads from those that it has
-)
+# The connections that are accepted before the server reads from those that it has.
+ACCEPTED_AT_ONCE = 50
 DRAIN_SECONDS = 30.0  # time after the first signal in which running responses may be completed
 ABORT_SECONDS = 4.0  # from the second signal to the end of the process
 # From a failure of the engine until the server stops; until then, clients get error responses.
 FAULT_SECONDS = 2.0
 
 # Several models in one server.
-MODEL_WAIT_SECONDS = (
-    60.0  # for which a request waits for room for its model; then it gets the error `Unavailable`
-)
+# The seconds for which a request waits for room for its model; then it gets the error
+# `Unavailable`.
+MODEL_WAIT_SECONDS = 60.0
 LOAD_RETRY_SECONDS = 5.0  # after a failed load; until then, requests for the model get its error
 
 MAX_KEYS = 1000  # keys in the file of `--api_keys`; it bounds the labels of the metrics

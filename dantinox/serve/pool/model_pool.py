@@ -185,9 +185,8 @@ class ModelPool:
         self._preloaded: OpenModel | None = None
         self._state = "loading"
         self._doing = "loading the first model"
-        self._waits = (
-            0  # how often a request began to wait for a model that no other request waited for
-        )
+        # How often a request began to wait for a model that no other request waited for.
+        self._waits = 0
         self.peak = 0
         self._loader: asyncio.Task[None] | None = None
         self._timers = set[asyncio.TimerHandle]()

@@ -237,9 +237,8 @@ class Generation(Reply):
       ended: time of its end, as returned by `time.monotonic`; None while it runs.
     """
 
-    truncate_on_error: ClassVar[bool] = (
-        True  # Lite recognizes a failed stream by the missing final chunk
-    )
+    # Lite recognizes a failed stream by the missing final chunk.
+    truncate_on_error: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -46,9 +46,8 @@ STOP_TYPES = {
     "loop": "limit",
     "cancelled": "limit",
 }
-SUFFIX_SHARE = (
-    4  # a long suffix gets at most 1 / SUFFIX_SHARE of the space for the texts around the gap
-)
+# A long suffix gets at most 1 / SUFFIX_SHARE of the space for the texts around the gap.
+SUFFIX_SHARE = 4
 # Fields that choose a slot, or describe how llama.cpp stores or computes, and change no text.
 IGNORED = (
     "id_slot", "cache_prompt", "timings_per_token", "return_progress", "n_keep", "n_cache_reuse",

@@ -9,9 +9,8 @@ from dantinox.serve.protocols.token_text import token_bytes, token_name
 from dantinox.text import Tokenizer
 
 MIN_LOGPROB = -9999.0  # replaces −∞, which JSON cannot represent
-PREFIX_TOKENS = (
-    16  # number of last prompt tokens that are enough to determine the text of the next token
-)
+# The number of last prompt tokens that are enough to determine the text of the next token.
+PREFIX_TOKENS = 16
 
 Logprobs = dict[str, Any]  # name → list
 # (tokenizer, request, first text of the choice) → function that formats successive records of one

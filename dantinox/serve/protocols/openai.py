@@ -354,9 +354,8 @@ class ChatReply(OpenAIReply):
         super().__init__(service, [request], body, [""])
         # For each choice, what splits its text into content, reasoning and calls.
         self._replies = [prepared.fields() for _ in range(self._choices)]
-        self._opened = (
-            False  # whether the first chunk of each choice, which has the role, is written
-        )
+        # Whether the first chunk of each choice, which has the role, is written.
+        self._opened = False
 
     def _whole_choice(
         self, index: int, text: str, reason: str | None

@@ -243,9 +243,8 @@ class SamplingOptions(StrictBody):
         elif given or self.dynatemp_range is not None or mirostat:
             given |= {"dynatemp_low": 1.0, "dynatemp_high": 1.0}
         if given.get("temperature"):
-            given["greedy"] = (
-                False  # a temperature overrides greedy decoding of the server's settings
-            )
+            # A temperature overrides greedy decoding of the server's settings.
+            given["greedy"] = False
         return given
 
 

@@ -16,7 +16,7 @@ from dantinox.training.rollout_sampler import RolloutSampler, rollout_seed
 from dantinox.training.step import TrainState, TrainStep, select_rows
 
 
-class SampledBatches:
+class DistillationBatches:
     """Samples one answer to each prompt of a step with the weights of that step.
 
     Agarwal et al. 2024, "On-Policy Distillation of Language Models" (algorithm 1 with λ = 1): the

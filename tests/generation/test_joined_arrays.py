@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from dantinox.generation.decode.packing import Layout, PackedParams, pack, unpack
+from dantinox.generation.decode.joined_arrays import Layout, PackedParams, pack, unpack
 from dantinox.sampling import SamplingParams
 
 

@@ -1,4 +1,4 @@
-"""Packs the many small arrays of a batch into one.
+"""Joins the many small arrays of a batch into one for the transfer to the device.
 
 An array costs tens of microseconds when it is transferred to an accelerator, and a few when it is
 an argument or a result of a program, whatever its size. The settings of a row have about a hundred
