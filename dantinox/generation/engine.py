@@ -394,7 +394,7 @@ class Engine(EngineBase[SlotBatch]):
             output=output,
             sample_index=job.rows[slot],
             report=job.request.logprobs is not None,
-            constrained=text.mask is not None,
+            constrained=text.restricted,
             followers=job.followers[slot],
         )
 

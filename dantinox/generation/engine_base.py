@@ -199,7 +199,7 @@ class EngineBase(Generic[B]):
                 self._add_tokens(job, slot, [])
                 continue
             self._start_row(job, slot)
-            if text.mask is not None:
+            if text.restricted:
                 self.batch.set_token_mask(slot, text.mask)
 
     def _start_row(self, job: Job, slot: int) -> None:
@@ -220,7 +220,7 @@ class EngineBase(Generic[B]):
             job = self._scheduler.holders[slot]
             text = None if job is None else job.text_of(slot)
             if text is not None and (
-                text.mask is not None or (text.guides and not self.batch.can_restart)
+                text.restricted or (text.guides and not self.batch.can_restart)
             ):
                 return True
         return False
@@ -263,11 +263,11 @@ class EngineBase(Generic[B]):
         """
         text = job.text_of(slot)
         old_length = len(text.tokens)
-        masked = text.mask is not None
+        was_restricted = text.restricted
         parts = text.add_tokens(ids, done, steps)
         if text.must_restart and text.finish_reason is None:
             self._restart(job, slot)
-        if text.finish_reason is None and (masked or text.mask is not None):
+        if text.finish_reason is None and (was_restricted or text.restricted):
             self.batch.set_token_mask(slot, text.mask)
         new = text.tokens[old_length:]
         if new and job.stats.new_tokens == 0:

@@ -22,8 +22,8 @@ class Output(NamedTuple):
     """New output of one sample. If `ended` is true, this output marks the end of the request.
 
     Attributes:
-      parts: new text, one part per token if the request reports log-probabilities.
-      ids: the new tokens; `steps` holds their reports.
+      parts: new text, one part per token if the request asks for log-probabilities.
+      ids: the new tokens; `steps` has one entry for each, if the request asks for them.
       finish_reason: `eos`, `stop`, `loop`, `length` or `cancelled` in the last output of the
         sample.
       stop_string: the stop string that ended the sample, or None.
@@ -52,7 +52,7 @@ class Job:
       limit: the most new tokens of each sample.
       texts: the text of each sample.
       samples: the number of continuations; `rows` maps slots to samples.
-      prompt_steps: with `echo`, the reports of the prompt tokens after the first one.
+      prompt_steps: with `echo`, the `PromptEcho.steps` of the prompt.
       prompts: the prompts of the rows of each sample, see `ModelBundle.prompts`.
       followers: for the slot of each sample, the slots of its other rows; `slots` counts them too.
       scope: what its keys depend on besides its tokens.

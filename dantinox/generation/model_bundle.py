@@ -19,6 +19,7 @@ from dantinox.config import (
     overlay,
     with_generation,
 )
+from dantinox.config.engine_options import EngineOptions
 from dantinox.distributed import shard_model, tensor_mesh
 from dantinox.files import quote
 from dantinox.generation.decode.adapter_slots import AdapterRows, AdapterSlots
@@ -30,6 +31,7 @@ from dantinox.generation.decode.prepared_model import (
     prepare,
     weight_bytes,
 )
+from dantinox.generation.decode.prompt_scope import PromptScopes
 from dantinox.generation.decode.request_features import row_features
 from dantinox.generation.guides.bans import TextBan, compile_regexes, find_banned_strings
 from dantinox.generation.guides.constraints import Constraint, ConstraintCompiler, Matcher
@@ -252,6 +254,23 @@ class ModelBundle:
         _, slots = self._adapter_slots
         numbers = np.asarray([slots.get(name).number for name in names], np.int32)
         return (AdapterRows(jax.device_put(numbers)),), {"adapters": slots.stacks}
+
+    def prompt_scopes(
+        self, options: EngineOptions, order: HeadOrder | None, rows: int
+    ) -> PromptScopes:
+        """Returns the scopes of a server: its adapters, and room for those that are loaded later.
+
+        Args:
+          order: the order of the key heads of the prepared model.
+          rows: the rows of the batch.
+
+        Raises:
+          UserError: as in `AdapterSlots`.
+        """
+        if not (self.loras or options.max_loras):
+            return PromptScopes()
+        room = options.max_loras, options.max_lora_rank
+        return PromptScopes(AdapterSlots(self.model.config, self.loras, order, *room, rows))
 
     def draft_model(self, generation: GenerationSection) -> Transformer | None:
         """Returns the draft model for decoding; None if the settings use none.

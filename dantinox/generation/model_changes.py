@@ -57,9 +57,10 @@ class ModelChanges:
 
     @property
     def _adapters(self) -> AdapterSlots:
-        if self._batch.adapters is None:
+        adapters = self._batch.scopes.adapters
+        if adapters is None:
             raise UserError("this server has no place for adapters: start it with room for them")
-        return self._batch.adapters
+        return adapters
 
     def replace_weights(self, weights: SplitModel) -> "Future[None]":
         """Replaces the weights as soon as no request holds a slot. Until then, requests that wait

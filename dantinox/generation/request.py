@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from dantinox.config import Config
 from dantinox.generation.decode.guidance import has_guidance
+from dantinox.generation.decode.prompt_scope import PromptScope
 from dantinox.generation.guides.constraints import Constraint
 from dantinox.generation.guides.guide import Reasoning
 from dantinox.sampling.logit_processor import LogitProcessor
@@ -63,6 +64,11 @@ class GenerationRequest:
     lora: str | None = None
     salt: str = ""
     negative_ids: tuple[int, ...] | None = None
+
+    @property
+    def scope(self) -> PromptScope:
+        """What the keys of the prompt depend on besides its tokens, see `PromptScopes.resolve`."""
+        return PromptScope(self.salt, self.lora)
 
     @property
     def rows_per_sample(self) -> int:

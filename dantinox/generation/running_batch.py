@@ -2,18 +2,20 @@
 and `SlotBatch`.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from dantinox.generation.decode.allowed_tokens import AllowedTokens
 from dantinox.generation.decode.cache_plan import Caches
 from dantinox.generation.decode.generate_toks import DECODE_CHUNK, DecodeState, Emitted
 from dantinox.generation.guides.bans import MAX_HELD_TOKENS
 from dantinox.sampling import StepInfo
-from dantinox.sampling.chain import ALL_ALLOWED
 
 NO_ID = -1  # stands for no token in a padded list of ids
 Recurrent = dict[str, float]  # `SamplerState.recurrent` of one row
@@ -99,6 +101,7 @@ class Row:
       remaining: how many new tokens the row may still get, not counting the chunks that are already
         dispatched. A dispatched chunk counts one token per step until it is collected.
       reports: whether to return a `StepInfo` with the tokens.
+      restricted: whether the host restricts the next token of the row.
       counts: what the features have counted since the start of the row.
       followers: the slots of the rows that follow this row and end with it. They have no `program`
         here.
@@ -109,9 +112,15 @@ class Row:
     program: Hashable = None
     remaining: int = 0
     reports: bool = False
+    restricted: bool = False
     counts: Counts = field(default_factory=dict)
     followers: tuple[int, ...] = ()
     history: list[Recurrent] = field(default_factory=list)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the row needs nothing but its sampling steps."""
+        return not (self.reports or self.restricted)
 
     def add_history(self, slot: int, count: int, recurrent: dict[str, np.ndarray]) -> None:
         """Appends the history of `count` tokens of a chunk."""
@@ -151,7 +160,11 @@ class RunningBatch:
 
     can_restart = False
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, vocab_size: int, *, constrained: bool):
+        """
+        Args:
+          constrained: whether `set_token_mask` may be called.
+        """
         self.count = count
         self.caches: Caches = ()
         self._rows = [Row() for _ in range(count)]
@@ -159,7 +172,9 @@ class RunningBatch:
         # Changes are collected on the host and written to the device in one operation before the
         # next chunk.
         self._stopped: dict[Hashable, set[int]] = {}
-        self._masks: dict[Hashable, np.ndarray] = {}
+        self._new_allowed = partial(AllowedTokens, count, vocab_size)
+        self._allowed = defaultdict[Hashable, AllowedTokens](self._new_allowed)
+        self._constrained = constrained
 
     @property
     def cache_is_valid(self) -> bool:
@@ -191,11 +206,11 @@ class RunningBatch:
         """Restricts the next token of a slot: bit i mod 32 of word ⌊i/32⌋ stands for token i; None
         allows all tokens.
         """
-        program = self._rows[slot].program
-        if program is not None:
-            if program not in self._masks:
-                self._masks[program] = np.array(self._states[program][0].allowed_bits)
-            self._masks[program][slot] = ALL_ALLOWED if bits_W is None else bits_W
+        row = self._rows[slot]
+        if row.program is not None:
+            assert self._constrained
+            self._allowed[row.program].set(slot, bits_W)
+            row.restricted = True
 
     def stop(self, slot: int) -> None:
         """Ends a row; its tokens in pending chunks are dropped."""
@@ -221,7 +236,7 @@ class RunningBatch:
         A row that reaches its limit in this chunk counts as finished immediately, so its slot may
         be refilled.
         """
-        self._write_changes()
+        self._write_stopped()
         remaining = self.remaining()
         steps = min(steps, DECODE_CHUNK, max(remaining.values(), default=0))
         decoding = {slot: self._rows[slot] for slot in remaining}
@@ -275,15 +290,28 @@ class RunningBatch:
             *jax.device_get((emitted.tokens, emitted.active, status, info, emitted.recurrent))
         )
 
-    def _write_changes(self) -> None:
-        for program, allowed_BW in self._masks.items():
-            params, state = self._states[program]
-            self._states[program] = replace(params, allowed_bits=jax.device_put(allowed_BW)), state
+    def _host_params(self, program: Hashable) -> dict[str, Any]:
+        """Returns the sampling parameters that the host chooses before each chunk, by name."""
+        return self._allowed[program].params() if self._constrained else {}
+
+    def _first_host_params(self) -> dict[str, Any]:
+        """Returns those before the first chunk; any thread may call it."""
+        return self._new_allowed().params() if self._constrained else {}
+
+    def _drop_changes(self, program: Hashable, slot: int) -> None:
+        """Drops what was meant for the previous row of a slot."""
+        self._stopped.get(program, set()).discard(slot)
+        self._allowed[program].set(slot, None)
+
+    def _drop_all_changes(self) -> None:
+        self._stopped = {}
+        self._allowed.clear()
+
+    def _write_stopped(self) -> None:
         for program, slots in self._stopped.items():
             params, state = self._states[program]
             stopped_B = np.isin(np.arange(self.count), [*slots])
             self._states[program] = params, replace(state, done_B=state.done_B | stopped_B)
-        self._masks = {}
         self._stopped = {}
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:

@@ -114,6 +114,11 @@ class SampleText:
         return [*self.tokens, *(queued.token for queued in self._queue)]
 
     @property
+    def restricted(self) -> bool:
+        """Whether the guides restrict the next token."""
+        return self.mask is not None
+
+    @property
     def reasoning_tokens(self) -> int:
         """The number of tokens of the reasoning."""
         return 0 if self._reasoning is None else self._reasoning.count

@@ -25,13 +25,7 @@ from dantinox.generation.decode.cache_plan import head_order
 from dantinox.generation.decode.features import Features
 from dantinox.generation.decode.generate_toks import DecodeState, Emitted, init_row
 from dantinox.generation.decode.joined_arrays import Layout, PackedParams, pack
-from dantinox.generation.decode.prompt_scope import (
-    NO_SCOPE,
-    PromptScope,
-    find_scope,
-    is_current,
-    scope_features,
-)
+from dantinox.generation.decode.prompt_scope import NO_SCOPE, PromptScope
 from dantinox.generation.decode.request_features import row_features
 from dantinox.generation.decode.slot_programs import copy_slot, decode_slots, int32, start_row
 from dantinox.generation.decode.split_model import SplitModel, split_model
@@ -45,13 +39,12 @@ from dantinox.generation.prefix.prefix_cache import (
 from dantinox.generation.prefix.prefix_files import fingerprint, read_blocks, write_blocks
 from dantinox.generation.request import GenerationRequest
 from dantinox.generation.running_batch import Recurrent, RowStatus
-from dantinox.generation.slot_params import MAX_ALTERNATIVES, ProgramKey, RowParams, ServedSettings
+from dantinox.generation.slot_params import ProgramKey, RowParams, ServedSettings
 from dantinox.generation.slot_plan import plan_slots
 from dantinox.generation.slot_prefill import PrefillBatch, SlotRow
 from dantinox.platform import get_platform, release_free_memory
 from dantinox.programs import tree_bytes
 from dantinox.sampling import LogitProcessor
-from dantinox.sampling.chain import ALL_ALLOWED
 from dantinox.sampling.state import recurrent_fields
 from dantinox.sampling.step_subsets import ALL_STEPS, LARGEST_SUBSET, reduce_state, restore
 
@@ -119,7 +112,7 @@ class SlotBatch(PrefillBatch):
     @property
     def memory_bytes(self) -> int:
         """The bytes of the weights, of the caches of all slots, of the prefix cache and of the
-        adapters.
+        constants of the programs.
 
         A weight that the stored and the prepared model share counts once.
         """
@@ -152,7 +145,7 @@ class SlotBatch(PrefillBatch):
         Any thread may call it; simultaneous calls run one after the other.
 
         Args:
-          echo: also those that report the prompt.
+          echo: also those for requests with `echo`.
           subset: only the programs that such requests need if their steps are in this subset; None:
             those of all subsets, of which the smaller ones are faster.
         """
@@ -178,9 +171,9 @@ class SlotBatch(PrefillBatch):
         """Returns an empty prefix cache; None if it is off."""
         if self._prefix_bytes == 0:
             return None
-        # The measurement of the prefix cache uses no adapter, so it says nothing about the products
-        # with their matrices.
-        whole_chunks = self.adapters is not None
+        # The measurement of the prefix cache uses the weights of one scope, so it says nothing
+        # about the products of the others.
+        whole_chunks = self.scopes.change_weights
         lengths = self.plan.lengths
         prefixes = make_prefix_cache(
             self, self.plan.architecture, self._prefix_bytes, self.context, lengths, whole_chunks
@@ -234,9 +227,9 @@ class SlotBatch(PrefillBatch):
     ) -> list[tuple[Any, ...]]:
         """Returns the keys of the programs for requests; see `compile`."""
         prefills = [
-            ("prefill", length, reports, 1)
+            ("prefill", length, echoes, 1)
             for length in self.plan.lengths
-            for reports in {False, echo}
+            for echoes in {False, echo}
         ]
         prefills += [
             ("prefill", self.prefill_chunk, False, rows) for rows in self._row_counts if rows > 1
@@ -271,12 +264,10 @@ class SlotBatch(PrefillBatch):
             return self._lower_prefill(*key)
         params, state = self._states[key[0]]
         if kind == "decode":
-            report = min(MAX_ALTERNATIVES, V) if key[1] == ALL_STEPS else None
             state = replace(state, sampler=reduce_state(key[1], state.sampler))
-            arguments = (self._model, caches, state, params, zero, self._constants)
-            return decode_slots.lower(
-                *arguments, stepper=self.plan.stepper, report=report, subset=key[1]
-            )
+            host_params = self._first_host_params()
+            arguments = (self._model, caches, state, params, host_params, zero, self._constants)
+            return decode_slots.lower(*arguments, stepper=self.plan.stepper, subset=key[1])
         inputs, numbers = self._idle_row_inputs(config)
         return start_row.lower(
             params, state, pack(inputs), numbers, layout=Layout.of(inputs), vocab_size=V
@@ -294,9 +285,7 @@ class SlotBatch(PrefillBatch):
             jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes), done_B=np.ones(1, bool)
         )
         idle = (
-            PackedParams.of(
-                replace(params, enabled=jax.tree.map(np.zeros_like, params.enabled)), V
-            ),
+            PackedParams.of(replace(params, enabled=jax.tree.map(np.zeros_like, params.enabled))),
             state,
         )
         # `device_put` compiles nothing.
@@ -309,7 +298,7 @@ class SlotBatch(PrefillBatch):
         """Returns the result of `_row_inputs` for a row that is not used, in a program for requests
         with these settings.
         """
-        features = *row_features(config, [0])[0], *scope_features(self.adapters, [NO_SCOPE])
+        features = *row_features(config, [0])[0], *self.scopes.features([NO_SCOPE])
         return self._row_inputs(
             0,
             self.row_params(config),
@@ -346,14 +335,14 @@ class SlotBatch(PrefillBatch):
         return (row_params.params, tokens_1S, row_params.end_ids_1E, features, values), numbers
 
     def scope(self, request: GenerationRequest) -> PromptScope:
-        """Returns the scope of the prompt of a request, as `find_scope` does. Any thread may call
-        it.
+        """Returns the scope of the prompt of a request, as `PromptScopes.resolve` does. Any thread
+        may call it.
         """
-        return find_scope(self.adapters, request.salt, request.lora)
+        return self.scopes.resolve(request.scope)
 
     def is_current(self, scope: PromptScope) -> bool:
         """Returns whether new prompts may still share keys with those of this scope."""
-        return is_current(self.adapters, scope)
+        return self.scopes.is_current(scope)
 
     # --- requests
 
@@ -377,8 +366,8 @@ class SlotBatch(PrefillBatch):
           output: the generated tokens to keep, which this row has generated before. Its tokens in
             pending chunks are dropped.
           report: whether to return a `StepInfo` with the tokens.
-          constrained: whether `set_token_mask` will be called for every token. The row then gets
-            one token per step, because the mask of a token depends on the tokens before it.
+          constrained: whether the host chooses the tokens that the row may get next. The row then
+            gets one token per step, because they depend on the tokens before them.
           followers: the slots of the rows that follow this one, in which their prompts are
             prefilled.
         """
@@ -404,12 +393,9 @@ class SlotBatch(PrefillBatch):
         row.program = program
         row.reports = report
         row.counts = {}
-        row.subset = ALL_STEPS if report or constrained else row_params.subset
+        row.restricted = constrained
+        row.steps_subset = row_params.subset
         previous.program = None  # so that its pending chunks are dropped
-
-    def set_token_mask(self, slot: int, bits_W: np.ndarray | None) -> None:
-        super().set_token_mask(slot, bits_W)
-        self._rows[slot].subset = ALL_STEPS  # only this program reads the masks
 
     def _init_row(
         self,
@@ -423,17 +409,14 @@ class SlotBatch(PrefillBatch):
         """Writes the state of a row, whose prompt is in its slot, to the state of its program."""
         program = row_params.program
         row = self._rows[slot]
-        features += scope_features(self.adapters, [row.scope])
+        features += self.scopes.features([row.scope])
         inputs, numbers = self._row_inputs(
             slot, row_params, (*row.ids, *output), len(output), limit, recurrent, features
         )
         self._states[program] = self._programs["start", program](
             *self._states[program], pack(inputs), numbers
         )
-        # Drop pending changes that were meant for the previous request of this slot.
-        self._stopped.get(program, set()).discard(slot)
-        if program in self._masks:
-            self._masks[program][slot] = ALL_ALLOWED
+        self._drop_changes(program, slot)
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         needed = max(row.subset for row in self._rows if row.program == program)
@@ -446,7 +429,13 @@ class SlotBatch(PrefillBatch):
         params, state = self._states[program]
         reduced = replace(state, sampler=reduce_state(subset, state.sampler))
         self.caches, reduced, emitted = self._programs["decode", program, subset](
-            self._model, self.caches, reduced, params, int32(steps), self._constants
+            self._model,
+            self.caches,
+            reduced,
+            params,
+            self._host_params(program),
+            int32(steps),
+            self._constants,
         )
         state = replace(reduced, sampler=restore(state.sampler, reduced.sampler))
         self._states[program] = params, state
@@ -494,8 +483,7 @@ class SlotBatch(PrefillBatch):
         """Empties all slots and allocates new caches, for use after a program failed."""
         self.caches = self.plan.make_caches(self.count)
         self._rows = [SlotRow() for _ in range(self.count)]
-        self._masks = {}
-        self._stopped = {}
+        self._drop_all_changes()
         if self._prefixes is not None:
             self._prefixes.clear()
         done_B = jax.device_put(np.ones(self.count, bool))

@@ -17,6 +17,7 @@ from dantinox.config.sampling_steps import EDIT_STEPS
 from dantinox.files import quote
 from dantinox.generation.decode.request_features import feature_names
 from dantinox.generation.model_bundle import ModelBundle
+from dantinox.generation.plan_stepper import check_steps, row_width
 from dantinox.generation.running_batch import NO_ID, pad_end_ids
 from dantinox.generation.token_settings import end_ids, with_default_seed
 from dantinox.sampling import LogitProcessor, ProgramOptions, SamplingParams
@@ -129,7 +130,7 @@ class ServedSettings:
                 " beam search runs offline only"
             )
             raise UserError(message, key="generation.num_beams", value=beams)
-        self._check_drafts(section)
+        check_steps(self._config.generation, section)
         self._check_watermark(section)
         features = feature_names(config)
         if section.strategy == "chain":
@@ -155,29 +156,6 @@ class ServedSettings:
                     f"generation.{key} is set by this server and cannot be changed",
                     key=f"generation.{key}",
                 )
-
-    def _check_drafts(self, requested: GenerationSection) -> None:
-        """Checks that the drafts of a request are a part of those that the programs of the server
-        can verify.
-        """
-        served = self._config.generation
-        if requested.speculation == "off":
-            return
-        for name in (
-            "speculation",
-            "ngram_size" if requested.speculation == "ngram" else "draft_run",
-        ):
-            if getattr(requested, name) != getattr(served, name):
-                message = (
-                    f"is {getattr(served, name)} in this server, got {getattr(requested, name)}"
-                )
-                raise UserError(f"generation.{name} {message}", key=f"generation.{name}")
-        if requested.draft_tokens > served.draft_tokens:
-            message = (
-                f"must be at most {served.draft_tokens} in this server, got"
-                f" {requested.draft_tokens}"
-            )
-            raise UserError(f"generation.draft_tokens {message}", key="generation.draft_tokens")
 
     def row_params(self, config: Config) -> RowParams:
         """Returns the settings of a request as arrays.
@@ -226,12 +204,16 @@ class ServedSettings:
             name: _padded_table(name, table, params.tables, V)
             for name, table in params.tables.items()
         }
-        changes: dict[str, Any] = {"tables": tables, "report_rows": np.zeros(1, bool)}
+        changes: dict[str, Any] = {
+            "tables": tables,
+            "report": min(MAX_ALTERNATIVES, V),
+            "report_rows": np.zeros(1, bool),
+        }
         return RowParams(
             program,
             jax.device_get(replace(params, **changes)),
             end_ids_1E=pad_end_ids([ends], MAX_END_IDS),
-            width=1 if section.speculation == "off" else section.draft_tokens + 1,
+            width=row_width(section),
             subset=smallest_subset(section) if self._logit_processor is None else ALL_STEPS,
             config=config,
         )

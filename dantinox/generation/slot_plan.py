@@ -10,10 +10,10 @@ import jax
 
 from dantinox.config import Config, ModelConfig, UserError
 from dantinox.config.engine_options import EngineOptions
-from dantinox.generation.decode.adapter_slots import AdapterSlots
 from dantinox.generation.decode.cache_plan import CachePlan, Caches, head_order, plan_cache
 from dantinox.generation.decode.features import Constants
 from dantinox.generation.decode.generate_toks import COMPRESSED_PREFILL_CHUNK, Stepper
+from dantinox.generation.decode.prompt_scope import PromptScopes
 from dantinox.generation.decode.split_model import SplitModel, split_model
 from dantinox.generation.model_bundle import ModelBundle
 from dantinox.generation.plan_stepper import plan_stepper
@@ -46,7 +46,7 @@ class SlotPlan:
       count: the number of slots.
       context: the most tokens of a prompt plus its continuation.
       stepper, stepper_constants: how the slots decode.
-      adapters: the adapters that requests may use; None: the programs support no adapters.
+      scopes: those of the prompts.
       prefill_chunk: the most prompt tokens in a chunk.
       lengths: the padded lengths of chunks, ascending; there is a program for each.
       prefill_rows: the most chunks in a prefill pass.
@@ -62,7 +62,7 @@ class SlotPlan:
     context: int
     stepper: Stepper
     stepper_constants: Constants
-    adapters: AdapterSlots | None
+    scopes: PromptScopes
     prefill_chunk: int
     lengths: tuple[int, ...]
     prefill_rows: int
@@ -104,12 +104,7 @@ def plan_slots(
     kv, calibration = model.kv(config)
     cache_plan = plan_cache(architecture, kv, context, calibration)
     order = head_order(architecture, kv, calibration)
-    adapters = None
-    if model.loras or options.max_loras:
-        rows = options.slots or DEFAULT_SLOTS
-        adapters = AdapterSlots(
-            architecture, model.loras, order, options.max_loras, options.max_lora_rank, rows
-        )
+    scopes = model.prompt_scopes(options, order, options.slots or DEFAULT_SLOTS)
     # The limit of the options is for defaults: explicit slots may take all memory.
     free = free_bytes(options.memory if options.slots is None else None)
     usable = None if free is None else _without_programs(free, architecture)
@@ -123,9 +118,9 @@ def plan_slots(
     chunk = min(chunk, next_power_of_two(context, MIN_PADDED_CHUNK))
     platform = get_platform(architecture.platform)
     # The bits of a chunk must not depend on the chunks beside it. The tokens of experts share
-    # tiles, and the measurement that tests the others (`PrefillBatch.measure_rows`) uses no
-    # adapter.
-    one_row = compressed or architecture.experts is not None or adapters is not None
+    # tiles, and the measurement that tests the others (`PrefillBatch.measure_rows`) uses the
+    # weights of one scope.
+    one_row = compressed or architecture.experts is not None or scopes.change_weights
     requested = platform.prefill_rows if options.prefill_rows is None else options.prefill_rows
     prefill_rows = 1 if one_row else min(requested, count)
     prefers_passes = platform.prefill_rows > 1
@@ -135,7 +130,7 @@ def plan_slots(
         context=context,
         stepper=stepper,
         stepper_constants=constants,
-        adapters=adapters,
+        scopes=scopes,
         prefill_chunk=chunk,
         # In a pass, padding costs little, and each length would be another program.
         lengths=(chunk,) if prefill_rows > 1 and prefers_passes else _chunk_lengths(chunk),

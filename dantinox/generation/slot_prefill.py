@@ -10,12 +10,8 @@ import jax
 import numpy as np
 
 from dantinox.generation.decode.features import Constants
-from dantinox.generation.decode.prompt_scope import (
-    NO_SCOPE,
-    PromptScope,
-    scope_constants,
-    scope_features,
-)
+from dantinox.generation.decode.prompt_echo import PromptEcho
+from dantinox.generation.decode.prompt_scope import NO_SCOPE, PromptScope
 from dantinox.generation.decode.slot_programs import (
     int32,
     prefill_part,
@@ -39,7 +35,7 @@ class Chunk(NamedTuple):
       start: the position of the first token.
       size: the number of tokens.
       length: the length of the program.
-      reports: whether the program reports on the tokens.
+      echo: whether the program reads the tokens for a `PromptEcho`.
     """
 
     slot: int
@@ -47,7 +43,7 @@ class Chunk(NamedTuple):
     start: int
     size: int
     length: int
-    reports: bool = False
+    echo: bool = False
 
     @property
     def end(self) -> int:
@@ -64,9 +60,9 @@ class SlotRow(Row):
       cacheable: how many of them, from the first on, belong into the prefix cache. They are
         computed by the program for whole chunks, or by programs with bitwise equal results.
       prefilled: the number of tokens in the slot; of these, `reused` came from the prefix cache.
-      prompt_reports: the reports of the prompt tokens, chunk by chunk; None if they are not
-        requested.
-      subset: the index of the smallest decode program for the row, see `sampling.step_subsets`.
+      echo: what is known of the tokens of the prompt; None if it is not requested.
+      steps_subset: the index of the smallest decode program for the settings of the row, see
+        `sampling.step_subsets`.
     """
 
     ids: Sequence[int] = ()
@@ -75,8 +71,13 @@ class SlotRow(Row):
     cacheable: int = 0
     prefilled: int = 0
     reused: int = 0
-    prompt_reports: list[StepInfo] | None = None
-    subset: int = ALL_STEPS
+    echo: PromptEcho | None = None
+    steps_subset: int = ALL_STEPS
+
+    @property
+    def subset(self) -> int:
+        """The index of the smallest decode program for the row."""
+        return self.steps_subset if self.is_plain else ALL_STEPS
 
 
 class PrefillBatch(RunningBatch):
@@ -84,19 +85,19 @@ class PrefillBatch(RunningBatch):
 
     Attributes:
       plan: the slots and their programs.
-      context, prefill_chunk, adapters: those of the plan.
+      context, prefill_chunk, scopes: those of the plan.
     """
 
     _rows: list[SlotRow]  # type: ignore[assignment]
 
     def __init__(self, plan: SlotPlan, weights: SplitModel):
         """Creates the slots, which are empty. Their caches and programs do not exist yet."""
-        super().__init__(plan.count)
+        super().__init__(plan.count, plan.architecture.vocab_size, constrained=True)
         self.plan = plan
         self._model = weights
         self.context = plan.context
         self.prefill_chunk = plan.prefill_chunk
-        self.adapters = plan.adapters
+        self.scopes = plan.scopes
         self.can_restart = not plan.compressed
         self._rows = [SlotRow() for _ in range(plan.count)]
         self._programs: dict[Hashable, Any] = {}
@@ -135,8 +136,8 @@ class PrefillBatch(RunningBatch):
         The tokens that the prefix cache contains are copied to the slot.
 
         Args:
-          echo: report the prompt tokens. Their keys are not reused and not stored, because another
-            program computes them.
+          echo: whether `prompt_steps` will be called. The keys of the prompt are not reused and
+            not stored, because another program computes them.
           scope: what the keys depend on besides the tokens.
         """
         length = len(ids) - 1
@@ -145,7 +146,7 @@ class PrefillBatch(RunningBatch):
         if echo or self._prefixes is None:
             cacheable = 0
         self._rows[slot] = SlotRow(ids=tuple(ids), scope=scope, length=length, cacheable=cacheable)
-        self._rows[slot].prompt_reports = [] if echo else None
+        self._rows[slot].echo = PromptEcho() if echo else None
         if self._empty_row is not None:
             self.caches = write_cache_row(self.caches, self._empty_row, int32(slot))
         self._load_prefix(slot)
@@ -218,7 +219,7 @@ class PrefillBatch(RunningBatch):
 
     def _may_share_a_pass(self, chunk: Chunk) -> bool:
         """Whether there is a program for several chunks such as this one."""
-        return chunk.length == self.prefill_chunk and not chunk.reports
+        return chunk.length == self.prefill_chunk and not chunk.echo
 
     def _next_chunks(self, slots: Sequence[int]) -> list[Chunk]:
         """Returns the next chunk of each slot, and further chunks for the unused rows of a wide
@@ -262,18 +263,16 @@ class PrefillBatch(RunningBatch):
             start,
             size,
             length,
-            row.prompt_reports is not None,
+            row.echo is not None,
         )
 
     def _prefill_pass(self, chunks: Sequence[Chunk]) -> None:
         """Prefills chunks in one pass, and adds them to the prefix cache."""
-        info = self._run_chunks(chunks)
+        steps = self._run_chunks(chunks)
         for chunk in chunks:
             row = self._rows[chunk.slot]
-            if row.prompt_reports is not None:
-                row.prompt_reports.append(
-                    jax.tree.map(lambda x, size=chunk.size: np.asarray(x)[:size], info)
-                )
+            if row.echo is not None:
+                row.echo.add(steps, chunk.size)
             row.prefilled = chunk.end
             if self._prefixes is not None and self.caches and row.prefilled <= row.cacheable:
                 self._prefixes.store(
@@ -305,7 +304,7 @@ class PrefillBatch(RunningBatch):
         self._run_chunks([Chunk(slot, ids, start, count, length)])
 
     def _run_chunks(self, chunks: Sequence[Chunk], rows: int | None = None) -> StepInfo | None:
-        """Runs the program for chunks of this length, and returns the reports of the first chunk.
+        """Runs the program for chunks of this length; returns the `echo_steps` of the first chunk.
 
         Args:
           chunks: chunks of the same length; several chunks must have the full length.
@@ -327,12 +326,12 @@ class PrefillBatch(RunningBatch):
             start_R[r] = chunk.start
             size_R[r] = chunk.size
             scopes[r] = self._rows[chunk.slot].scope
-        features = scope_features(self.adapters, scopes)
+        features = self.scopes.features(scopes)
         args = slot_R, tokens_RT, start_R, size_R, next_RT, features, self._constants
-        self.caches, info = self._programs["prefill", first.length, first.reports, rows](
+        self.caches, steps = self._programs["prefill", first.length, first.echo, rows](
             self._model, self.caches, *args
         )
-        return info  # type: ignore[no-any-return]
+        return steps  # type: ignore[no-any-return]
 
     def measure_rows(self) -> tuple[int, ...]:
         """Returns the numbers of rows of the programs for whole chunks that compute the same bits,
@@ -371,7 +370,7 @@ class PrefillBatch(RunningBatch):
             return (most,)
         return (1,)
 
-    def _lower_prefill(self, length: int, reports: bool, rows: int) -> Any:
+    def _lower_prefill(self, length: int, echo: bool, rows: int) -> Any:
         zero_R = np.zeros(rows, np.int32)
         tokens_RT = np.zeros((rows, length), np.int32)
         chunks = zero_R, tokens_RT, zero_R, zero_R, tokens_RT
@@ -379,28 +378,28 @@ class PrefillBatch(RunningBatch):
             self._model,
             self.plan.cache_shapes,
             *chunks,
-            scope_features(self.adapters, [NO_SCOPE] * rows),
+            self.scopes.features([NO_SCOPE] * rows),
             self._constants,
         )
-        report = min(MAX_ALTERNATIVES, self.plan.architecture.vocab_size) if reports else None
-        return prefill_part.lower(*args, stepper=self.plan.stepper, report=report)
+        count = min(MAX_ALTERNATIVES, self.plan.architecture.vocab_size) if echo else None
+        return prefill_part.lower(*args, stepper=self.plan.stepper, echo=count)
 
     @property
     def _constants(self) -> Constants:
         """The arrays of the features and the stepper that all rows share."""
-        return {**self.plan.stepper_constants, **scope_constants(self.adapters)}
+        return {**self.plan.stepper_constants, **self.scopes.constants}
 
     def prompt_steps(self, slot: int) -> StepInfo | None:
-        """Returns the reports of the prompt tokens after the first one, `[len(ids) − 1, …]`; None
-        for a prompt of one token.
+        """Returns `PromptEcho.steps` of the prompt tokens after the first one, `[len(ids) − 1, …]`;
+        None for a prompt of one token.
         """
-        reports = self._rows[slot].prompt_reports
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *reports) if reports else None
+        echo = self._rows[slot].echo
+        return None if echo is None else echo.steps
 
     def copy_prompt(self, slot: int, to: int) -> None:
         """Copies a prefilled prompt to another slot."""
         self._copy(slot, to)
-        self._rows[to] = replace(self._rows[slot], reused=0, prompt_reports=None)
+        self._rows[to] = replace(self._rows[slot], reused=0, echo=None)
 
     def _copy(self, slot: int, to: int) -> None:
         programs = self._programs["copy",]

@@ -42,7 +42,6 @@ from dantinox.generation.running_batch import (
 from dantinox.model import KVCache, Transformer
 from dantinox.platform import get_platform
 from dantinox.sampling import SamplingParams, StepInfo, init_state
-from dantinox.sampling.chain import all_allowed
 from dantinox.sampling.params import next_power_of_two
 
 PROGRAM_NAME = "static"  # the key of the only program
@@ -162,7 +161,7 @@ class StaticOptions:
         None: all rows.
       features: the features of the rows, except those of the stepper.
       constants: the arrays of the features and the stepper that all rows share.
-      constrained: whether `set_token_mask` and `restart` may be called.
+      constrained: whether guides may restrict the tokens of a row, or restart it.
       report: the number of alternatives to report per token; None: report nothing.
       echo: whether to report the log-probabilities of the prompt tokens.
     """
@@ -211,7 +210,11 @@ class StaticBatch(RunningBatch):
           limits_B: the most new tokens of each row.
           eos_ids: for each row, the ids that end it.
         """
-        super().__init__(len(prompt_PT) * options.samples)
+        super().__init__(
+            len(prompt_PT) * options.samples,
+            model.config.vocab_size,
+            constrained=options.constrained,
+        )
         self.times = Times()
         self.echo: np.ndarray | None = None
         self.before_dispatch: Callable[[], None] = lambda: None
@@ -230,18 +233,17 @@ class StaticBatch(RunningBatch):
         padded_PT = pad_prompts(prompt_PT, lengths_P, options.pad)
         tokens_BT = np.repeat(padded_PT, options.samples, axis=0)
         state = self._initial_state(tokens_BT, lengths_B, params, limits_B, eos_ids, options)
-        if options.constrained:
-            params = replace(
-                params, allowed_bits=jax.device_put(all_allowed(self.count, self._vocab_size))
-            )
-        self._states[PROGRAM_NAME] = params, state
+        self._report = options.report
+        self._states[PROGRAM_NAME] = replace(params, report=options.report), state
         self._model = split_model(model)
         self._prompt = jax.device_put((padded_PT, lengths_P.astype(np.int32)))
         self._program = generation_program(get_platform(model.config.platform))
-        shared: dict[str, Any] = {"constants": options.constants, "stepper": options.stepper}
-        self._options = {**shared, "report": options.report}
+        self._options: dict[str, Any] = {
+            "constants": options.constants,
+            "stepper": options.stepper,
+        }
         self._prefill_options = {
-            **shared,
+            **self._options,
             "plan": plan,
             "samples": options.samples,
             "echo": options.echo,
@@ -299,7 +301,13 @@ class StaticBatch(RunningBatch):
 
     @params.setter
     def params(self, params: SamplingParams) -> None:
-        self._states[PROGRAM_NAME] = params, self.state
+        self._states[PROGRAM_NAME] = replace(params, report=self._report), self.state
+
+    @property
+    def _read_params(self) -> SamplingParams:
+        """The sampling parameters that the program reads."""
+        host_params = self._host_params(PROGRAM_NAME)
+        return replace(self.params, **host_params) if host_params else self.params
 
     @property
     def state(self) -> DecodeState:
@@ -318,9 +326,9 @@ class StaticBatch(RunningBatch):
     @property
     def no_steps(self) -> StepInfo | None:
         """A `StepInfo` of zero steps; None without reports."""
-        if self._options["report"] is None:
+        if self._report is None:
             return None
-        shapes = emitted_shapes(self._vocab_size, self.state, self.params, self._options["report"])
+        shapes = emitted_shapes(self._vocab_size, self.state, self._read_params)
         empty: StepInfo | None = jax.tree.map(
             lambda x: np.zeros((0, *x.shape[1:]), x.dtype), shapes.info
         )
@@ -369,9 +377,9 @@ class StaticBatch(RunningBatch):
         tokens_1S[0, : len(tokens)] = tokens
         names = sorted(state.sampler.recurrent)
         values = {name: np.asarray([recurrent.get(name, np.nan)], np.float32) for name in names}
-        row_params, end_ids_1E, features = _read_row(
-            (params, state.eos_BE, state.features), np.int32(slot)
-        )
+        # Batches with and without reports share the programs.
+        read = replace(params, report=None), state.eos_BE, state.features
+        row_params, end_ids_1E, features = _read_row(read, np.int32(slot))
         initial = _compiled_init_row(
             row_params,
             tokens_1S,
@@ -384,12 +392,12 @@ class StaticBatch(RunningBatch):
             vocab_size=self._vocab_size,
         )
         self._states[PROGRAM_NAME] = params, _compiled_write_row(state, initial, np.int32(slot))
-        self._stopped.get(PROGRAM_NAME, set()).discard(slot)
+        self._drop_changes(PROGRAM_NAME, slot)
 
     def _decode(self, program: Hashable, steps: int) -> tuple[Emitted, RowStatus]:
         params, state = self._states[program]
         self.caches, state, emitted = self._program(
-            self._model, self.caches, state, params, np.int32(steps), **self._options
+            self._model, self.caches, state, self._read_params, np.int32(steps), **self._options
         )
         self._states[program] = params, state
         return emitted, RowStatus.of(state)
@@ -465,7 +473,7 @@ class StaticBatch(RunningBatch):
           to_shapes: maps arrays and shapes to shapes for the target device.
         """
         model, prompt, state, params = to_shapes(
-            (self._model, self._prompt, self.state, self.params)
+            (self._model, self._prompt, self.state, self._read_params)
         )
         prefill = _prefill_toks.jitted_fn.trace(
             model, prompt, state.features, **self._prefill_options

@@ -947,8 +947,64 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
   if (bf16) return multiply_format(pool, call, static_cast<const uint16_t*>(x.untyped_data()), row_bytes, format);
   return multiply_format(pool, call, static_cast<const float*>(x.untyped_data()), row_bytes, format);
 }
+
+// Converts the weights of consecutive blocks to float32.
+template <class F> ffi::Error unpack_blocks(ffi::ThreadPool& pool, const uint8_t* w, int64_t blocks, float* y) {
+  run_blocks(pool, blocks, blocks * F::VALUES * sizeof(float), [=](int64_t lo, int64_t hi) {
+    F format;
+    float* to = y + lo * F::VALUES;
+    for (int64_t b = lo; b < hi; ++b) {
+      format.open(w + b * F::BYTES);
+      for (int group = 0; group < F::VALUES / F::GROUP; ++group) {
+        format.select(group);
+#pragma GCC unroll 32
+        for (int s = 0; s < F::GROUP / LANES; ++s, to += LANES) {
+          const Floats weights = format.get(s);
+          std::memcpy(to, &weights, sizeof weights);
+        }
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
+template <class F> ffi::Error unpack_format(ffi::ThreadPool& pool, ffi::AnyBuffer w, ffi::AnyBuffer y) {
+  const int64_t blocks = static_cast<int64_t>(w.size_bytes()) / F::BYTES;
+  if (blocks * F::BYTES != static_cast<int64_t>(w.size_bytes()) || blocks * F::VALUES != static_cast<int64_t>(y.element_count()))
+    return ffi::Error::InvalidArgument("the weights do not consist of whole blocks, or the result has a wrong size");
+  if (!blocks) return ffi::Error::Success();
+  return unpack_blocks<F>(pool, static_cast<const uint8_t*>(w.untyped_data()), blocks, static_cast<float*>(y.untyped_data()));
+}
+
+// Converts packed weights w [..., bytes] to y [..., values] in float32. The value of `after` is not read: the weights of a layer are
+// converted after it has been computed.
+ffi::Error Unpack(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::AnyBuffer after, ffi::Result<ffi::AnyBuffer> y, int64_t format) {
+  if (w.element_type() != ffi::U8 || y->element_type() != ffi::F32)
+    return ffi::Error::InvalidArgument("expected w in uint8 and y in float32");
+  switch (format) {
+    case 3: return unpack_format<Q8_0>(pool, w, *y);
+    case 4: return unpack_format<Q4_0>(pool, w, *y);
+    case 5: return unpack_format<Nibbles<32>>(pool, w, *y);
+    case 6: return unpack_format<Q5_0>(pool, w, *y);
+    case 7: return unpack_format<Q5_1>(pool, w, *y);
+    case 8: return unpack_format<Q4_K>(pool, w, *y);
+    case 9: return unpack_format<Q5_K>(pool, w, *y);
+    case 10: return unpack_format<Q6_K>(pool, w, *y);
+    case 11: return unpack_format<Nibbles<64>>(pool, w, *y);
+    case 12: return unpack_format<TQ1_0>(pool, w, *y);
+    case 13: return unpack_format<TQ2_0>(pool, w, *y);
+  }
+  return ffi::Error::InvalidArgument("unknown format");
+}
 }  // namespace
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dantinox_unpack, Unpack,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("format"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dantinox_matmul, Matmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

@@ -28,6 +28,7 @@ from dantinox.machine import cache_folder, cpu_flags
 
 SOURCE = Path(__file__).with_name("matmul.cc")
 TARGET = "dantinox_matmul"
+UNPACK_TARGET = "dantinox_unpack"
 PACKAGE = "dantinox_kernels"
 COMPILERS = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 300  # time limit
@@ -120,10 +121,12 @@ def load_kernels() -> Kernels:
         )
     try:
         path = _packaged(instructions) or _compiled(instructions)
-        handler = getattr(ctypes.CDLL(str(path)), TARGET)
+        library = ctypes.CDLL(str(path))
+        handlers = {target: getattr(library, target) for target in (TARGET, UNPACK_TARGET)}
     except (OSError, AttributeError, KernelError) as error:
         return Kernels(None, f"no native kernels, so XLA multiplies the weights: {error}")
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+    for target, handler in handlers.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
     return Kernels(instructions, f"native kernels for {instructions}: {path}")
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dantinox.kernels.block_formats import FORMATS, unpack
-from dantinox.kernels.native_library import TARGET
+from dantinox.kernels.native_library import TARGET, UNPACK_TARGET
 
 # Numbers of the dtypes in the native kernel; the numbers of block formats are in `FORMATS`.
 DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "int8": 2}
@@ -40,6 +40,44 @@ def native_product(number: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
         return product(rows.reshape(-1, rows.shape[-1]), weights).reshape(*rows.shape[:2], -1), True
 
     return product
+
+
+@cache
+def _native_unpack(kind: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    form = FORMATS[kind]
+
+    @jax.custom_batching.custom_vmap
+    def convert(raw: jax.Array, after: jax.Array) -> jax.Array:
+        values = raw.shape[-1] // form.bytes * form.values
+        shape = jax.ShapeDtypeStruct((*raw.shape[:-1], values), jnp.float32)
+        return jax.ffi.ffi_call(UNPACK_TARGET, shape)(raw, after, format=np.int64(form.number))
+
+    @convert.def_vmap
+    def over_arrays(
+        size: int, batched: list[bool], raw: jax.Array, after: jax.Array
+    ) -> tuple[jax.Array, bool]:
+        # The converted weights do not depend on the value of `after`.
+        return convert(raw, after.reshape(-1)[0]), batched[0]
+
+    return convert
+
+
+def native_unpack(kind: str, raw: jax.Array, after: jax.Array) -> jax.Array:
+    """Converts packed rows to float32 with the native kernel, which `load_kernels` must have
+    loaded.
+
+    XLA would convert the weights of all layers of a program first, and keep all of them in float32.
+    So the conversion waits until `after` has been computed, whose value it does not read.
+
+    Args:
+      kind: a key of `FORMATS`.
+      raw: rows of whole blocks, uint8 `[..., bytes]`.
+      after: a number that is computed shortly before the weights are needed.
+
+    Returns:
+      The weights of `unpack`, up to the rounding of one addition, float32 `[..., values]`.
+    """
+    return _native_unpack(kind)(raw, after)
 
 
 def matmul(

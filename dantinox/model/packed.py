@@ -22,7 +22,14 @@ from flax import nnx
 from jax import lax
 
 from dantinox.files import escape_name
-from dantinox.kernels import FORMATS, MAX_NATIVE_BFLOAT16_ROWS, MAX_NATIVE_ROWS, matmul, unpack
+from dantinox.kernels import (
+    FORMATS,
+    MAX_NATIVE_BFLOAT16_ROWS,
+    MAX_NATIVE_ROWS,
+    matmul,
+    native_unpack,
+    unpack,
+)
 from dantinox.model.layers import Linear, TernaryLinear, add_bias, linear_with_kernel
 from dantinox.model.moe import (
     MAX_MATVEC_ROWS,
@@ -135,8 +142,9 @@ def _after(x: jax.Array, raw: jax.Array) -> jax.Array:
 class PackedParts(nnx.Module):
     """The parts of a packed parameter; `kinds` are their formats.
 
-    With `native`, products of few rows run in the native kernels, which must be loaded. With
-    `bfloat16` too, products of more than 16 rows are in bfloat16.
+    With `native`, products of few rows run in the native kernels, which must be loaded, and for
+    products of many rows in float32 these convert the weights. With `bfloat16` too, products of
+    more than 16 rows are in bfloat16.
     """
 
     def __init__(self, parts: Iterable[Part]):
@@ -155,9 +163,12 @@ class PackedParts(nnx.Module):
         limit = (
             MAX_NATIVE_BFLOAT16_ROWS if rows_RI.dtype == jnp.bfloat16 else MAX_NATIVE_FLOAT32_ROWS
         )
-        native = self.native and len(rows_RI) <= limit
-        raw_OB = raw_OB if native else _after(rows_RI, raw_OB)
-        y_RO = matmul(rows_RI, raw_OB, kind, native=native)
+        if self.native and len(rows_RI) <= limit:
+            y_RO = matmul(rows_RI, raw_OB, kind, native=True)
+        elif self.native and rows_RI.dtype == jnp.float32:
+            y_RO = matmul(rows_RI, native_unpack(kind, raw_OB, rows_RI[0, 0]))
+        else:
+            y_RO = matmul(rows_RI, _after(rows_RI, raw_OB), kind)
         return y_RO.reshape(len(rows_RI), *raw.shape[:-1])
 
     @property

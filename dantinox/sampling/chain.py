@@ -82,7 +82,6 @@ def sample(
     *,
     attention: AttentionMetrics | None = None,
     active_B: Array | None = None,
-    report: int | None = None,
 ) -> tuple[Array, SamplerState, SampleInfo]:
     """Chooses the next token of every row. The token of a row does not depend on other rows or on
     its index.
@@ -96,7 +95,6 @@ def sample(
       attention: attention metrics of the newest query, [B] each; required if the router uses them.
       active_B: bool, the rows whose state is updated. None: all. The tokens of other rows are
         meaningless.
-      report: the number of alternatives to report with each token (static). None: no report.
 
     Returns:
       The token ids [B] int32, the new state, and a `SampleInfo`.
@@ -144,9 +142,9 @@ def sample(
     empty_B = jnp.max(allowed_BV, axis=1) == -jnp.inf
     token_B = jnp.where(empty_B, 0, token_B)
     reported = None
-    if report is not None:
+    if params.report is not None:
         reported = _report_rows(
-            report, params.report_rows, (raw_BV, drawable_BV, token_B, greedy_B)
+            params.report, params.report_rows, (raw_BV, drawable_BV, token_B, greedy_B)
         )
         reported = reported._replace(routed=routed)
     probability_B = (

@@ -104,6 +104,7 @@ ScoreFn = Callable[[Array, Array, Metrics], Array]
         "score_fn",
         "candidates",
         "skip_inactive_steps",
+        "report",
         "logit_processor",
     ),
 )
@@ -138,6 +139,7 @@ class SamplingParams:
         reported.
       skip_inactive_steps: whether the program skips, at run time, the steps that no row enables;
         useful if many different rows share the plan.
+      report: the number of alternatives to report with each token. None: no report.
       report_rows: [B] bool, the rows that need a report. If there are none, no report is computed.
         None: all rows.
       allowed_bits: [B, ⌈V/32⌉] uint32, the mask of tokens that a row may produce next: bit i mod 32
@@ -165,6 +167,7 @@ class SamplingParams:
     score_fn: ScoreFn | None = None
     candidates: int = 0
     skip_inactive_steps: bool = False
+    report: int | None = None
     report_rows: Array | None = None
     allowed_bits: Array | None = None
     order: Array | None = None

@@ -66,6 +66,7 @@ class Subset(NamedTuple):
             choices=DEFAULT_CHOICES,
             order=None,
             loops=None,
+            report=None,
             report_rows=None,
             allowed_bits=None,
             skip_inactive_steps=False,

@@ -314,7 +314,8 @@ class AsyncEngine:
     @property
     def loras(self) -> tuple[str, ...]:
         """The names of the adapters that requests may select."""
-        return () if self._batch.adapters is None else tuple(self._batch.adapters.names)
+        adapters = self._batch.scopes.adapters
+        return () if adapters is None else tuple(adapters.names)
 
     async def load_lora(self, name: str, path: Path) -> None:
         """Loads an adapter. Decoding continues while its files are read, and waits only for the
@@ -332,7 +333,8 @@ class AsyncEngine:
             self.lora_paths[name] = path
 
     def _read_adapter(self, name: str, path: Path) -> Future[None]:
-        rank = None if self._batch.adapters is None else self._batch.adapters.rank
+        adapters = self._batch.scopes.adapters
+        rank = None if adapters is None else adapters.rank
         return self._engine.changes.load_adapter(name, self.run.read_lora(path, max_rank=rank))
 
     async def _applied(self, change: Future[None]) -> None:

@@ -382,7 +382,7 @@ def few_steps() -> Iterator[None]:
     def apply_few(name: str, x_BN: jax.Array, *rest: Any) -> jax.Array:
         return apply(name, x_BN, *rest) if name in FEW_STEPS else x_BN
 
-    sample_step = shared_trace("report")(
+    sample_step = shared_trace()(
         partial(decode.sample_step.__wrapped__)
     )  # a new function, whose traces are its own
     with ExitStack() as patches:

@@ -14,7 +14,7 @@ from dantinox.config import ExpertsConfig, LatentConfig, UserError
 from dantinox.generation import LoadedModel
 from dantinox.generation.decode.adapter_slots import AdapterSlots
 from dantinox.generation.decode.prepared_model import dequantize, permute_heads, prepare
-from dantinox.generation.decode.prompt_scope import find_scope
+from dantinox.generation.decode.prompt_scope import PromptScope
 from dantinox.generation.engine import Engine
 from dantinox.generation.request import GenerationRequest
 from dantinox.interop.gguf.ggml_quantize import quantize
@@ -381,10 +381,10 @@ def test_the_prefix_cache_separates_adapters(engine):
         slots.prefill_chunk * ((len(ids) - 1) // slots.prefill_chunk)
     ] * 3
     assert slots.assign_sequence(
-        0, ids, find_scope(slots.adapters, "", NAMES[7])
+        0, ids, slots.scopes.resolve(PromptScope("", NAMES[7]))
     )  # the keys of other adapters do not count
     assert not slots.assign_sequence(
-        0, ids, find_scope(slots.adapters, "", NAMES[0])
+        0, ids, slots.scopes.resolve(PromptScope("", NAMES[0]))
     ) and not slots.assign_sequence(0, ids)
 
 
@@ -432,6 +432,6 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run(engine, run, progra
 def test_a_batch_without_adapters_has_the_programs_of_the_base(run):
     plain = bundle()
     slots = builder.make_slots(plain, 2, 64)
-    assert slots.adapters is None
+    assert slots.scopes.adapters is None
     with pytest.raises(UserError, match="none is loaded"):
         Engine(plain, slots).reserve(GenerationRequest((1, 2), plain.config, lora="a"))

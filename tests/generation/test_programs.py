@@ -321,7 +321,7 @@ def test_prefill_into_a_slot_copies_no_whole_row(rows):
         (),
         {},
         stepper=Stepper(),
-        report=None,
+        echo=None,
     ).compile()
     memory, row = compiled.memory_analysis(), tree_bytes(cache) // 4
     assert memory.temp_size_in_bytes < row // 2, "one and a half of three layers"

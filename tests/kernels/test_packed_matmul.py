@@ -7,6 +7,7 @@ compile than to run.
 import os
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import ml_dtypes
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from dantinox.interop.gguf.ggml_types import TYPES, dequantize
-from dantinox.kernels import FORMATS, load_kernels, matmul, unpack
+from dantinox.kernels import FORMATS, load_kernels, matmul, native_unpack, unpack
 
 KINDS = ("float32", "bfloat16", "int8", *FORMATS)
 SHAPES = (  # rows, outputs, inputs
@@ -113,15 +114,36 @@ def check_error(y, x, weights, name):
     assert worst < TOLERANCE, f"{name}: {worst}"
 
 
-def test_unpack_equals_the_decoder_of_files():
+@pytest.mark.parametrize("native", [True, False], ids=["native", "XLA"])
+def test_unpack_equals_the_decoder_of_files(native):
     """Bitwise, also where a compiler adds without rounding the product: the products are exact if
     an addition follows.
     """
-    needs_float16()
-    raws = {kind: random_blocks(np.random.default_rng(0), kind, 5, 3) for kind in FORMATS}
-    found = jax.jit(lambda raws: {kind: unpack(kind, raw) for kind, raw in raws.items()})(raws)
-    for kind, raw in raws.items():
-        np.testing.assert_array_equal(found[kind], decoded(kind, raw), err_msg=kind)
+    needs_kernels() if native else needs_float16()
+    # 1,400 blocks of the largest format are enough for several threads.
+    shapes = [(1, 1), (5, 3), (56, 25)] if native else [(5, 3)]
+    rng = np.random.default_rng(0)
+    raws = [(kind, random_blocks(rng, kind, *shape)) for kind in FORMATS for shape in shapes]
+
+    def convert(kind, raw):
+        return native_unpack(kind, raw, np.float32(0)) if native else unpack(kind, raw)
+
+    kinds = [kind for kind, _ in raws]
+    run = jax.jit(lambda arrays: list(map(convert, kinds, arrays)))
+    for (kind, raw), found in zip(raws, run([raw for _, raw in raws]), strict=True):
+        np.testing.assert_array_equal(found, decoded(kind, raw), err_msg=f"{kind}, {raw.shape}")
+
+
+def test_vectorized_unpack():
+    """Under `vmap`, the weights are converted once, or for each element if they differ."""
+    needs_kernels()
+    raw = random_blocks(np.random.default_rng(0), "Q4_K", 6, 1)
+    numbers = np.zeros(3, np.float32)
+    shared = jax.vmap(lambda after: native_unpack("Q4_K", raw, after))(numbers)
+    separate = jax.vmap(partial(native_unpack, "Q4_K"))(raw.reshape(3, 2, -1), numbers)
+    expected = decoded("Q4_K", raw)
+    np.testing.assert_array_equal(shared, np.stack([expected] * 3))
+    np.testing.assert_array_equal(separate, expected.reshape(3, 2, -1))
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "XLA"])
@@ -193,6 +215,8 @@ def test_empty_and_small_operands():
     ]
     for (rows, outputs, inputs), y in zip(shapes, products(cases), strict=True):
         np.testing.assert_array_equal(y, np.full((rows, outputs), float(inputs), np.float32))
+    nothing = np.zeros((0, 2 * FORMATS["Q8_0"].bytes), np.uint8)
+    assert native_unpack("Q8_0", nothing, np.float32(0)).shape == (0, 64)
 
 
 def test_nan_and_infinity_stay_in_their_rows():

@@ -51,7 +51,7 @@ def packed(allowed_BV):
 
 @partial(jax.jit, static_argnames="report")
 def draw(logits_BV, params, state, report=3):
-    return sample(logits_BV, params, state, report=report)
+    return sample(logits_BV, replace(params, report=report), state)
 
 
 @jax.jit

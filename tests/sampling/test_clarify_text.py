@@ -2,6 +2,7 @@
 unchanged.
 """
 
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -27,7 +28,7 @@ PEAKED_V = np.where(np.arange(V) == PEAK, 60, 0).astype(np.float32)  # 0 bits: g
 
 @jax.jit
 def step(params, state, logits_BV, active_B):
-    token_B, state, info = sample(logits_BV, params, state, active_B=active_B, report=0)
+    token_B, state, info = sample(logits_BV, replace(params, report=0), state, active_B=active_B)
     return token_B, state, info.token.routed
 
 
@@ -156,7 +157,7 @@ def test_a_program_without_a_text_is_unchanged():
 
     def lowered(params):
         program = jax.jit(
-            lambda params, state, logits_BV: sample(logits_BV, params, state, report=0)
+            lambda params, state, logits_BV: sample(logits_BV, replace(params, report=0), state)
         )
         return program.lower(params, start(params), UNIFORM_V[None]).as_text()
 

@@ -153,7 +153,7 @@ def test_tokens_and_states_equal_those_of_the_static_program():
     @jax.jit
     def decode(params, state):
         def step(state, i):
-            token_B, state, info = sample(start * (1 + i / 9), params, state, report=0)
+            token_B, state, info = sample(start * (1 + i / 9), replace(params, report=0), state)
             return state, (token_B, info.token.logprob_sampled)
 
         return jax.lax.scan(step, state, jnp.arange(12.0))

@@ -2,6 +2,7 @@
 recompiles.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -35,7 +36,7 @@ MIXED = [
 
 @partial(jax.jit, static_argnames="report")
 def jitted(logits_BV, params, state, active_B=None, report=0):
-    return sample(logits_BV, params, state, active_B=active_B, report=report)
+    return sample(logits_BV, replace(params, report=report), state, active_B=active_B)
 
 
 def build(rows, **more):

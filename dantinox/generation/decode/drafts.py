@@ -337,7 +337,6 @@ class DraftStepper(Stepper):
         params: SamplingParams,
         steps: jax.Array,
         constants: Constants,
-        report: int | None,
         chunk: int,
     ) -> tuple[Caches, DecodeState, Emitted]:
         B = state.token_B.shape[0]
@@ -345,12 +344,12 @@ class DraftStepper(Stepper):
         draft_model = next(
             (self.weights(split.merge(split.leaves), B) for split in self.models(constants)), None
         )
-        loop = _DraftLoop(self, model, draft_model, params, report)
+        loop = _DraftLoop(self, model, draft_model, params)
         logits = jax.tree.map(
             lambda x: jnp.zeros((self.width * B, *x.shape[1:]), x.dtype),
             abstract_logits(model.config.vocab_size, params),
         )
-        buffers = emitted_buffers(model, state, params, report, chunk * self.width)
+        buffers = emitted_buffers(model, state, params, chunk * self.width)
         first = _Carry(jnp.int32(0), caches, state, buffers, jnp.zeros(B, jnp.int32), logits)
         last = jax.lax.while_loop(
             lambda carry: (carry.step < steps) & ~carry.state.done_B.all(), loop.step, first
@@ -392,7 +391,6 @@ class _DraftLoop(NamedTuple):
     model: Transformer
     draft_model: Transformer | None
     params: SamplingParams
-    report: int | None
 
     def step(self, carry: _Carry) -> _Carry:
         """Runs a step."""
@@ -478,7 +476,6 @@ class _DraftLoop(NamedTuple):
             jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, j * B, B), logits),
             replace(state, done_B=~active_B),
             self.params,
-            self.report,
         )
         slot_B = jnp.where(active_B, count_B, size)
         buffers = jax.tree.map(
@@ -509,6 +506,7 @@ class _DraftLoop(NamedTuple):
         """
         count = self.stepper.draft_tokens
         width = self.stepper.width
+        params = replace(self.params, report=None)
         drafts = find(state.features, DraftState)
         tokens_BS = find(state.features, RowTokens).tokens_BS
         end_B = jnp.where(chosen_B, state.position_B, 0)
@@ -528,8 +526,8 @@ class _DraftLoop(NamedTuple):
             j: jax.Array, carry: tuple[KVCache, DecodeState, jax.Array]
         ) -> tuple[KVCache, DecodeState, jax.Array]:
             cache, state, drafts_Bk = carry
-            step_logits, cache = forward_step(model, cache, state, self.params)
-            state, emitted = sample_step(step_logits, state, self.params, None)
+            step_logits, cache = forward_step(model, cache, state, params)
+            state, emitted = sample_step(step_logits, state, params)
             return cache, state, drafts_Bk.at[:, j].set(emitted.tokens)
 
         cache, cached_B = jax.lax.while_loop(

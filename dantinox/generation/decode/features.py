@@ -53,7 +53,7 @@ class Feature:
 
     @property
     def counts(self) -> dict[str, jax.Array]:
-        """Numbers `[B]` to report, by name, since the start of each row."""
+        """Numbers `[B]` by name, counted since the start of each row."""
         return {}
 
 

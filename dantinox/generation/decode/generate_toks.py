@@ -168,7 +168,6 @@ class Stepper:
         params: SamplingParams,
         steps: jax.Array,
         constants: Constants,
-        report: int | None,
         chunk: int,
     ) -> tuple[Caches, DecodeState, Emitted]:
         """Decodes `steps` ≤ `chunk` tokens per row, see `_generate_toks`."""
@@ -177,14 +176,14 @@ class Stepper:
         def body(i: jax.Array, carry: Any) -> Any:
             caches, state, buffers = carry
             step_logits, caches = self.forward(model, caches, state, params)
-            state, emitted = sample_step(step_logits, state, params, report)
+            state, emitted = sample_step(step_logits, state, params)
             return (
                 caches,
                 state,
                 jax.tree.map(lambda buffer, x_B: buffer.at[:, i].set(x_B), buffers, emitted),
             )
 
-        buffers = emitted_buffers(model, state, params, report, chunk)
+        buffers = emitted_buffers(model, state, params, chunk)
         max_remaining = jnp.max(jnp.where(state.done_B, 0, state.remaining_B))
         result: tuple[Caches, DecodeState, Emitted] = jax.lax.fori_loop(
             0, jnp.minimum(steps, max_remaining), body, (caches, state, buffers)
@@ -205,7 +204,7 @@ class Prefilled(NamedTuple):
 # all weights. With `graph=False` nnx treats the arguments as plain trees and traverses them once
 # instead of several times.
 _jit: Any = partial(nnx.jit, graph_updates=False, graph=False)
-DECODE_NAMES = ("stepper", "report", "chunk")
+DECODE_NAMES = ("stepper", "chunk")
 
 
 @partial(_jit, static_argnames=("stepper", "plan", "samples", "echo"))
@@ -230,7 +229,7 @@ def _prefill_toks(
       constants: the arrays of features and of the stepper that all rows share.
       plan: the plan of the cache.
       samples: the rows of each prompt, which are consecutive.
-      echo: report the log-probabilities of the prompt tokens, 0 for the first one.
+      echo: return the log-probabilities of the prompt tokens, 0 for the first one.
     """
     model = dequantize(model.merge(model.leaves) if isinstance(model, SplitModel) else model)
     features = jax.tree.map(lambda x_B: x_B[::samples], features)
@@ -254,7 +253,6 @@ def _generate_toks(
     constants: Constants = {},  # noqa: B006 (never changed)
     *,
     stepper: Stepper,
-    report: int | None,
     chunk: int = DECODE_CHUNK,
 ) -> tuple[Caches, DecodeState, Emitted]:
     """Runs the next `steps` steps, each of which generates from one to `stepper.width` tokens per
@@ -265,15 +263,12 @@ def _generate_toks(
       caches: keys and values of the tokens before `state`; donated.
       steps: at most `chunk`. It is a traced value, so short chunks use the same program.
       constants: the arrays of features and of the stepper that all rows share.
-      report: the number of alternatives to report per token; None: report nothing.
 
     Returns:
       Caches, state, and the tokens `[B, chunk · width]`.
     """
     model = model.merge(model.leaves) if isinstance(model, SplitModel) else model
-    return stepper.decode(
-        model, caches, state, params, jnp.minimum(steps, chunk), constants, report, chunk
-    )
+    return stepper.decode(model, caches, state, params, jnp.minimum(steps, chunk), constants, chunk)
 
 
 @cache
@@ -291,23 +286,19 @@ def generation_program(platform: Platform) -> Any:
     )
 
 
-def emitted_shapes(
-    vocab_size: int, state: DecodeState, params: SamplingParams, report: int | None
-) -> Emitted:
+def emitted_shapes(vocab_size: int, state: DecodeState, params: SamplingParams) -> Emitted:
     """Returns the shapes of what a step emits."""
     # The call has the same form as in a decode step, so that both share a trace.
     logits = abstract_logits(vocab_size, params)
-    shapes: Emitted = jax.eval_shape(
-        lambda *inputs: sample_step(*inputs, params, report), logits, state
-    )[1]
+    shapes: Emitted = jax.eval_shape(lambda *inputs: sample_step(*inputs, params), logits, state)[1]
     return shapes
 
 
 def emitted_buffers(
-    model: Transformer, state: DecodeState, params: SamplingParams, report: int | None, size: int
+    model: Transformer, state: DecodeState, params: SamplingParams, size: int
 ) -> Emitted:
     """Returns empty buffers for `size` tokens per row."""
-    shapes = emitted_shapes(model.config.vocab_size, state, params, report)
+    shapes = emitted_shapes(model.config.vocab_size, state, params)
     buffers: Emitted = jax.tree.map(
         lambda x: jnp.zeros((x.shape[0], size, *x.shape[1:]), x.dtype), shapes
     )
@@ -526,9 +517,9 @@ def forward_step(
     return read_token(model, cache, state.token_B, position_B, params.uses_attention)
 
 
-@shared_trace("report")  # one trace serves prefill and decoding
+@shared_trace()  # one trace serves prefill and decoding
 def sample_step(
-    step_logits: StepLogits, state: DecodeState, params: SamplingParams, report: int | None
+    step_logits: StepLogits, state: DecodeState, params: SamplingParams
 ) -> tuple[DecodeState, Emitted]:
     """Draws the next token of every active row and updates the state of the rows."""
     active_B = ~state.done_B
@@ -541,7 +532,6 @@ def sample_step(
         state.sampler,
         attention=step_logits.attention,
         active_B=active_B,
-        report=report,
     )
     token_B = _from_main_rows(state.features, token_B)
     position_B = state.position_B + active_B

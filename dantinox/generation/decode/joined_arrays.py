@@ -6,7 +6,7 @@ arrays.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from dantinox.sampling import SamplingParams
-from dantinox.sampling.chain import all_allowed
 
 
 class Layout(NamedTuple):
@@ -73,25 +72,22 @@ def _values(words: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["words_BN", "allowed_bits"],
+    data_fields=["words_BN"],
     meta_fields=["layout"],
 )
 @dataclass(frozen=True)
 class PackedParams:
-    """Sampling parameters as one array; the masks of tokens are separate, because they change while
-    a row is decoded.
-    """
+    """Sampling parameters as one array."""
 
     words_BN: Any
-    allowed_bits: Any
     layout: Layout
 
     @classmethod
-    def of(cls, params: SamplingParams, vocab_size: int) -> "PackedParams":
-        """Packs parameters without masks; all tokens are allowed."""
-        return cls(pack(params), all_allowed(params.batch, vocab_size), Layout.of(params))
+    def of(cls, params: SamplingParams) -> "PackedParams":
+        """Packs parameters."""
+        return cls(pack(params), Layout.of(params))
 
     def unpack(self) -> SamplingParams:
         """Returns the parameters; inside a program."""
         params: SamplingParams = unpack(self.words_BN, self.layout)
-        return replace(params, allowed_bits=self.allowed_bits)
+        return params

@@ -15,6 +15,7 @@ from dantinox.kernels import (
     MAX_NATIVE_ROWS,
     load_kernels,
     matmul,
+    native_unpack,
     pack_ternary,
     ternary_matmul,
     unpack,
@@ -121,9 +122,12 @@ class LowPrecisionLinear(nnx.Module):
     def _native(self, rows_RI: jax.Array) -> jax.Array:
         if len(rows_RI) <= MAX_NATIVE_ROWS:
             return matmul(rows_RI.astype(jnp.float32), self.kernel[...], self.kind, native=True)
+        if self.min_bfloat16_rows is None and self.kind is not None:
+            rows_RI = rows_RI.astype(jnp.float32)
+            return matmul(rows_RI, native_unpack(self.kind, self.kernel[...], rows_RI[0, 0]))
         weights_OI = jax.lax.optimization_barrier(self.kernel[...])
         if self.min_bfloat16_rows is None:
-            return matmul(rows_RI.astype(jnp.float32), weights_OI, self.kind)
+            return matmul(rows_RI.astype(jnp.float32), weights_OI)
         native = (
             len(rows_RI) <= MAX_NATIVE_BFLOAT16_ROWS
             and rows_RI.shape[1] % 32 == 0

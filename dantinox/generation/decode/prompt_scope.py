@@ -1,7 +1,5 @@
-"""`PromptScope`: what the keys and values of a prompt depend on besides its tokens.
-
-The functions take the adapters of a batch; None stands for a batch whose programs support no
-adapters.
+"""`PromptScope`: what the keys and values of a prompt depend on besides its tokens, and
+`PromptScopes`, those of a batch.
 """
 
 from collections.abc import Sequence
@@ -26,8 +24,8 @@ class PromptScope(NamedTuple):
     Attributes:
       salt: separates the prompts of different users.
       lora: the name of the adapter that computes the prompt; None: the base model.
-      adapter: the slot of the adapter that had this name when the scope was found, see
-        `is_current`.
+      adapter: the slot of the adapter that had this name when the scope was resolved, see
+        `PromptScopes.is_current`.
     """
 
     salt: str = ""
@@ -45,34 +43,48 @@ class PromptScope(NamedTuple):
 NO_SCOPE = PromptScope()
 
 
-def find_scope(adapters: AdapterSlots | None, salt: str, lora: str | None) -> PromptScope:
-    """Returns the scope of a new prompt.
+class PromptScopes:
+    """The scopes of the prompts of a batch, and what the programs read for them.
 
-    Raises:
-      UserError: no adapter has this name.
+    Attributes:
+      adapters: the adapters that prompts may use; None: the programs support no adapters.
     """
-    if adapters is None and lora is not None:
-        raise unknown_adapter(lora, ())
-    return PromptScope(salt, lora, NO_ADAPTER if adapters is None else adapters.get(lora))
 
+    def __init__(self, adapters: AdapterSlots | None = None):
+        self.adapters = adapters
 
-def is_current(adapters: AdapterSlots | None, scope: PromptScope) -> bool:
-    """Returns whether the adapter of a scope still has its name; it may have been unloaded, or
-    replaced by another one.
-    """
-    if scope.lora is None:
-        return True
-    return adapters is not None and adapters.names.get(scope.lora) == scope.adapter
+    @property
+    def change_weights(self) -> bool:
+        """Whether prompts with different scopes may have different weights."""
+        return self.adapters is not None
 
+    def resolve(self, scope: PromptScope) -> PromptScope:
+        """Returns the scope of a new prompt, with the slot of its adapter.
 
-def scope_features(adapters: AdapterSlots | None, scopes: Sequence[PromptScope]) -> Features:
-    """Returns the features of rows with these scopes."""
-    numbers = np.asarray([scope.adapter.number for scope in scopes], np.int32)
-    return () if adapters is None else (AdapterRows(numbers),)
+        Raises:
+          UserError: no adapter has this name.
+        """
+        if self.adapters is not None:
+            return scope._replace(adapter=self.adapters.get(scope.lora))
+        if scope.lora is not None:
+            raise unknown_adapter(scope.lora, ())
+        return scope
 
+    def is_current(self, scope: PromptScope) -> bool:
+        """Returns whether the adapter of a scope still has its name; it may have been unloaded, or
+        replaced by another one.
+        """
+        if scope.lora is None:
+            return True
+        return self.adapters is not None and self.adapters.names.get(scope.lora) == scope.adapter
 
-def scope_constants(adapters: AdapterSlots | None) -> Constants:
-    """Returns the constants that the features of `scope_features` read: the matrices of all
-    adapters of the batch.
-    """
-    return {} if adapters is None else {"adapters": adapters.stacks}
+    def features(self, scopes: Sequence[PromptScope]) -> Features:
+        """Returns the features of rows with these scopes."""
+        if self.adapters is None:
+            return ()
+        return (AdapterRows(np.asarray([scope.adapter.number for scope in scopes], np.int32)),)
+
+    @property
+    def constants(self) -> Constants:
+        """The constants that these features read: the matrices of all adapters of the batch."""
+        return {} if self.adapters is None else {"adapters": self.adapters.stacks}

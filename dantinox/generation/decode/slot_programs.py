@@ -2,8 +2,10 @@
 argument.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +24,10 @@ from dantinox.generation.decode.generate_toks import (
 )
 from dantinox.generation.decode.joined_arrays import Layout, PackedParams, unpack
 from dantinox.generation.decode.prepared_model import dequantize
+from dantinox.generation.decode.prompt_echo import echo_steps
 from dantinox.generation.decode.split_model import SplitModel
 from dantinox.model import KVCache, Transformer
-from dantinox.model.scoring import map_logits
 from dantinox.sampling import StepInfo
-from dantinox.sampling.chain import ALL_ALLOWED
-from dantinox.sampling.step_info import step_info
 from dantinox.sampling.step_subsets import reduce_params
 
 
@@ -36,32 +36,33 @@ def int32(value: int) -> np.ndarray:
     return np.asarray(value, np.int32)
 
 
-@partial(jax.jit, static_argnames=("stepper", "report", "subset"), donate_argnames=("caches",))
+@partial(jax.jit, static_argnames=("stepper", "subset"), donate_argnames=("caches",))
 def decode_slots(
     model: SplitModel,
     caches: Caches,
     state: DecodeState,
     params: PackedParams,
+    host_params: Mapping[str, Any],
     steps: jax.Array,
     constants: Constants,
     *,
     stepper: Stepper,
-    report: int | None,
     subset: int,
 ) -> tuple[Caches, DecodeState, Emitted]:
     """Decodes a chunk of tokens, as `_generate_toks` does.
 
     Args:
       state: what the subset of the sampling steps reads.
+      host_params: the sampling parameters that the host chooses before each chunk, by name.
     """
-    reduced = reduce_params(subset, params.unpack())
+    reduced = reduce_params(subset, replace(params.unpack(), **host_params))
     decoded: tuple[Caches, DecodeState, Emitted] = _generate_toks(
-        model, caches, state, reduced, steps, constants, stepper=stepper, report=report
+        model, caches, state, reduced, steps, constants, stepper=stepper
     )
     return decoded
 
 
-@partial(jax.jit, static_argnames=("stepper", "report"), donate_argnames=("caches",))
+@partial(jax.jit, static_argnames=("stepper", "echo"), donate_argnames=("caches",))
 def prefill_part(
     model: SplitModel,
     caches: Caches,
@@ -74,7 +75,7 @@ def prefill_part(
     constants: Constants,
     *,
     stepper: Stepper,
-    report: int | None,
+    echo: int | None,
 ) -> tuple[Caches, StepInfo | None]:
     """Prefills R chunks: `count_R` tokens of the sequences in the slots `slot_R`, from the
     positions `first_R` on.
@@ -85,10 +86,10 @@ def prefill_part(
     Args:
       next_RT: the token after each of `tokens_RT`.
       features: those of the R rows.
-      report: the number of alternatives in the reports; None: no reports.
+      echo: the number of alternatives of `echo_steps`; None: without it.
 
     Returns:
-      The caches, and reports on the tokens `next_RT` of the first row.
+      The caches, and the result of `echo_steps` for the first row.
     """
     index_T = jnp.arange(tokens_RT.shape[1])
     positions_RT = jnp.where(index_T < count_R[:, None], first_R[:, None] + index_T, -1)
@@ -106,14 +107,8 @@ def prefill_part(
         cache,
         *(read(other, cache)[1] for other, cache in zip(others, caches[1:], strict=True)),
     )
-    if report is None:
-        return caches, None
-
-    def report_of(logits_V: jax.Array, token: jax.Array) -> StepInfo:
-        return step_info(report, logits_V, logits_V, token, jnp.asarray(False))
-
-    info = map_logits(report_of, transformer, x_RTD[:1], next_RT[:1])
-    return caches, jax.tree.map(lambda x_1T: x_1T[0], info)
+    steps = None if echo is None else echo_steps(echo, transformer, x_RTD, next_RT)
+    return caches, steps
 
 
 @partial(jax.jit, donate_argnames=("leaf",))
@@ -172,9 +167,7 @@ def start_row(
         vocab_size=vocab_size,
     )
     words = words_1N[:, : params.layout.words]
-    packed = replace(
-        params, words_BN=words, allowed_bits=jnp.full_like(params.allowed_bits[:1], ALL_ALLOWED)
-    )
+    packed = replace(params, words_BN=words)
     replaced: tuple[PackedParams, DecodeState] = write_row((params, state), (packed, initial), slot)
     return replaced
 

@@ -383,16 +383,17 @@ class _Writer:
             return f"({self._terminal(node.node)}){_counts(node)}"
         if isinstance(node, Alt):
             return "(" + " | ".join(self._terminal(item) for item in node.items) + ")"
-        assert isinstance(node, Seq)
-        if node.items and all(isinstance(item, Chars) for item in node.items):
-            return (
-                "/" + "".join(_class(item) for item in node.items if isinstance(item, Chars)) + "/"
-            )
-        return (
-            "(" + " ".join(self._terminal(item) for item in node.items) + ")"
-            if node.items
-            else '""'
-        )
+        if isinstance(node, Seq):
+            return self._terminal_sequence(node)
+        raise TypeError("a terminal has no special token")
+
+    def _terminal_sequence(self, node: Seq) -> str:
+        if not node.items:
+            return '""'
+        characters = [item for item in node.items if isinstance(item, Chars)]
+        if len(characters) == len(node.items):
+            return "/" + "".join(map(_class, characters)) + "/"
+        return "(" + " ".join(self._terminal(item) for item in node.items) + ")"
 
 
 def _counts(node: Rep) -> str:

@@ -292,7 +292,15 @@ def _add(automaton: _Automaton, node: Node, begin: int, inline: Callable[[Node],
             automaton.empty_moves[begin].append(start)
             automaton.empty_moves[_add(automaton, item, start, inline)].append(end)
         return end
-    assert isinstance(node, Rep)
+    if isinstance(node, Rep):
+        return _add_copies(automaton, node, begin, inline)
+    raise TypeError("a terminal has no special token")
+
+
+def _add_copies(
+    automaton: _Automaton, node: Rep, begin: int, inline: Callable[[Node], Node]
+) -> int:
+    """Adds the states of a repetition after a state, and returns its last state."""
     for _ in range(min(node.least, MAX_COPIES)):
         begin = _add(automaton, node.node, begin, inline)
     end = automaton.add_state()

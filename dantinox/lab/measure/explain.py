@@ -217,7 +217,7 @@ def _trace_steps(
         attention_metrics(params.uses_attention, aux),
     )
     logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), outputs)
-    token_B, _, drawn = sample(logits_BV, params, state, attention=attention, report=0)
+    token_B, _, drawn = sample(logits_BV, replace(params, report=0), state, attention=attention)
     routed = None if drawn.token is None else drawn.token.routed
     forced_B = jnp.zeros(params.batch, bool) if routed is None else routed.forced
     followed, routes = trace(logits_BV, params, state, attention)
