@@ -1,7 +1,8 @@
-"""Handling of SIGTERM and SIGINT: the first signal makes the loop save and stop, the second ends
-the process.
+"""Handling of SIGTERM, SIGINT and SIGHUP: the first signal makes the loop save and stop, the second
+ends the process.
 
-The exit code of the process is 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT.
+The exit code of the process is 128 + the signal's number: 143 for SIGTERM, 130 for SIGINT, and 129
+for SIGHUP, which a process gets if its terminal is closed.
 """
 
 import contextlib
@@ -13,7 +14,11 @@ from typing import NoReturn
 
 from dantinox.programs import exit_now
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Windows has no SIGHUP.
+HANGUP = getattr(signal, "SIGHUP", None)
+STOP_SIGNALS = tuple(
+    number for number in (signal.SIGTERM, signal.SIGINT, HANGUP) if number is not None
+)
 
 
 class StopRequest:
@@ -27,6 +32,8 @@ class StopRequest:
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """The signal handler."""
+        if self.signal is not None and number == HANGUP:
+            return  # the system and the shell may both send one when a terminal is closed
         if self.signal is not None:
             exit_now(128 + number)
         self.signal = number
@@ -35,7 +42,7 @@ class StopRequest:
 
     def end(self) -> NoReturn:
         """Raises KeyboardInterrupt after SIGINT, as in any Python program, and SystemExit with code
-        143 after SIGTERM.
+        143 after SIGTERM and 129 after SIGHUP.
         """
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from importlib.metadata import version
 from typing import Any
 
@@ -68,7 +69,8 @@ def total_steps(config: Config, windows_per_epoch: int) -> int:
     t = config.training
     if t.steps is not None:
         return t.steps
-    steps = max(1, math.ceil(t.epochs * windows_per_epoch / t.batch_size))
+    # Exact: with floats, 1.1 epochs of 100 windows in batches of 10 would be 12 steps.
+    steps = max(1, math.ceil(Fraction(str(t.epochs)) * windows_per_epoch / t.batch_size))
     if (t.warmup_steps or 0) > steps:
         longer = (
             f"training.warmup_steps {t.warmup_steps} is more than the {steps} steps of"

@@ -353,6 +353,22 @@ def test_ignored_signal_stays_ignored():
 
 
 @pytest.mark.usefixtures("interruptible")
+def test_closed_terminal_saves_and_stops(monkeypatch):
+    """The system and the shell may both send SIGHUP, so a second one does not exit at once."""
+    exits = []
+    monkeypatch.setattr("dantinox.training.signals.exit_now", exits.append)
+    with stop_request() as stop:
+        stop.can_save = True
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.signal == signal.SIGHUP and exits == []
+        with pytest.raises(SystemExit, match="129"):
+            stop.end()
+        signal.raise_signal(signal.SIGTERM)
+        assert exits == [143]
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_signal_before_anything_can_be_saved_exits_immediately():
     with pytest.raises(SystemExit) as stopped, stop_request():
         signal.raise_signal(signal.SIGTERM)

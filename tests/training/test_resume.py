@@ -278,6 +278,8 @@ def test_steps_override_epochs():
     assert total_steps(small_config(training__steps=7), 100) == 7
     base = {"training.batch_size": 8, "training.warmup_steps": 0}
     assert total_steps(build_config({}, base | {"training.epochs": 2}), 100) == 25
+    config = build_config({}, base | {"training.epochs": 1.1, "training.batch_size": 10})
+    assert total_steps(config, 100) == 11  # 1.1 · 100 / 10 is 11.000000000000002 in floats
     assert total_steps(build_config({}, base | {"training.epochs": 0.5}), 100) == 7
 
 

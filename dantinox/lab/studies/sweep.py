@@ -29,10 +29,11 @@ from dantinox.files import UserError, atomic_write, quote, read_json, wrap_os_er
 from dantinox.report import read_csv, read_jsonl
 from dantinox.report.metric_files import best_evaluation, evaluation_loss
 from dantinox.run import RunDirectory, save_config
+from dantinox.training.signals import STOP_SIGNALS
 
 PLAN_FILE = "plan.json"
 MAX_PLAN_BYTES = 64 << 20
-SIGNAL_EXIT_CODES = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}
+SIGNAL_EXIT_CODES = {128 + number: number for number in STOP_SIGNALS}
 LOCK_TIMEOUT = 60  # seconds to wait for the process of a killed sweep to save and exit
 
 

@@ -25,7 +25,7 @@ from dantinox.generation.request import Delta, GenerationRequest
 from dantinox.report.tables import human_count
 from dantinox.serve.errors import JSON, RequestError, http_error
 from dantinox.serve.operations.background import run_in_thread
-from dantinox.serve.protocols.bodies import BodyType, parse_body, warn_unknown
+from dantinox.serve.protocols.bodies import parse_body, warn_unknown
 from dantinox.serve.protocols.capabilities import capabilities
 from dantinox.serve.protocols.embeddings import embed, encode_vectors, response_with_rows
 from dantinox.serve.protocols.fim_prompts import fill_in_middle, with_fim_ends
@@ -82,13 +82,17 @@ def model_of(body: Mapping[str, JSON]) -> JSON:
 def routes(service: Service) -> list[Route]:
     """Returns the routes of this protocol."""
 
+    # As in Ollama, the media type does not matter: litellm sends none, and curl declares a form.
+
     async def generate(request: Request) -> Reply:
         """Answers a prompt; without a chat template or with raw, continues it."""
-        return await parse_generate(service, await _parse(request, GenerateBody))
+        return await parse_generate(
+            service, await parse_body(request, GenerateBody, any_media_type=True)
+        )
 
     async def chat(request: Request) -> Reply:
         """Answers a conversation."""
-        return await parse_chat(service, await _parse(request, ChatBody))
+        return await parse_chat(service, await parse_body(request, ChatBody, any_media_type=True))
 
     return [
         Route("/api/generate", service.endpoint(generate), methods=["POST"]),
@@ -96,13 +100,6 @@ def routes(service: Service) -> list[Route]:
         *_embedding_routes(service),
         *_model_routes(service),
     ]
-
-
-async def _parse(request: Request, kind: type[BodyType]) -> BodyType:
-    """Parses a body. As in Ollama, the media type does not matter: litellm sends none, and curl
-    declares a form.
-    """
-    return await parse_body(request, kind, any_media_type=True)
 
 
 def check_model(service: Service, name: str | None) -> str | None:
@@ -441,7 +438,7 @@ def _embedding_routes(service: Service) -> list[Route]:
 
     async def embed_inputs(request: Request) -> Response:
         """Returns the embeddings of texts."""
-        body = await _parse(request, EmbedBody)
+        body = await parse_body(request, EmbedBody, any_media_type=True)
         start = time.monotonic()
         warn_unknown(body)
         check_model(service, body.model)
@@ -461,7 +458,7 @@ def _embedding_routes(service: Service) -> list[Route]:
 
     async def embed_prompt(request: Request) -> Response:
         """Returns the embedding of one text."""
-        body = await _parse(request, EmbeddingsBody)
+        body = await parse_body(request, EmbeddingsBody, any_media_type=True)
         warn_unknown(body)
         check_model(service, body.model)
         if not body.prompt:
@@ -495,7 +492,7 @@ def _model_routes(service: Service) -> list[Route]:
 
     async def show(request: Request) -> Response:
         """Describes the served model."""
-        body = await _parse(request, ModelBody)
+        body = await parse_body(request, ModelBody, any_media_type=True)
         check_model(service, body.model or body.name)
         config = service.model.model.config
         template = service.options.template
