@@ -463,3 +463,12 @@ def test_matmul_kernel_native_needs_kernels(monkeypatch):
     )
     with pytest.raises(UserError, match=r"generation.matmul_kernel: no C\+\+ compiler"):
         prepare(builder.model(TIED), "int8", matmul_kernel="native")
+
+
+@pytest.mark.parametrize(("gain", "native"), [(1.3, True), (0.85, True), (0.7, False)])
+def test_native_kernels_are_used_unless_they_are_clearly_slower(monkeypatch, gain, native):
+    """A measurement beside other work may give 0.85 for kernels that are as fast as XLA."""
+    monkeypatch.setattr(prepared_model, "MIN_NATIVE_BYTES", 0)
+    monkeypatch.setattr(prepared_model, "load_kernels", lambda: Kernels("avx2", ""))
+    monkeypatch.setattr(prepared_model, "native_gain", lambda _: gain)
+    assert shapes_of("int8").head.native is native

@@ -39,6 +39,9 @@ HeadOrder = tuple[tuple[int, ...], ...]
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 MATMUL_DTYPES = ("auto", "float32", "bfloat16")
 MATMUL_KERNELS = ("auto", "xla", "native")
+# `auto` uses native kernels unless they are clearly slower for one row. Batches and small matrices
+# gain more, and a measurement beside other work can be a fifth too low.
+MIN_NATIVE_GAIN = 0.8
 # `auto` uses native kernels for models with more bytes of float32 weights.
 MIN_NATIVE_BYTES = 1 << 23
 
@@ -65,8 +68,8 @@ def prepare(
         or `bfloat16`. `auto` is bfloat16 on an accelerator, and on a CPU if a measurement shows
         that it is faster. For the packed weights of an imported GGUF file, `auto` is float32.
       matmul_kernel: `native` multiplies up to 16 rows with the native CPU kernels, which are
-        compiled when they are first used; `xla` does not. `auto` is native on a CPU if a
-        measurement shows that it is faster and the model is not tiny.
+        compiled when they are first used; `xla` does not. `auto` is native on a CPU unless
+        a measurement shows that it is clearly slower for one row, or the model is tiny.
 
     Raises:
       UserError: an argument is unknown, or there are no native kernels for
@@ -210,7 +213,7 @@ def _uses_native(model: Transformer, weights: str, matmul_kernel: str) -> bool:
     return (
         size >= MIN_NATIVE_BYTES
         and load_kernels().instructions is not None
-        and native_gain(weights) >= 1
+        and native_gain(weights) >= MIN_NATIVE_GAIN
     )
 
 
@@ -233,7 +236,7 @@ def native_gain(dtype: str) -> float:
     )
 
 
-def _measure_native_gain(dtype: str, size: int = 2048, copies: int = 4, repeats: int = 8) -> float:
+def _measure_native_gain(dtype: str, size: int = 2048, copies: int = 4, repeats: int = 40) -> float:
     """Measures both alternately, with `copies` matrices that together are larger than the CPU's
     caches.
     """
