@@ -85,12 +85,14 @@ def optimized():
 
 @pytest.fixture
 def interruptible():
-    """Lets child processes be interrupted. They inherit an ignored SIGINT, which a background job
-    of a shell has.
+    """Lets this process and its children receive signals that are ignored in a background job of a
+    shell (SIGINT) or under `nohup` (SIGHUP).
     """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

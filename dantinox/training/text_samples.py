@@ -46,6 +46,9 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
     settings: dict[str, Any] = {"seed": config.training.seed, "n": 1}
     settings["max_new_tokens"] = min(config.generation.max_new_tokens, context - tokens)
     settings["kv_budget"] = None  # samples should not depend on cache compression
+    # Drafts do not change a text, and a draft model needs the run directory of the model.
+    if config.generation.speculation != "off":
+        settings |= {"speculation": "off", "draft_run": None}
     if config.generation.strategy == "entropy" and config.router.router_preset == "calibrated":
         settings["router_preset"] = "guide"  # a model in training has no calibration
     # Invalid settings fail here, not at the first sample.

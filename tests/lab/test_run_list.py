@@ -111,6 +111,8 @@ def test_order_and_conditions(folder, listed):
     assert names("--sort", "training.lr")[-3:] == ["d", "e", "g"]
     assert names("--sort", "lr", "--where", "lr=0.002") == ["deep/b"]
     assert names("--where", "lr=2e-3", "--where", "state=finished") == []
+    without_adapters = as_json(listed, folder, "--where", "lora.rank=null")
+    assert without_adapters and all(run["settings"] for run in without_adapters)
     assert names("--sort", "name") == ["a", "c", "d", "deep/b", "e", "f", "g"]
 
 

@@ -57,6 +57,15 @@ def test_vocabulary_without_a_line_break_starts_from_its_bos_token():
 
 
 @pytest.mark.slow
+def test_samples_need_no_draft_model(run_dir):
+    model = load(run_dir)
+    drafts = {"generation.speculation": "draft", "generation.draft_run": str(run_dir)}
+    config = build_config(model.config.model_dump(), drafts | {"training.sample_every": 5})
+    sampler = make_sampler(config, model.tokenizer)
+    assert sampler is not None and sampler(model.model)
+
+
+@pytest.mark.slow
 def test_samples_need_no_calibration(run_dir):
     """There is no calibration during training, so samples use the preset `guide`."""
     run = load(run_dir)

@@ -201,7 +201,10 @@ def select_runs(runs: Sequence[RunSummary], where: Sequence[str], sort: str) -> 
             raise UserError(f"--where must be KEY=VALUE, got {quote(condition)}")
         wanted = (text, parse_value(text))
         value_of = _value_function(key, "--where")
-        chosen = [run for run in chosen if value_of(run) in wanted]
+        # A failed start has no settings, which is not the value null.
+        chosen = [
+            run for run in chosen if value_of(run) in wanted and (key in COLUMNS or run.settings)
+        ]
     value_of = _value_function(sort, "--sort")
     return sorted(
         chosen, key=lambda run: _sort_key(value_of(run), descending=sort == "best" and run.rewarded)
