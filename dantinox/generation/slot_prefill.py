@@ -34,8 +34,9 @@ class Chunk(NamedTuple):
       ids: the tokens, and the token after them if it is known.
       start: the position of the first token.
       size: the number of tokens.
-      length: the length of the program.
-      echo: whether the program reads the tokens for a `PromptEcho`.
+      length: the length of the program, at least `size`; the rest is padding.
+      echo: whether the program also reports the log-probabilities of the tokens, for a
+        `PromptEcho`.
     """
 
     slot: int
@@ -55,10 +56,11 @@ class SlotRow(Row):
     """The state of a request in a slot, on the host.
 
     Attributes:
-      scope: what the keys of the request depend on besides its tokens.
+      scope: what the attention keys and values of the request depend on besides its tokens.
       length: the number of tokens to prefill.
       cacheable: how many of them, from the first on, belong into the prefix cache. They are
-        computed by the program for whole chunks, or by programs with bitwise equal results.
+        computed by the program for whole chunks, or by programs with bitwise equal results, so that
+        a prompt has the same keys with and without the prefix cache.
       prefilled: the number of tokens in the slot; of these, `reused` came from the prefix cache.
       echo: what is known of the tokens of the prompt; None if it is not requested.
       steps_subset: the index of the smallest decode program for the settings of the row, see
@@ -76,7 +78,9 @@ class SlotRow(Row):
 
     @property
     def subset(self) -> int:
-        """The index of the smallest decode program for the row."""
+        """The index of the decode program for the row: `steps_subset`, or `ALL_STEPS` if the row
+        needs reports or masked tokens.
+        """
         return self.steps_subset if self.is_plain else ALL_STEPS
 
 
@@ -98,10 +102,13 @@ class PrefillBatch(RunningBatch):
         self.context = plan.context
         self.prefill_chunk = plan.prefill_chunk
         self.scopes = plan.scopes
+        # A compressed cache cannot return to an earlier token.
         self.can_restart = not plan.compressed
         self._rows = [SlotRow() for _ in range(plan.count)]
         self._programs: dict[Hashable, Any] = {}
         self._prefixes: PrefixCache | None = None
+        # Overwrites a slot before each new prompt, because a compressed cache keeps state of the
+        # old one.
         self._empty_row = plan.make_caches(1) if plan.compressed else None
         # The numbers of rows of the programs for whole chunks, ascending.
         self._row_counts: tuple[int, ...] = (
@@ -116,8 +123,10 @@ class PrefillBatch(RunningBatch):
         return self.plan.prefers_passes and self._row_counts[-1] > 1
 
     def pass_size(self, chunks: int) -> int:
-        """Returns how many chunks the next pass may process if `chunks` chunks may be processed
-        before the next decode step.
+        """Returns the number of chunks in the next pass, if `chunks` chunks may be processed before
+        the next decode step.
+
+        With `wide_passes` it may exceed `chunks`, since the pass takes about the time of one chunk.
         """
         most = self._row_counts[-1]
         return most if most <= chunks or self.wide_passes else 1
@@ -136,12 +145,13 @@ class PrefillBatch(RunningBatch):
         The tokens that the prefix cache contains are copied to the slot.
 
         Args:
-          echo: whether `prompt_steps` will be called. The keys of the prompt are not reused and
-            not stored, because another program computes them.
-          scope: what the keys depend on besides the tokens.
+          echo: whether `prompt_steps` will be called. If so, the prefix cache neither provides nor
+            stores keys of this prompt, because another program computes them.
+          scope: what the attention keys and values depend on besides the tokens.
         """
         length = len(ids) - 1
         tail = length % self.prefill_chunk
+        # The last, shorter chunk is cacheable only if its program computes the same bits.
         cacheable = length if self._program_length(tail) in self._same_bits else length - tail
         if echo or self._prefixes is None:
             cacheable = 0
@@ -156,6 +166,7 @@ class PrefillBatch(RunningBatch):
         slot.
         """
         row = self._rows[slot]
+        # The caches are () before they are allocated.
         if self._prefixes is not None and self.caches and row.prefilled < row.cacheable:
             self.caches, found = self._prefixes.load(
                 self.caches, slot, row.ids[: row.cacheable], row.scope.key, row.prefilled
@@ -164,11 +175,12 @@ class PrefillBatch(RunningBatch):
             row.prefilled = max(found, row.prefilled)
 
     def assign_sequence(self, slot: int, ids: Sequence[int], scope: PromptScope = NO_SCOPE) -> bool:
-        """Assigns a sequence whose whole blocks `prefill` then adds to the prefix cache; returns
-        whether any is missing.
+        """Assigns a sequence if the prefix cache lacks any of its whole blocks, which `prefill`
+        then adds; returns whether it does.
         """
         if self._prefixes is None:
             return False
+        # In tokens; `size` is the number of tokens in a block, and `match` returns blocks.
         length = len(ids) // self._prefixes.size * self._prefixes.size
         if length == len(self._prefixes.match(ids, scope.key)) * self._prefixes.size:
             return False
@@ -197,11 +209,11 @@ class PrefillBatch(RunningBatch):
         chunks of the prompts.
 
         Before that, it copies the tokens that other slots have added to the prefix cache in the
-        meantime, and afterwards it adds the new ones. A prompt whose next chunk is also that of a
-        prompt before it in `slots` waits for this copy. A prompt has the same keys with and without
-        the prefix cache: the cache holds only tokens that the program for whole chunks computed, or
-        a program with the same bits. The other tokens are computed by the same program in both
-        cases.
+        meantime, and afterwards it adds the new ones. If several prompts in `slots` have the same
+        next chunk, only the first prompt is prefilled; the others copy the chunk at the next call.
+        A prompt has the same keys with and without the prefix cache: the cache holds only tokens
+        that the program for whole chunks computed, or a program with the same bits. The other
+        tokens are computed by the same program in both cases.
 
         The last token of a prompt is not prefilled, because the first decode step processes it.
         """
@@ -232,14 +244,15 @@ class PrefillBatch(RunningBatch):
             row = self._rows[slot]
             chunk = self._chunk_at(slot, row.prefilled)
             prefix = row.scope.key, row.ids[: chunk.end]
+            # Whether a prompt before this one in `slots` computes the chunk now.
             is_shared = (
                 self._prefixes is not None and row.prefilled < row.cacheable and prefix in prefixes
             )
             if chunk.size > 0 and not is_shared:
                 prefixes.add(prefix)
                 chunks.append(chunk)
-        # The prefix cache would store a chunk in a ring buffer after the next chunk has overwritten
-        # it.
+        # Not with ring buffers: the second chunk of a pass would overwrite the first one before the
+        # prefix cache has stored it.
         if self.wide_passes and not self.plan.has_rings:
             for chunk in chunks:  # includes the chunks that this loop appends
                 following = self._chunk_at(chunk.slot, chunk.end)
@@ -289,6 +302,7 @@ class PrefillBatch(RunningBatch):
 
     def wait(self) -> None:
         """Waits until all programs that write the cache have ended."""
+        # A prefill or decode program writes all arrays, so it is enough to wait for one of them.
         jax.block_until_ready(jax.tree.leaves(self.caches)[0])
 
     def _program_length(self, count: int) -> int:
@@ -304,7 +318,8 @@ class PrefillBatch(RunningBatch):
         self._run_chunks([Chunk(slot, ids, start, count, length)])
 
     def _run_chunks(self, chunks: Sequence[Chunk], rows: int | None = None) -> StepInfo | None:
-        """Runs the program for chunks of this length; returns the `echo_steps` of the first chunk.
+        """Runs the prefill program for the length of these chunks; returns the reports on the
+        tokens of the first chunk, `[length, …]`, or None without an echo.
 
         Args:
           chunks: chunks of the same length; several chunks must have the full length.
@@ -313,6 +328,7 @@ class PrefillBatch(RunningBatch):
         first = chunks[0]
         if rows is None:
             counts = self._row_counts if self._may_share_a_pass(first) else (1,)
+            # The program for one row, or the widest.
             rows = counts[0] if len(chunks) == 1 else counts[-1]
         tokens_RT = np.zeros((rows, first.length), np.int32)
         next_RT = np.zeros((rows, first.length), np.int32)
@@ -338,9 +354,9 @@ class PrefillBatch(RunningBatch):
         ascending.
 
         Random sequences are prefilled by the programs for one row and for several rows. If their
-        keys differ in any bit, every pass must have the same number of rows. This number is 1,
-        unless a pass over several chunks takes about the time of one chunk, and the row of a chunk
-        in such a pass changes no bit.
+        keys differ in any bit, every pass must have the same number of rows. It is the larger
+        number if a pass over several chunks takes about the time of one chunk, and the keys of a
+        chunk do not depend on its row in the pass; otherwise it is 1.
         """
         most = self._row_counts[-1]
         length = self.prefill_chunk
@@ -349,6 +365,7 @@ class PrefillBatch(RunningBatch):
         random = np.random.default_rng(0)
         chunks = []  # of different sizes, at the beginning and at the end of the slots
         for start in sorted({0, max(0, self.context - length)}):
+            # Slot i has the size at index i; the sizes are the largest ones, in random order.
             for slot, size in enumerate(min(length, self.context) - random.permutation(most)):
                 ids = random.integers(0, self.plan.architecture.vocab_size, length).tolist()
                 chunks.append(Chunk(slot, ids, start, size, length))
@@ -363,6 +380,7 @@ class PrefillBatch(RunningBatch):
         together = checksums(chunks, most, most)
         if checksums(chunks, 1, 1) == together:
             return (1, most)
+        # Other rows for the same chunks: alone in a pass, and in the reverse order.
         by_slot = sorted(chunks, key=lambda chunk: -chunk.slot)
         if self.plan.prefers_passes and checksums(chunks, 1, most) == together == checksums(
             by_slot, most, most
@@ -373,6 +391,7 @@ class PrefillBatch(RunningBatch):
     def _lower_prefill(self, length: int, echo: bool, rows: int) -> Any:
         zero_R = np.zeros(rows, np.int32)
         tokens_RT = np.zeros((rows, length), np.int32)
+        # The slots, tokens, first positions, sizes and next tokens of `prefill_part`.
         chunks = zero_R, tokens_RT, zero_R, zero_R, tokens_RT
         args = (
             self._model,
@@ -381,6 +400,7 @@ class PrefillBatch(RunningBatch):
             self.scopes.features([NO_SCOPE] * rows),
             self._constants,
         )
+        # The number of alternatives per token in the echo.
         count = min(MAX_ALTERNATIVES, self.plan.architecture.vocab_size) if echo else None
         return prefill_part.lower(*args, stepper=self.plan.stepper, echo=count)
 
@@ -391,7 +411,7 @@ class PrefillBatch(RunningBatch):
 
     def prompt_steps(self, slot: int) -> StepInfo | None:
         """Returns `PromptEcho.steps` of the prompt tokens after the first one, `[len(ids) − 1, …]`;
-        None for a prompt of one token.
+        None without an echo, or for a prompt of one token.
         """
         echo = self._rows[slot].echo
         return None if echo is None else echo.steps
@@ -402,6 +422,7 @@ class PrefillBatch(RunningBatch):
         self._rows[to] = replace(self._rows[slot], reused=0, echo=None)
 
     def _copy(self, slot: int, to: int) -> None:
+        # The keys are tuples: kind, then the arguments that distinguish the programs of a kind.
         programs = self._programs["copy",]
         slots = (int32(slot), int32(to))
         self.caches = jax.tree.map(
