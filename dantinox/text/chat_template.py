@@ -29,10 +29,11 @@ RENDERER = Path(__file__).with_name("template_process.py")
 CPU_SECONDS = 5
 MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 1 << 24
-REQUEST_BYTES = 1 << 18  # of the conversations in one request, if they are several
+REQUEST_BYTES = 1 << 18  # of all conversations in a request; a larger one is sent alone
 
 _JSON = json.JSONEncoder(allow_nan=False)
-# Marks the end of the last message in a rendered conversation; no text has it by chance.
+# Marks the end of the last message in a rendered conversation. Random, so that no text
+# contains it by chance.
 END_MARK = "4b1e3a9c5d0f8b27"
 RESERVED_VARIABLES = {
     "messages",
@@ -67,7 +68,7 @@ CHATML = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-# Maps a name to the source and to the special tokens that the vocabulary must have.
+# Name → source, and what the vocabulary must have: special tokens, or variables that name them.
 BUILTIN = {
     "plain": (PLAIN, ("eos_token",)),
     "bare": (BARE, ("eos_token",)),
@@ -89,8 +90,8 @@ class Rendering(NamedTuple):
 
     Attributes:
       messages: the conversation.
-      cuts: for each text, the number of messages, and whether to append the start of an assistant
-        turn.
+      cuts: one pair for each text to render: how many messages it has, from the first on, and
+        whether the start of an assistant turn follows them.
       tools, variables: as in `ChatTemplate.prompt`.
     """
 
@@ -108,8 +109,8 @@ class ChatPrompt(NamedTuple):
 
 
 def continues_last(messages: Sequence[Message]) -> bool:
-    """Returns whether the answer continues the last message: it is a text of the assistant, without
-    tool calls.
+    """Returns whether the last message is a text of the assistant without tool calls, which the
+    answer then continues.
     """
     last = messages[-1] if messages else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant" or last.get("tool_calls"):
@@ -193,6 +194,7 @@ class ChatTemplate:
 
     def text(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         """Renders a conversation to text, with special tokens by name; see `encode`."""
+        # The NULs escape names of special tokens, see `_render`.
         return self._render_one(messages, generation_prompt).replace("\0", "")
 
     def encode(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> list[int]:
@@ -307,7 +309,7 @@ class ChatTemplate:
             if isinstance(result, UserError):
                 results.append(result)
             else:
-                texts, tokens = result
+                texts, tokens = result  # tokens: their ids and their ends
                 results.append(
                     self._mask_turns(dict(zip(own_cuts, texts, strict=True)), own_turns, *tokens)
                 )
@@ -321,6 +323,7 @@ class ChatTemplate:
         """
         cuts = [[(len(conversation.messages), True)] for conversation in conversations]
         results = self._render_and_encode(conversations, cuts)
+        # A result is (texts, (ids, ends)).
         return [result if isinstance(result, UserError) else result[1][0] for result in results]
 
     def _render_and_encode(
@@ -328,8 +331,8 @@ class ChatTemplate:
         conversations: Sequence[MaskedConversation],
         cuts: Sequence[Sequence[tuple[int, bool]]],
     ) -> list[tuple[list[str], tuple[np.ndarray, np.ndarray]] | UserError]:
-        """Returns the texts of each conversation, and `encode_specials` of the first one; or an
-        error.
+        """Returns for each conversation its texts, one for each of its `cuts`, and the result of
+        `encode_specials` for the first text; or an error.
         """
         rendered = self._render(
             [
@@ -337,6 +340,7 @@ class ChatTemplate:
                 for c, its in zip(conversations, cuts, strict=True)
             ]
         )
+        # In order, without the conversations that have an error.
         encoded = iter(
             self._encode_texts([texts[0] for texts in rendered if not isinstance(texts, UserError)])
         )
@@ -374,7 +378,8 @@ class ChatTemplate:
         Args:
           texts: the rendered texts by `Rendering.cuts`, that of the whole conversation first.
           turns: the indices of the messages in the mask.
-          ids_N, ends_N: the result of `encode_specials`.
+          ids_N, ends_N: the token ids of the whole conversation, and where the text of each token
+            ends in its rendered text, in characters with the NULs; see `encode_specials`.
         """
         full_text = next(iter(texts.values()))
         mask_N = np.zeros(len(ids_N), bool)
@@ -388,6 +393,7 @@ class ChatTemplate:
                     " prompt, or changes if other turns follow"
                 )
             turn_tokens = np.flatnonzero((ends_N > len(before)) & (ends_N <= len(after)))
+            # The turn ends with its last special token, without a line break that follows it.
             specials = np.flatnonzero(self._tokenizer.is_special_V[ids_N[turn_tokens]])
             mask_N[turn_tokens[: specials[-1] + 1] if len(specials) else turn_tokens] = True
         return ids_N, mask_N
@@ -404,6 +410,7 @@ class ChatTemplate:
             )
         except UserError:
             return frozenset(ids)
+        # The last token of the turn, if the turn has any and it is special.
         return frozenset(ids | (set(tokens[mask][-1:].tolist()) & self._tokenizer.special_ids))
 
     def _render_one(
@@ -425,7 +432,8 @@ class ChatTemplate:
 
         Special token names inside messages and variables are escaped by a NUL.
         """
-        results: list[list[str] | UserError | None] = []
+        results: list[list[str] | UserError | None] = []  # None: the process renders it
+        # The first request stays empty if its first conversation exceeds the limit.
         requests: list[list[bytes]] = [[]]
         size = 0
         for conversation in conversations:
@@ -468,6 +476,7 @@ class ChatTemplate:
     def _check_response(self, response: Any) -> list[str] | UserError:
         if isinstance(response, list):
             return response
+        # The response is {"refusal": text} or {"error": text}.
         problem = "refuses these messages" if "refusal" in response else "cannot be rendered"
         return UserError(f"{self.name} {problem}: {next(iter(response.values()))}")
 
@@ -489,18 +498,21 @@ class ChatTemplate:
         If the process dies, each of several conversations is sent again separately, to a new
         process.
         """
+        # A string, so that the process can find the compiled template by its source and variables.
         variables = json.dumps(
             self._tokenizer.template_variables | {"tools": None, "documents": None}
         )
         shared = json.dumps({"template": self.source, "variables": variables}).encode()
+        # Inserts a key before the closing brace, because the conversations are JSON already.
         line = shared[:-1] + b', "conversations": [' + b", ".join(conversations) + b"]}\n"
+        # A process that was ended from outside since the last request is no error of this request.
         if self._process is not None and self._process.poll() is not None:
-            _kill(self._process)  # ended from outside since the last request, which is no
-            self._process = None  # error of this one
+            _kill(self._process)
+            self._process = None
         if self._process is None:
             command = [
                 sys.executable,
-                "-P",
+                "-P",  # keeps the folder of the program out of `sys.path`
                 str(RENDERER),
                 *map(str, (CPU_SECONDS, MEMORY_BYTES, MAX_CHARACTERS)),
             ]
