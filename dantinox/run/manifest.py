@@ -26,7 +26,7 @@ from dantinox.files import UserError, atomic_write, quote, staged_write, wrap_os
 MANIFEST = "manifest.txt"
 MANIFEST_FORMAT = 1
 CHECKSUM_LINE_BYTES = 65  # bytes: 64 hexadecimal digits and a line break
-MAX_MANIFEST_BYTES = 256 << 20  # bytes: of two million files
+MAX_MANIFEST_BYTES = 256 << 20  # bytes, enough for two million files
 # A quick check hashes files of up to this many bytes, and compares only the size of a larger file.
 SMALL_FILE_BYTES = 1 << 20
 READ_BYTES = 8 << 20  # bytes per read
@@ -55,6 +55,7 @@ def hash_file(path: Path, size: int | None = None) -> Entry:
     digest = hashlib.sha256()
     count = 0
     with open(path, "rb", buffering=0) as file:
+        # At least one byte, because a file that is empty here may grow before it is read.
         buffer = memoryview(bytearray(min(READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
         # The loop ends at the end of the file, or when no byte of `size` is left.
         while read := file.readinto(buffer if size is None else buffer[: size - count]):
@@ -114,6 +115,7 @@ def write_manifest(path: Path, record: Mapping[str, Any]) -> None:
         name: value for name, value in record.items() if name != "files"
     }
     # One line per file: `json.dumps` would put every number of `files` on a line of its own.
+    # Therefore `files` is written by hand, before the brace that closes the object.
     text = (
         json.dumps(facts, indent=1, allow_nan=False).removesuffix("\n}")
         + f',\n "files": {{\n{files}\n }}\n}}\n'
@@ -200,7 +202,8 @@ def write_file(
 
     with _lock_manifest(folder):
         record = _read_or_empty(folder)
-        before = record["files"].get(name, [None])[0]  # None: the file may be absent
+        # The newest entry of the file; None if there is none, so that the file may be absent.
+        before = record["files"].get(name, [None])[0]
         with staged_write(folder / name, hashed_pieces()):
             new = Entry(digest.hexdigest(), size)
             # File and manifest cannot be replaced in one operation. In between, the manifest
@@ -301,6 +304,7 @@ def describe_damage(
     allowed = [Entry._make(entry) if entry else None for entry in expected]
     try:
         if not path.is_file():
+            # Not a regular file, missing, or rightly absent.
             missing = "" if None in allowed else f"{path} is missing"
             return f"{path} is not a regular file" if os.path.lexists(path) else missing
         size = path.stat().st_size
@@ -312,13 +316,14 @@ def describe_damage(
             )
         found = hash_entry(path)
     except OSError as error:
-        if error.errno == errno.EIO:
+        if error.errno == errno.EIO:  # a bad block of the disk: the content is lost
             return f"{path} cannot be read: {error.strerror}"
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     if found in allowed:
         return ""
     if not any(entry and entry.size == found.size for entry in allowed):
         return _size_message(path, found.size, allowed)
+    # The message names only the first valid entry, which is the newest.
     sha256 = next(entry.sha256 for entry in allowed if entry)
     return f"{path} is damaged: its SHA-256 is {found.sha256[:12]}…, expected {sha256[:12]}…"
 
@@ -376,7 +381,12 @@ class LogDamage(NamedTuple):
 
 
 def find_log_damage(folder: Path, step: Path) -> Iterator[LogDamage]:
-    """Yields each log whose beginning is no longer what it was when the checkpoint was saved."""
+    """Yields each log whose beginning is no longer what it was when the checkpoint was saved.
+
+    Raises:
+      DamagedFile: the manifest of the checkpoint is damaged.
+      UserError: a file cannot be read.
+    """
     for name, size, entries in recorded_logs(step):
         problem = describe_damage(folder, name, entries, partial(hash_file, size=size))
         if problem:
@@ -389,7 +399,7 @@ def recorded_logs(step: Path) -> Iterator[tuple[str, int, Any]]:
     checkpoint records.
     """
     for name, entries in read_manifest(step / MANIFEST, int(step.name))["logs"].items():
-        yield name, entries[0][1], entries
+        yield name, entries[0][1], entries  # an entry is (SHA-256, size)
 
 
 def _files(step: Path) -> list[str]:

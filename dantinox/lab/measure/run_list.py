@@ -149,10 +149,12 @@ def _read_logs(found: RunSummary, run: RunDirectory, log: Path) -> None:
         best = finite[(np.argmax if found.rewarded else np.argmin)(values[finite])]
         found.best = float(values[best])
         found.best_step = int(rows["step"][best])
+    # The last value of the evaluations; the last training loss only if there is no such number.
     found.last = next(
         (float(x[-1]) for x in (values, intervals["train_loss"]) if x.size and np.isfinite(x[-1])),
         None,
     )
+    # Steps per logged interval; negative where a resumed run has gone back to its checkpoint.
     counts = np.diff(intervals["step"], prepend=0)
     found.seconds = float(np.nansum(intervals["ms_per_step"] * np.maximum(counts, 0))) / 1000
 
@@ -249,6 +251,8 @@ def run_lines(runs: Sequence[RunSummary], width: int) -> Iterator[str]:
             "seconds", "time", lambda run: None if run.seconds is None else human_time(run.seconds)
         ),
     ]
+    # `names` is longer than the columns, because a name that two keys share is ambiguous even if
+    # only one of them has a column.
     for key, name in zip(keys[:MAX_COLUMNS], names, strict=False):
         heading = name if names.count(name) == 1 else key
         columns.append(Column(key, heading, partial(_setting_cell, key)))
