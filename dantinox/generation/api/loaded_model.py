@@ -164,14 +164,15 @@ class LoadedModel(ModelBundle):
           logprobs: the number of alternatives to report per token, in [0, vocabulary], with
             log-probabilities in nats; None reports nothing.
           echo: with `logprobs`, also report the tokens of the prompt.
-          score_fn: `(candidates [N], ln p [N], metrics) -> scores [N]`. The entropy router scores
-            all candidates that it draws and keeps the best
-            (`dantinox.sampling.best_of_n.guide_score`: the score of the entropix guide).
+          score_fn: a JAX function `(ids [N], logprobs [N], metrics) -> scores [N]` of the token ids
+            of the candidates, their ln p under the model, and the `Metrics` of
+            the row. The entropy router scores all candidates that it draws and keeps the best. For
+            example, `dantinox.sampling.best_of_n.guide_score` is the score of the entropix guide.
           show_candidates: with `logprobs`, report the candidates of the entropy router; the text
             stays the same.
           constraint: a schema, regex or grammar that every text satisfies. A complete text has the
             finish reason `eos`; a text that `max_new_tokens` truncates is a prefix of a valid text.
-          logit_processor: `(logits [V], history) -> logits [V]`, a function of JAX that edits the
+          logit_processor: `(logits [V], history) -> logits [V]`, a JAX function that edits the
             float32 logits of every token before all sampling steps; `history` is a
             `dantinox.sampling.TokenHistory`. It is compiled into the program once for each function
             object, so define it once.
@@ -270,6 +271,7 @@ class LoadedModel(ModelBundle):
         if n != 1:
             raise UserError(f"n must be 1 in a stream, got {n}: use generate for several samples")
         (run,) = self.start([request], stream=True)
+        # `parts` yields pairs (row, part); the batch has a single row.
         return (part.text for _, part in run.parts())
 
     def chat(
@@ -286,9 +288,9 @@ class LoadedModel(ModelBundle):
         """Answers a conversation, formatted by the model's chat template.
 
         Args:
-          messages: a user message as a string, or a list of `{"role": "system" | "user" |
-            "assistant", "content": text}`. The answer continues the last message if that is of the
-            assistant.
+          messages: a user message as a string, or a list of `{"role": …, "content": text}` with the
+            roles of `dantinox.text.chat_template.ROLES`. If the last message is the assistant's,
+            the answer continues it.
           template: formats the conversation; None: the template of the run.
           logprobs, constraint, logit_processor, lora: as for `generate`.
           settings: keys of the sections `generation`, `router` and `kv`, except `n`. They override
@@ -337,7 +339,7 @@ class LoadedModel(ModelBundle):
         """Returns the chat template and the token ids of a conversation, up to the beginning of the
         answer.
 
-        If the last message is of the assistant, the ids end with its content.
+        If the last message is the assistant's, the ids end with its content.
 
         Raises:
           UserError: the model has no chat template, or the template rejects the messages.
@@ -440,7 +442,10 @@ class LoadedModel(ModelBundle):
           settings: settings by name, as for `generate`, or a complete `Config`.
           logprobs, echo, score_fn, show_candidates, constraint, logit_processor, lora: as for
             `generate`.
-          reasoning, visible_ids, negative_ids: as in `GenerationRequest`.
+          reasoning: the reasoning in the output, with its budget, see `GenerationRequest`.
+          visible_ids: the special tokens whose names appear in the text.
+          negative_ids: the token ids of the negative prompt, for guidance; None: those of
+            `generation.negative_prompt`.
 
         Raises:
           UserError: as for `generate`.
@@ -508,6 +513,7 @@ class LoadedModel(ModelBundle):
             the model.
         """
         check_name(name)
+        # `load_opened` replaces this function by one that compares the adapter with the base run.
         self.loras[name] = self.read_lora(path)
 
     def start(
@@ -522,7 +528,8 @@ class LoadedModel(ModelBundle):
         """Groups requests into batches that are ready to be decoded.
 
         Requests share a batch if they can share a compiled program: they must have the same order
-        of sampling steps, cache settings, number of samples, precision and reports.
+        of sampling steps, cache settings, number of samples and precision, and ask for the same
+        reports (log-probabilities, echo, candidates); see `batch_key`.
 
         Args:
           requests: prompts with their settings, as returned by `request`.
@@ -530,8 +537,8 @@ class LoadedModel(ModelBundle):
             the length that decodes fastest.
           pad: function from the length of a prompt, or of a prompt with its continuation, to the
             padded length. Each padded length needs a compiled program.
-          steps: tokens per chunk; each chunk is collected before the next is dispatched. None:
-            `stream` decides.
+          steps: decode steps in a chunk, each one token per row; each chunk is collected before the
+            next is dispatched. None: `stream` decides.
           slots: the cache slots per row, at least the tokens of each prompt with its continuation;
             must be None with beam search. None: the padded length of the longest row.
 
@@ -564,6 +571,7 @@ class LoadedModel(ModelBundle):
         def start_part(
             members: list[GenerationRequest], numbers: list[int], samples: range | None = None
         ) -> "BatchRun | BeamRun":
+            """Starts a batch; `samples`: which of the `n` samples of each member, None: all."""
             if members[0].config.generation.num_beams > 1:
                 return BeamRun(self, members, numbers, pad=pad)
             return BatchRun(
@@ -579,12 +587,15 @@ class LoadedModel(ModelBundle):
 
         def start_group(numbers: list[int]) -> "BatchRun | BeamRun | DividedRun":
             members = [healed[number] for number in numbers]
+            # The most rows in a batch. None: the group is not divided, because the caller has set
+            # `steps` or `slots`, or because the free memory is unknown.
             rows = (
                 None if steps is not None or slots is not None else fitting_rows(self, members, pad)
             )
             parts = [] if rows is None else divide(members, numbers, rows)
             if len(parts) <= 1:
                 return start_part(members, numbers)
+            # Each sample of each request of a part is a result, numbered as its request.
             result_numbers = [
                 number for _, part, samples in parts for number in part for _ in samples
             ]
@@ -611,7 +622,7 @@ def batch_key(request: GenerationRequest) -> tuple[Any, ...]:
         request.echo,
         request.score_fn,
         request.show_candidates,
-        request.guided,
+        request.guided,  # whether tokens may be masked, for example by a constraint
         feature_names(config),
         request.logit_processor,
     )
@@ -660,8 +671,15 @@ def load_opened(
     tensor: int | None = None,
     loras: Mapping[str, str | Path] | None = None,
 ) -> LoadedModel:
-    """Compares the files of an open run with its manifest and loads its model, see `load`;
-    `config`: its settings, from `load_run_config`.
+    """Compares the files of an open run with its manifest and loads its model.
+
+    Args:
+      run: the run directory, as returned by `open_run`.
+      config: the settings of the run, as returned by `load_run_config`.
+      tensor, loras: as for `load`.
+
+    Raises:
+      UserError: as for `load`.
     """
     use_compilation_cache()
     run.check(run.tokenizer, run.tokenizer_config, run.weights_or_adapter)
@@ -671,6 +689,7 @@ def load_opened(
     )
 
     def kv_calibration(path: str | None) -> KVCalibration | None:
+        """Reads the file at a path, or that of the run; None if the run has not been calibrated."""
         if path is None and not has_calibration(run.kv, "kv"):
             return None
         return load_kv_calibration(
@@ -691,7 +710,7 @@ def load_opened(
         calibration=partial(load_router_calibration, run),
         kv_calibration=kv_calibration,
         chat_template=chat_template,
-        load_run=load,
+        load_run=load,  # for draft models
     )
     loaded.read_lora = partial(load_lora, base=run, model=model.config)
     for name, path in (loras or {}).items():
@@ -706,17 +725,18 @@ def load_model(config: Config, vocab_size: int, run: RunDirectory, tensor: int =
     # Override two settings of the run: its attention kernel was chosen for the training machine,
     # and decoding needs separate layers.
     model = replace(config.architecture(vocab_size), kernel="auto", scan_layers=False)
-    # Sharded weights and weights with merged adapters are floats.
+    # The int8 or int4 arrays of the file. Sharding them, or merging adapters into them, converts
+    # them to floats, so that the model has no packed arrays in these cases.
     packed = packed_arrays(run.weights) if tensor == 1 and config.lora.rank is None else {}
     try:
         build, shapes = abstract_model(model, packed)
-    except ValueError as error:
+    except ValueError as error:  # its message is the rest of this sentence
         raise UserError(f"the weights {run.weights} {error}") from None
     shardings = weight_shardings(tensor_mesh(model, tensor), shapes) if tensor > 1 else {}
 
     def place(path: str, array: np.ndarray) -> jax.Array:
-        """Copies an array: an alias of the memory-mapped file would keep the whole file in
-        memory.
+        """Moves an array to its devices. The result is never an alias of the memory-mapped file,
+        which would keep the whole file in memory.
         """
         would_alias = array.ctypes.data % ALIAS_ALIGNMENT == 0
         copied: jax.Array = jax.device_put(
