@@ -36,11 +36,12 @@ class Step:
     """The distribution after a sampling step.
 
     Attributes:
-      settings: the settings of the step, name → value; empty for the model.
+      settings: the settings of the step, name → value; empty for `model`, the first step, which
+        stands for the logits before sampling.
       survivors: number of tokens that the step kept.
       mass: total probability of these tokens under the model.
       entropy: entropy of the distribution after the step, in bits.
-      changed: whether the step changed any logit; True for the model.
+      changed: whether the step changed any logit; True for `model`.
       others: total probability, after the step, of all tokens that are not shown.
     """
 
@@ -114,7 +115,8 @@ def explain(
 
     Args:
       prompt: text or token ids.
-      settings: keys of the `generation` section; they override the settings of the run.
+      settings: settings of the sections `generation`, `router` and `kv`, which override those of
+        the run.
       count: how many of the most likely tokens to show.
       attention: also measure the attention of every head.
       head: also return the attention weights of this layer and query head, both from 0.
@@ -130,10 +132,12 @@ def explain(
     section = config.generation
     ids = run.prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)
     model = run.prepared(section)
+    # Raises an error if the prompt fills the context and leaves no room for one new token.
     clamp_to_context(np.array([len(ids)]), np.array([1]), model.config.max_context)
     if head is not None:
         check_head(model.config, head, len(ids), config)
     params = run.params([config] * section.n, range(section.n))
+    # Only the steps that a sample uses, since every step of the plan becomes a row of the output.
     params = replace(params, plan=tuple(name for name in params.plan if params.enabled[name].any()))
     T = padded_length(len(ids))
     V = model.config.vocab_size
@@ -145,7 +149,7 @@ def explain(
         jnp.asarray(np.repeat(tokens_1T, section.n, axis=0)),
         jnp.asarray(valid_BT),
         V,
-        T + 1,
+        T + 1,  # the prompt and the next token
     )
     traced, route, drawn_B, forced_B = _trace_steps(
         model, jnp.asarray(tokens_1T), jnp.int32(len(ids)), params, state
@@ -155,6 +159,8 @@ def explain(
         step_settings = _apply_router_settings(step_settings, route, config.router.candidates)
     strategy = None if route is None else STRATEGIES[int(route.strategy)]
     drawn = np.asarray(drawn_B).tolist()
+    # `trace` appends `candidates` whenever there is a router. The slice drops it if the strategy
+    # draws no candidates.
     steps, tokens = _steps_and_tokens(
         run.tokenizer,
         step_settings,
@@ -169,10 +175,12 @@ def explain(
         greedy=not params.stochastic or strategy == "greedy",
         strategy=strategy,
         forced=bool(forced_B.any()),
-        seed=section.seed or 0,
+        seed=section.seed or 0,  # never None here, but the type checker does not know
         steps=steps,
         tokens=tokens,
         drawn=drawn,
+        # The statistics of a generated token are those of the query that produced it, here the last
+        # token of the prompt. One drawn token is appended as the generated token.
         attention=(
             _by_layer(attention_stats(run, [*ids, drawn[0]], 1, config)) if attention else None
         ),
@@ -217,9 +225,11 @@ def _trace_steps(
         attention_metrics(params.uses_attention, aux),
     )
     logits_BV, attention = jax.tree.map(lambda x: jnp.repeat(x, params.batch, axis=0), outputs)
+    # A report without alternatives (0) is enough to get the decision of the router.
     token_B, _, drawn = sample(logits_BV, replace(params, report=0), state, attention=attention)
     routed = None if drawn.token is None else drawn.token.routed
     forced_B = jnp.zeros(params.batch, bool) if routed is None else routed.forced
+    # Pairs (name of the step, logits after it), and the decision of the router for each row.
     followed, routes = trace(logits_BV, params, state, attention)
     return (
         jnp.stack([x_BV[0] for _, x_BV in followed]),
@@ -240,6 +250,7 @@ def _steps_and_tokens(
     names = [name for name, _ in step_settings]
     left_SV = x_SV > -np.inf
     largest_S1 = np.max(x_SV, axis=1, keepdims=True)
+    # A softmax in float64, in which a row of only -inf gives zeros instead of NaN.
     weights_SV = np.where(
         left_SV, np.exp(x_SV - np.where(np.isfinite(largest_S1), largest_S1, 0)), 0
     )
@@ -248,7 +259,7 @@ def _steps_and_tokens(
     best = np.argsort(-x_SV[0], kind="stable")[:count].tolist()
     ids = [*best, *(token for token in dict.fromkeys(drawn) if token not in best)]
     lost_SV = left_SV[:-1] & ~left_SV[1:]
-    columns = (
+    columns = (  # the attributes of `Step` after its settings, in their order
         left_SV.sum(axis=1).tolist(),
         (P_SV[0] * left_SV).sum(axis=1).tolist(),
         bits_SV.sum(axis=1).tolist(),
@@ -260,6 +271,7 @@ def _steps_and_tokens(
             id=token,
             text=tokenizer.decode([token]),
             shown=display_token(tokenizer, token),
+            # The first step that removed the token; row i of `lost_SV` belongs to step i + 1.
             removed_by=(
                 names[1 + int(np.argmax(lost_SV[:, token]))] if lost_SV[:, token].any() else None
             ),
@@ -278,6 +290,7 @@ def _apply_router_settings(
     """Replaces the settings that the router overrode, and appends its `candidates` step if the
     strategy drew candidates.
     """
+    # A routed step has one setting, with the name of the step and of the attribute of `route`.
     found = [
         (
             name,
@@ -285,6 +298,7 @@ def _apply_router_settings(
         )
         for name, settings in step_settings
     ]
+    # Only the step `top_k` has this setting; 0 means "off", as in the settings.
     found = [
         (name, {name: 0} if settings.get("top_k") == KEEP_ALL else settings)
         for name, settings in found
@@ -295,7 +309,9 @@ def _apply_router_settings(
 
 
 def _numbers(section: GenerationSection, step: str) -> dict[str, Any]:
-    """Returns the settings of a step as JSON values, with null for -inf."""
+    """Returns the numeric settings of a step, or its first setting if none is a number, as JSON
+    values with null for -inf.
+    """
     settings = [key for key in STEPS[step].settings if key != "watermark_keys"]  # these are secret
     keys = [key for key in settings if key in NUMBER_BOUNDS] or settings[:1]
     return {key: replace_nonfinite(getattr(section, key)) for key in keys}
@@ -305,7 +321,8 @@ def display_token(tokenizer: Tokenizer, token: int) -> str:
     """Returns an unambiguous printable form of a token: in quotes, with escapes for unprintable
     characters.
 
-    Special tokens have no quotes. Bytes of an incomplete UTF-8 sequence are written as `\\xe2`.
+    Special tokens have no quotes. A byte of an incomplete UTF-8 sequence is written in hexadecimal,
+    such as `\\xe2`.
     """
     if token in tokenizer.special_ids:
         return "".join(map(_escape, str(tokenizer.core.id_to_token(token))))

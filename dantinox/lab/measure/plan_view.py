@@ -17,6 +17,7 @@ def _milliseconds(seconds: float | None) -> str | None:
 
 
 def _bytes(kind: str) -> Column:
+    """Returns a column with the bytes of a kind of memory; empty if the program is not compiled."""
     return Column(kind, kind, lambda p: p.bytes and human_bytes(getattr(p.bytes, kind)))
 
 
@@ -36,9 +37,11 @@ def _collective_column(kind: str) -> Column:
 
 NAME_COLUMNS = (
     Column("program", "program", lambda p: p.name),
+    # The input of a call, such as "8 × 512 tokens".
     Column("reads", "reads", lambda p: p.reads),
 )
 
+# The columns of the name, of the mesh and of the input.
 MESH_COLUMNS = (NAME_COLUMNS[0], Column("mesh", "mesh", lambda p: p.mesh), NAME_COLUMNS[1])
 
 MEMORY_COLUMNS = (
@@ -49,6 +52,7 @@ MEMORY_COLUMNS = (
 
 TIME_COLUMNS = (
     Column("flops", "FLOPs", lambda p: human_count(p.flops)),
+    # The FLOPs of the second forward pass of gradient checkpointing.
     Column("again", "recompute", lambda p: human_count(p.again) if p.again else None),
     Column("traffic", "traffic", lambda p: human_bytes(p.traffic)),
     Column("compute", "compute\nms ≥", lambda p: _milliseconds(p.compute_seconds)),
@@ -59,6 +63,7 @@ TIME_COLUMNS = (
     Column("mfu", "MFU ≤", lambda p: p.mfu and percent(p.mfu)),
 )
 
+# The keys of `BYTES_SENT` are the kinds of collectives.
 COLLECTIVE_COLUMNS = tuple(map(_collective_column, BYTES_SENT))
 
 
@@ -84,6 +89,7 @@ def _plan_blocks(plan: Plan) -> Iterator[Block]:
             if any(column.value(program) is not None for program in programs)
         ]
         if programs:
+            # The columns in front are repeated in each part of a table that is too wide.
             yield Table([*names, *columns], programs, front=len(names))
     yield Items([*(_program_remark(plan, program) for program in plan.programs), *_run_time(plan)])
     formulas = [f"{name}: {formula}" for name, formula in plan.formulas.items()]

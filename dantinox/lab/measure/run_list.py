@@ -149,7 +149,7 @@ def _read_logs(found: RunSummary, run: RunDirectory, log: Path) -> None:
         best = finite[(np.argmax if found.rewarded else np.argmin)(values[finite])]
         found.best = float(values[best])
         found.best_step = int(rows["step"][best])
-    # The last value of the evaluations; the last training loss only if there is no such number.
+    # The last evaluation, or the last training loss if the evaluation is missing or not finite.
     found.last = next(
         (float(x[-1]) for x in (values, intervals["train_loss"]) if x.size and np.isfinite(x[-1])),
         None,
