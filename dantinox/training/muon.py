@@ -26,8 +26,12 @@ class MuonState(NamedTuple):
 
 
 class NorMuonState(NamedTuple):
-    """The state of Muon, and second moments along the longer side of each matrix. The axes of its
-    other side have size 1.
+    """The state of Muon, and the second moments of NorMuon.
+
+    Attributes:
+      steps, momentum: as in `MuonState`.
+      squares: one second moment for each index of the longer side of each matrix. The axes of the
+        shorter side are kept, with size 1.
     """
 
     steps: jax.Array
@@ -40,8 +44,10 @@ def muon(
     learning_rate: Callable[[Any], jax.Array],
     layout: Layout | None = None,
 ) -> optax.GradientTransformation:
-    """Orthogonalized Nesterov momentum times √max(1, fan out / fan in) (Jordan et al. 2024), with
-    decoupled weight decay.
+    """Returns the optimizer Muon (Jordan et al. 2024), with decoupled weight decay.
+
+    The updates are orthogonalized Nesterov momentum; `orthogonalize` also multiplies them by
+    √max(1, fan out / fan in).
 
     With `muon_normalize` the state is a `NorMuonState`, else a `MuonState`.
     """
@@ -54,6 +60,7 @@ def muon(
         return NorMuonState(
             steps,
             momentum,
+            # The means are computed only for their shapes.
             {name: jnp.zeros_like(_mean_squares(name, p)) for name, p in parameters.items()},
         )
 
@@ -63,6 +70,7 @@ def muon(
         rate = learning_rate(state.steps)
         steps = state.steps + 1
         momentum = jax.tree.map(_interpolate, state.momentum, gradients)
+        # Nesterov momentum: the new average moves once more towards the gradients.
         directions = orthogonalize(
             jax.tree.map(_interpolate, momentum, gradients), training.muon_steps, layout
         )
@@ -84,13 +92,17 @@ def normalize_sizes(directions: Parameters, squares: Parameters) -> tuple[Parame
     """Divides each vector of a matrix by its root mean square over the steps (Li et al. 2025,
     "NorMuon", algorithm 1).
 
-    The second moment of a vector is a moving average of its mean square. The vectors are those
-    along the longer side of the matrix: the neurons if fan out is at least fan in. Those along the
-    shorter side of an orthogonalized matrix already have equal norms. Each matrix is then
-    multiplied by a factor that restores its Frobenius norm.
+    There is one vector for each index of the longer side of the matrix: the weights of one neuron
+    if fan out is at least fan in. The vectors of the shorter side of an orthogonalized matrix
+    already have equal norms. The second moment of a vector is a moving average of its mean square.
+    Each matrix is then multiplied by a factor that restores its Frobenius norm.
+
+    Args:
+      directions: the orthogonalized momentum, path → array.
+      squares: the second moments of the previous step, as in `NorMuonState`.
 
     Returns:
-      the directions, and the second moments.
+      The normalized directions, and the new second moments.
     """
     means = {name: _mean_squares(name, d) for name, d in directions.items()}
     squares = jax.tree.map(
@@ -98,8 +110,10 @@ def normalize_sizes(directions: Parameters, squares: Parameters) -> tuple[Parame
     )
 
     def normalized(name: str, d: jax.Array) -> jax.Array:
+        # The first input axis; a parameter that is no hidden matrix has the axes [in, out].
         first, _ = fan_axes(name, d.ndim) or (0, 1)
         x = d / (jnp.sqrt(squares[name]) + 1e-10)
+        # The axes of one matrix, without those of a stack.
         axes = tuple(range(first, d.ndim))
         norm, new_norm = (
             jnp.sqrt(jnp.sum(jnp.square(y), axis=axes, keepdims=True)) for y in (d, x)
@@ -111,8 +125,9 @@ def normalize_sizes(directions: Parameters, squares: Parameters) -> tuple[Parame
 
 def _mean_squares(name: str, d: jax.Array) -> jax.Array:
     """Returns the mean square over the shorter side of a hidden matrix or of each matrix of a
-    stack. Its axes keep size 1.
+    stack. The axes of that side are kept, with size 1.
     """
+    # The first input axis and the first output axis, as in `normalize_sizes`.
     first, second = fan_axes(name, d.ndim) or (0, 1)
     fan_in, fan_out = math.prod(d.shape[first:second]), math.prod(d.shape[second:])
     shorter = range(first, second) if fan_in <= fan_out else range(second, d.ndim)

@@ -33,7 +33,7 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
       UserError: the prompt cannot be encoded or fills the context, or a token named in `generation`
         is not in the vocabulary.
     """
-    # In training with rewards, the samples are answers.
+    # Training with rewards shows one of its answers instead, see `Rollouts.example`.
     if config.training.sample_every is None or config.training.objective == "grpo":
         return None
     prompt, tokens = _prompt(config, tokenizer)
@@ -62,10 +62,13 @@ def make_sampler(config: Config, tokenizer: Tokenizer) -> Sampler | None:
 
 
 def build_sampling_model(model: ModelConfig, weights: Mapping[str, Any]) -> Transformer:
-    """Builds a model for sampling, with unstacked layers, from all weights, including those of
-    adapters.
+    """Builds a model for sampling, with unstacked layers.
 
-    Weights in host memory are sharded over as many local devices as possible.
+    Args:
+      model: the architecture in training.
+      weights: path → array of all weights as in training, where layers may be stacked and
+        adapters are separate weights. Weights in host memory (NumPy) are sharded over as many local
+        devices as possible.
     """
     unstacked = replace(model, scan_layers=False)
     build, shapes = abstract_model(unstacked)
@@ -80,7 +83,7 @@ def build_sampling_model(model: ModelConfig, weights: Mapping[str, Any]) -> Tran
 
 
 def _prompt(config: Config, tokenizer: Tokenizer) -> tuple[str, int]:
-    """Returns the prompt and its number of tokens."""
+    """Returns the prompt and its number of tokens, including the tokens before every text."""
     prompt = config.training.sample_prompt
     try:
         return prompt or "\n", len(tokenizer.ids_before_text) + len(
@@ -92,4 +95,4 @@ def _prompt(config: Config, tokenizer: Tokenizer) -> tuple[str, int]:
         if tokenizer.bos_id is None:
             reason = "the vocabulary has neither a line break nor a BOS token"
             raise UserError(f"training.sample_prompt must be set: {reason}") from None
-        return "", 1
+        return "", 1  # the BOS token
