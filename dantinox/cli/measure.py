@@ -24,6 +24,7 @@ from dantinox.config.flags import Parser, add_config_flags
 from dantinox.config.packaged import DEFAULT_CONFIG
 from dantinox.files import UserError, atomic_write
 
+# Flag → the value of --what that it applies to ("": both), and its arguments for `add_argument`.
 CALIBRATE: Flags = {
     "data_path": (
         "",
@@ -49,7 +50,7 @@ CALIBRATE: Flags = {
         "kv",
         {
             "action": "store_true",
-            "default": None,
+            "default": None,  # not given, see `given_flags`
             "help": (
                 "skip the slowest measurement: how much eviction from each head raises the loss"
             ),
@@ -111,7 +112,7 @@ def add_explain_flags(command: Parser) -> None:
     add_config_flags(
         command,
         ("generation", "router"),
-        (
+        (  # the flags that the first help page shows
             "prompt",
             "chat",
             "show",
@@ -145,6 +146,7 @@ def explain(options: argparse.Namespace) -> int:
 
     directory = open_run(options.run_dir, check=False)  # `load_opened` checks it
     base = load_run_config(directory)
+    # Raises an error if a setting is invalid, before the slow imports and the weights.
     overlay(base, settings, "command line")
     prompt = given_prompt(options, base)
     use_compilation_cache()
@@ -158,6 +160,7 @@ def explain(options: argparse.Namespace) -> int:
     from dantinox.report.document import to_html
 
     model = load_opened(directory, base)
+    # With --chat the token ids, the second of the pair; otherwise the text.
     text = model.chat_prompt(prompt)[1] if options.chat else prompt
     found = explain(
         model,
@@ -229,6 +232,7 @@ def calibrate(options: argparse.Namespace) -> int:
     from dantinox.lab.measure.calibrate_kv_view import draw_kv_calibration, kv_calibration_lines
 
     with steady_progress() as progress:
+        # `no_loss` is popped before the remaining flags are passed on.
         heads = calibrate_kv(
             options.run_dir, loss=not flags.pop("no_loss", False), progress=progress, **flags
         )

@@ -8,8 +8,9 @@ from pydantic import Field
 from dantinox.config.base import Conflict, Count, CountOrZero, Section, field
 from dantinox.config.prerequisites import Condition, Needs
 
+# A condition of settings that is also called as a function of the value of `coordinator`.
 is_address = Condition("is an address", lambda coordinator: coordinator not in (None, "auto"))
-Axis = Annotated[int, Field(ge=-1, le=2**20)]  # 0 is an error of `distributed_conflicts`
+Axis = Annotated[int, Field(ge=-1, le=2**20)]  # `distributed_conflicts` rejects 0
 MESH_AXES = ("data", "fsdp", "expert", "sequence", "tensor")  # the settings of this type
 
 
@@ -65,7 +66,7 @@ def distributed_conflicts(d: DistributedSection) -> Iterator[Conflict]:
     remaining_axes = [f"distributed.{name}" for name, size in axes.items() if size == -1]
     if len(remaining_axes) > 1:
         yield (
-            remaining_axes[0],
+            remaining_axes[0],  # the message continues this key
             (
                 f"and {' and '.join(remaining_axes[1:])} exclude each other as -1: only one axis"
                 " can take the remaining devices"

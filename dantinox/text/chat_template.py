@@ -393,7 +393,7 @@ class ChatTemplate:
                     " prompt, or changes if other turns follow"
                 )
             turn_tokens = np.flatnonzero((ends_N > len(before)) & (ends_N <= len(after)))
-            # The turn ends with its last special token, without a line break that follows it.
+            # The turn ends with its last special token, if any, without a line break after it.
             specials = np.flatnonzero(self._tokenizer.is_special_V[ids_N[turn_tokens]])
             mask_N[turn_tokens[: specials[-1] + 1] if len(specials) else turn_tokens] = True
         return ids_N, mask_N

@@ -165,9 +165,10 @@ class LoadedModel(ModelBundle):
             log-probabilities in nats; None reports nothing.
           echo: with `logprobs`, also report the tokens of the prompt.
           score_fn: a JAX function `(ids [N], logprobs [N], metrics) -> scores [N]` of the token ids
-            of the candidates, their ln p under the model, and the `Metrics` of
-            the row. The entropy router scores all candidates that it draws and keeps the best. For
-            example, `dantinox.sampling.best_of_n.guide_score` is the score of the entropix guide.
+            of the candidates, their ln p under the model, and the metrics of the row
+            (`dantinox.sampling.entropy_router.Metrics`). The entropy router scores all candidates
+            that it draws and keeps the best. For example, `dantinox.sampling.best_of_n.guide_score`
+            is the score of the entropix guide.
           show_candidates: with `logprobs`, report the candidates of the entropy router; the text
             stays the same.
           constraint: a schema, regex or grammar that every text satisfies. A complete text has the

@@ -18,6 +18,7 @@ def expert_settings(keys: ConfigKeys, settings: Mapping[str, Any]) -> dict[str, 
     family = keys.family
     layers: int = settings["model.num_blocks"]
     found: dict[str, Any] = {}
+    # `dense_layers` is the form in which the keys specify the dense layers, such as "first".
     if family.dense_layers in OPTIONAL_EXPERTS:
         found = OPTIONAL_EXPERTS[family.dense_layers](keys, layers)
     elif family.dense_layers is not None:
@@ -38,6 +39,7 @@ def _layers_between_steps(keys: ConfigKeys, layers: int) -> list[int]:
         raise UserError(
             f"config.json has mlp_only_layers: {quote(listed)}, expected a list of numbers"
         )
+    # Every n-th layer, counted from 1, has experts unless it is listed; the others are dense.
     return [i for i in range(layers) if (i + 1) % every or i in listed]
 
 
@@ -47,10 +49,12 @@ def _layers_outside_range(keys: ConfigKeys, layers: int) -> list[int]:
     every = keys.take_integer("moe_layer_interval")
     if last == -1:
         last = layers - 1
+    # Inside the range every n-th layer, counted from 1, has experts; all other layers are dense.
     return [i for i in range(layers) if not first <= i <= last or (i + 1) % every]
 
 
 def _layers_of_type_dense(keys: ConfigKeys, layers: int) -> list[int]:
+    # Without the key only the first layer is dense, as in transformers.
     listed = keys.take("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
     kinds = check_per_layer(listed, layers, "mlp_layer_types")
     if other := [kind for kind in kinds if kind not in ("dense", "sparse")]:
@@ -71,6 +75,8 @@ def _experts_in_all_layers_or_none(keys: ConfigKeys, layers: int) -> dict[str, A
             raise UserError(
                 f"config.json has layer_types: {quote(kind)}; only attention is supported"
             )
+    # All keys are taken even for a dense model, because `ConfigKeys.check_rest` rejects keys that
+    # remain. `a|b` are two names of one key.
     count = keys.take("num_local_experts|num_experts")
     top_k = keys.take("num_experts_per_tok")
     width = keys.take("intermediate_size")
@@ -121,6 +127,7 @@ DENSE_LAYERS: dict[str, Callable[[ConfigKeys, int], list[int]]] = {
     "range": _layers_outside_range,
     "types": _layers_of_type_dense,
 }
+# None is no key, but `expert_settings` looks for it.
 OPTIONAL_EXPERTS: dict[str | None, Callable[[ConfigKeys, int], dict[str, Any]]] = {
     "all or none": _experts_in_all_layers_or_none,
     "parallel": _experts_next_to_dense_branch,
@@ -136,6 +143,7 @@ def _group_settings(keys: ConfigKeys) -> dict[str, Any]:
         return {}
     groups = keys.take("n_group")
     best = keys.take("topk_group")
+    # Only families with the score "max" choose the method by a key.
     method = "group_limited_greedy"
     if score == "max":
         method = keys.take("topk_method", method)
@@ -172,6 +180,7 @@ def expert_keys(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _keys_of_all_layers_or_none(model: ModelConfig) -> dict[str, Any]:
     written: dict[str, Any] = {
+        # Only this family has this key.
         "position_embedding_type": "rope" if model.position == "rope" else None,
         "layer_types": [FULL] * model.num_blocks,
         "intermediate_size": model.hidden_dim,
@@ -202,7 +211,11 @@ def _keys_next_to_dense_branch(model: ModelConfig) -> dict[str, Any]:
 
 
 def _dense_layer_keys(experts: ExpertsConfig, layers: int, form: str | None) -> dict[str, Any]:
-    """Returns the keys that list the dense layers, in the form `Family.dense_layers`."""
+    """Returns the keys that specify the dense layers, in the form `Family.dense_layers`.
+
+    Some forms cannot express every choice of dense layers. `to_hf_config` reads the keys back and rejects a
+    model that they change.
+    """
     dense = experts.dense_layers
     if form == "first":
         return {"first_k_dense_replace": len(dense)}
@@ -221,7 +234,7 @@ def _range_keys(routed: list[int], layers: int) -> dict[str, Any]:
     """
     first = routed[0]
     last = routed[-1]
-    interval = 1
+    interval = 1  # if none fits; `to_hf_config` then rejects the model
     for every in range(1, layers + 1):
         if routed == [i for i in range(first, last + 1) if (i + 1) % every == 0]:
             interval = every
