@@ -213,8 +213,8 @@ def _keys_next_to_dense_branch(model: ModelConfig) -> dict[str, Any]:
 def _dense_layer_keys(experts: ExpertsConfig, layers: int, form: str | None) -> dict[str, Any]:
     """Returns the keys that specify the dense layers, in the form `Family.dense_layers`.
 
-    Some forms cannot express every choice of dense layers. `to_hf_config` reads the keys back and rejects a
-    model that they change.
+    Some forms cannot express every choice of dense layers. `to_hf_config` reads the keys back and
+    rejects a model that they change.
     """
     dense = experts.dense_layers
     if form == "first":
