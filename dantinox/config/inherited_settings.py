@@ -10,12 +10,11 @@ from dantinox.config.model_config import WEIGHT_FIELDS
 from dantinox.config.sections import Config, flatten_config, reset_settings
 from dantinox.config.yaml_files import (
     build_config,
-    find_config,
     load_config,
+    read_config,
     validate_settings,
     warn_inactive,
 )
-from dantinox.config.yaml_text import read_yaml
 from dantinox.files import UserError, quote
 
 # A run inherits these sections from training.init_from, or else the second ones from
@@ -28,11 +27,8 @@ def load_training(path: str | Path, overrides: Mapping[str, object] | None = Non
     """Loads the config of a new training run, like `load_config` but with the defaults of
     `build_training`.
     """
-    path = find_config(path)
-    tree, lines = read_yaml(path)
-    return build_training(
-        tree, overrides, {key: f"{path}, line {line}" for key, line in lines.items()}, str(path)
-    )
+    tree, where, source = read_config(path)
+    return build_training(tree, overrides, where, source)
 
 
 def build_training(

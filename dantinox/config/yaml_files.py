@@ -76,10 +76,17 @@ def load_config(path: str | Path, overrides: Mapping[str, object] | None = None)
       >>> config.training.lr, config.data.path
       (0.0005, 'builtin:python')
     """
+    tree, where, source = read_config(path)
+    return build_config(tree, overrides, where, source)
+
+
+def read_config(path: str | Path) -> tuple[dict[str, object], dict[str, str], str]:
+    """Returns the tree of a YAML file or of a packaged config, the place of every section and key,
+    and the path of the file, which messages name.
+    """
     path = find_config(path)
     tree, lines = read_yaml(path)
-    where = {key: f"{path}, line {line}" for key, line in lines.items()}
-    return build_config(tree, overrides, where, str(path))
+    return tree, {key: f"{path}, line {line}" for key, line in lines.items()}, str(path)
 
 
 def build_config(
