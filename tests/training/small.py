@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import signal
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -68,6 +69,24 @@ def small_store(config, store=TokenStore, **options):
     t = config.training
     batches = BatchOptions(t.batch_size, config.model.max_context, t.seed)
     return store(ids[:2700], ids[2700:], batches, counts=counts, **options)
+
+
+def interrupted_store(config, call):
+    """Returns a small store that sends SIGTERM at the given read of its validation batches.
+
+    Each evaluation reads them once; the second read counts the bytes of the targets.
+    """
+    store = small_store(config)
+    validation, calls = store.validation, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        yield from validation(*arguments)
+
+    store.validation = interrupted
+    return store
 
 
 def random_weights(model: ModelConfig, seed: int = 3, size: float = 0.3) -> dict[str, np.ndarray]:

@@ -29,7 +29,15 @@ from dantinox.training.step import Metrics
 from dantinox.training.training_log import NonFiniteLoss, TrainingLog
 from tests.error_texts import ERRORS
 
-from .small import VOCABULARY, Tokens, Workshop, copy_until, small_config, small_store
+from .small import (
+    VOCABULARY,
+    Tokens,
+    Workshop,
+    copy_until,
+    interrupted_store,
+    small_config,
+    small_store,
+)
 
 launching = importlib.import_module("dantinox.training.launch")
 
@@ -276,16 +284,7 @@ def test_signal_during_an_evaluation_postpones_it(workshop, logged, monkeypatch,
     """It stops before the next step: all processes know it, and the last step has no next batch."""
     monkeypatch.setattr(loop, "StopSync", sync)
     config = small_config(training__eval_tokens=None)
-    store = small_store(config)
-    validation, calls = store.validation, []
-
-    def interrupted(*arguments):
-        calls.append(1)  # one per evaluation; the second call counts the bytes of the targets
-        if len(calls) == call:
-            signal.raise_signal(signal.SIGTERM)
-        yield from validation(*arguments)
-
-    store.validation = interrupted
+    store = interrupted_store(config, call)
     with pytest.raises(SystemExit) as stopped:
         workshop.train("run", config, store=store)
     assert stopped.value.code == 143 and f"step {step} is saved" in workshop.notes.getvalue()

@@ -26,7 +26,7 @@ from dantinox.training.starting_point import check_facts, resume_config, run_fac
 from dantinox.training.step import Programs, TrainStep
 from tests.error_texts import ERRORS
 
-from .small import VOCABULARY, small_config, small_store
+from .small import VOCABULARY, interrupted_store, small_config, small_store
 
 TIMES = {"ms_per_step", "tokens_per_s", "memory_gb", "mfu"}
 
@@ -120,16 +120,7 @@ def test_interrupted_evaluation_is_logged_once(workshop, call, killed):
     """The checkpoint of its step still lists it as due when a third process resumes."""
     config = small_config()
     expected = outcome(workshop.train("whole", config), config)
-    store = small_store(config)
-    validation, calls = store.validation, []
-
-    def interrupted(*arguments):
-        calls.append(1)  # one per evaluation; the second call counts the bytes of the targets
-        if len(calls) == call:
-            signal.raise_signal(signal.SIGTERM)
-        yield from validation(*arguments)
-
-    store.validation = interrupted
+    store = interrupted_store(config, call)
     with pytest.raises(SystemExit):
         workshop.train("cut", config, store=store)
     store = small_store(config, Stumbles)
