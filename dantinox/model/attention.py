@@ -217,8 +217,8 @@ def _softmax_weights(
     """Computes the softmax over the scores and the sink logits, and returns the weights without
     those of the sinks.
 
-    With `ends`, the end of each segment, the exponentials are summed segment by segment, so that
-    segments behind the last key of a row do not change a bit of its result.
+    With `ends`, the end of each segment, the exponentials are summed segment by segment. Segments
+    after the last key of a row add zeros, so its result is bitwise the same without them.
     """
     if sinks_KG is None and ends is None:
         return jax.nn.softmax(scores_BKGTS, axis=-1)
